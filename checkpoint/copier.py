@@ -1,0 +1,182 @@
+"""The lazy snapshot: copying live state into the arena while the next step computes.
+
+Training state is immutable from one optimizer step to the next, so a copy that begins after the step may run under forward and backward and
+has only to be complete before the optimizer writes again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that
+holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from checkpoint.arena import Arena
+from checkpoint.client import SnapshotClient
+from checkpoint.errors import CheckpointError
+from checkpoint.layout import Entry, Json, ShardIndex
+from checkpoint.live import LiveTensor
+from checkpoint.retention import Snapshot
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each tensor goes; the same for every snapshot of an unchanged state."""
+
+    signature: tuple[object, ...]
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One snapshot under way."""
+
+    snapshot: Snapshot
+    index: ShardIndex
+    sources: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    ready: torch.cuda.Event | None
+
+
+class Snapshotter:
+    """Takes one rank's snapshots in one generation. Owns a thread; `close` ends it after the copy under way."""
+
+    def __init__(self, client: SnapshotClient, generation: int, rank: int, device: torch.device) -> None:
+        self._client = client
+        self._generation = generation
+        self._rank = rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._layout: _Layout | None = None
+        self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
+        self._locked: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._copy: _Copy | None = None
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="keepstep-snapshot", daemon=True)
+        self._thread.start()
+
+    def start(self, step: int, tensors: Sequence[LiveTensor], documents: Mapping[str, Json]) -> bool:
+        """Begin to copy the state; False if the rank's last snapshot is not committed yet.
+
+        Args:
+            step: completed optimizer steps.
+            tensors: the state; must not be written before `wait` has returned.
+            documents: the rest of it.
+
+        Raises:
+            SnapshotUnavailable: the generation is over, memory is short, or the server is gone.
+        """
+        self.wait()
+        layout = self._laid_out(tensors)
+        snapshot = Snapshot(self._generation, step)
+        begun = self._client.begin(snapshot, self._rank, layout.nbytes)
+        if begun is None:
+            return False
+        number, arena = begun
+        targets = self._views(number, arena, layout)
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._stream.device))
+        index = ShardIndex(layout.nbytes, layout.entries, documents)
+        with self._changed:
+            self._copy = _Copy(snapshot, index, [tensor.data for tensor in tensors], targets, ready)
+            self._changed.notify_all()
+        return True
+
+    def wait(self) -> None:
+        """Block until no copy is under way; what it copied is then sealed.
+
+        Raises:
+            CheckpointError: the last copy failed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._copy is None)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Let the copy under way complete, then end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._locked:
+            for pointer in self._locked.values():
+                torch.cuda.cudart().cudaHostUnregister(pointer)
+            self._locked.clear()
+        self._targets.clear()
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._copy is not None or self._closing)
+                    copy = self._copy
+                if copy is None:
+                    return
+                error: BaseException | None = None
+                try:
+                    self._perform(copy)
+                except (CheckpointError, RuntimeError, OSError) as caught:
+                    error = caught
+                with self._changed:
+                    self._error = error
+                    self._copy = None
+                    self._changed.notify_all()
+
+    def _perform(self, copy: _Copy) -> None:
+        if self._stream is not None and copy.ready is not None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(copy.ready)
+                for target, source in zip(copy.targets, copy.sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    if source.is_cuda:
+                        # The allocator must not reuse the memory while the side stream still reads it.
+                        source.record_stream(self._stream)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+            done.synchronize()
+        elif copy.targets:
+            torch._foreach_copy_(copy.targets, copy.sources)
+        self._client.seal(copy.snapshot, self._rank, copy.index)
+
+    def _laid_out(self, tensors: Sequence[LiveTensor]) -> _Layout:
+        signature = tuple((tensor.key, tensor.data.shape, tensor.data.dtype) for tensor in tensors)
+        if self._layout is not None and self._layout.signature == signature:
+            return self._layout
+        entries, offset = [], 0
+        for tensor in tensors:
+            nbytes = tensor.data.numel() * tensor.data.element_size()
+            entries.append(
+                Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes)
+            )
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._layout = _Layout(signature, tuple(entries), offset)
+        return self._layout
+
+    def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
+        """Return tensors over the arena, one per entry; made once per buffer and layout."""
+        known = self._targets.get(number)
+        if known is not None and known[0] is layout:
+            return known[1]
+        if self._stream is not None and number not in self._locked:
+            pointer = arena.bytes.ctypes.data
+            code = torch.cuda.cudart().cudaHostRegister(pointer, arena.nbytes, 0)
+            if int(code) != 0:
+                raise RuntimeError(f"cudaHostRegister failed with {code}; is the locked-memory limit too low?")
+            self._locked[number] = pointer
+        whole = torch.from_numpy(arena.bytes)
+        views = []
+        for entry, (_, shape, dtype) in zip(layout.entries, layout.signature, strict=True):  # type: ignore[misc]
+            flat = whole[entry.byte_offset : entry.byte_offset + entry.nbytes]
+            views.append(flat.view(dtype).reshape(shape))
+        self._targets[number] = (layout, views)
+        return views

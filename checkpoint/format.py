@@ -1,0 +1,235 @@
+"""The documents of a stored checkpoint: names, Zarr v3 metadata, parts and manifest. Pure; FORMAT.md is its specification.
+
+Whatever is read from outside is checked here before anything acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from checkpoint.chunking import StoredTensor
+from checkpoint.dtypes import numpy_dtype
+from checkpoint.errors import CheckpointDamaged
+from checkpoint.layout import Json
+
+VERSION = 1
+MANIFEST = "manifest.json"
+DOCUMENTS = "documents.json"
+ROOT = "zarr.json"
+
+_STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A checkpoint's name: completed steps, and the generation that wrote it."""
+
+    step: int
+    generation: int
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory under the job's URL. A writer of an older generation has another one."""
+        return f"step-{self.step:08d}-{self.generation:06d}"
+
+    @classmethod
+    def parse(cls, name: str) -> StoredStep | None:
+        """Return the step that a directory's name means, or None if it means none."""
+        match = _STEP_NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object as it must be found: name under the step's directory, size in bytes, crc32c.
+
+    A chunk's crc32c is that of its payload, without the four bytes of it that Zarr's codec appends.
+    """
+
+    name: str
+    nbytes: int
+    crc32c: int
+
+    def to_json(self) -> Json:
+        """Return the object as a JSON list."""
+        return [self.name, self.nbytes, self.crc32c]
+
+    @classmethod
+    def from_json(cls, data: Json) -> StoredObject:
+        """Parse what `to_json` returned.
+
+        Raises:
+            CheckpointDamaged: it is something else.
+        """
+        try:
+            name, nbytes, crc = data
+            return cls(str(name), int(nbytes), int(crc))
+        except (TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"not an object's entry: {data!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a directory a checkpoint. `objects` are the parts' listings, the root metadata and the documents."""
+
+    step: int
+    generation: int
+    objects: tuple[StoredObject, ...]
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON."""
+        return encode(
+            {
+                "format": VERSION,
+                "step": self.step,
+                "generation": self.generation,
+                "objects": [item.to_json() for item in self.objects],
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Parse what `encode` returned.
+
+        Raises:
+            CheckpointDamaged: it is something else, or of a newer format.
+        """
+        content = decode(data, where)
+        try:
+            version = content["format"]
+            if version != VERSION:
+                raise CheckpointDamaged(
+                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release that wrote it"
+                )
+            objects = tuple(StoredObject.from_json(item) for item in content["objects"])
+            return cls(int(content["step"]), int(content["generation"]), objects)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
+
+    def part_names(self) -> tuple[str, ...]:
+        """Return the names of the parts' listings."""
+        return tuple(item.name for item in self.objects if item.name.startswith("parts/"))
+
+    def find(self, name: str) -> StoredObject | None:
+        """Return the entry of an object, if the manifest has one."""
+        return next((item for item in self.objects if item.name == name), None)
+
+
+def encode(content: Json) -> bytes:
+    """Return JSON as it is stored: UTF-8, compact, keys in the order given."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def decode(data: bytes, where: str) -> Any:
+    """Parse stored JSON.
+
+    Raises:
+        CheckpointDamaged: it is not JSON.
+    """
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{where} is not JSON: {error}") from error
+
+
+def chunk_name(key: str, place: Sequence[int]) -> str:
+    """Return a chunk's object name, by Zarr's default chunk key encoding."""
+    return "/".join([key, "c", *map(str, place)])
+
+
+def part_name(writer: int) -> str:
+    """Return the name of a writer's listing."""
+    return f"parts/{writer:06d}.json"
+
+
+def array_metadata(tensor: StoredTensor) -> Json:
+    """Return the Zarr v3 metadata of a tensor's array."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(tensor.shape),
+        "data_type": tensor.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            # Zarr wants extents of at least one, also where there is nothing.
+            "configuration": {"chunk_shape": [max(1, n) for n in tensor.chunk]},
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": _fill_value(tensor.dtype),
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}}
+            if numpy_dtype(tensor.dtype).itemsize > 1
+            else {"name": "bytes"},
+            {"name": "crc32c"},
+        ],
+        "attributes": {},
+    }
+
+
+def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor]) -> Json:
+    """Return the root group's metadata, with that of everything below inline, so that opening costs one read."""
+    nodes: dict[str, Json] = {}
+    for key in sorted(tensors):
+        parts = key.split("/")
+        for depth in range(1, len(parts)):
+            nodes.setdefault("/".join(parts[:depth]), group_metadata("/".join(parts[:depth])))
+        nodes[key] = array_metadata(tensors[key])
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {
+            "keepstep": {"format": VERSION, "step": step, "generation": generation},
+            "description": "A PyTorch training checkpoint. model/: parameters and buffers by name; "
+            "optim/<parameter>/<slot>: optimizer state; rank/: random number generators; "
+            "documents.json: what is no tensor. Complete if and only if manifest.json exists.",
+        },
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
+    }
+
+
+def group_metadata(path: str) -> Json:
+    """Return the metadata of a group below the root."""
+    meaning = {
+        "model": "parameters and persistent buffers, each a whole tensor under its name in the module",
+        "optim": "one group per parameter, one array per optimizer slot",
+        "rank": "what belongs to one rank only",
+    }
+    attributes = {"description": meaning[path]} if path in meaning else {}
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
+    """Return the tensors that the root metadata describes, each checked.
+
+    Raises:
+        CheckpointDamaged: an array is not as this format has it.
+    """
+    content = decode(data, where)
+    try:
+        nodes = content["consolidated_metadata"]["metadata"]
+        arrays = {key: node for key, node in nodes.items() if node["node_type"] == "array"}
+        return {key: _parse_array(node) for key, node in arrays.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{where} is not a checkpoint's root metadata: {error!r}") from error
+
+
+def _parse_array(node: Any) -> StoredTensor:
+    shape = tuple(int(n) for n in node["shape"])
+    chunk = tuple(int(n) for n in node["chunk_grid"]["configuration"]["chunk_shape"])
+    tensor = StoredTensor(str(node["data_type"]), shape, chunk)
+    numpy_dtype(tensor.dtype)
+    if len(chunk) != len(shape) or min((*shape, 0)) < 0 or min((*chunk, 1)) < 1:
+        raise ValueError(f"shape {shape} with chunks {chunk}")
+    if node["codecs"] != array_metadata(tensor)["codecs"]:
+        raise ValueError(f"codecs {node['codecs']}")
+    return tensor
+
+
+def _fill_value(dtype: str) -> Json:
+    if dtype == "bool":
+        return False
+    return [0.0, 0.0] if dtype.startswith("complex") else 0.0 if "float" in dtype else 0

@@ -1,0 +1,174 @@
+"""Which snapshots a node keeps in memory, and which buffer the next one goes into.
+
+Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
+- A rank may begin a snapshot only in the current generation, and only if its last one in this generation is committed or was never
+  sealed: two buffers alternate, and one of them always holds a committed snapshot.
+- A commit frees everything older. Opening a generation forgets shards that older ones left unsealed.
+- A pinned snapshot (being stored) stays until unpinned, though newer ones are committed; meanwhile a third buffer is used.
+
+Invariants: a sealed shard that is not older than the committed snapshot is never overwritten; a buffer holds at most one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from checkpoint.errors import SnapshotUnavailable
+
+_SPARE_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Snapshot:
+    """A snapshot's name: generations order first, then steps."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A shard's buffer and its size in bytes, and whether the shard is complete."""
+
+    buffer: int
+    capacity: int
+    sealed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """All that a node holds. `free` are buffers without a shard, by number, with their sizes in bytes."""
+
+    generation: int = 0
+    committed: Snapshot = Snapshot(0, -1)
+    shards: Mapping[tuple[Snapshot, int], Held] = field(default_factory=dict)
+    free: Mapping[int, int] = field(default_factory=dict)
+    pinned: frozenset[Snapshot] = frozenset()
+    next_buffer: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers."""
+        return sum(held.capacity for held in self.shards.values()) + sum(self.free.values())
+
+    def sealed(self) -> dict[Snapshot, set[int]]:
+        """Return the ranks whose shards are complete, for every snapshot."""
+        found: dict[Snapshot, set[int]] = {}
+        for (snapshot, rank), held in self.shards.items():
+            if held.sealed:
+                found.setdefault(snapshot, set()).add(rank)
+        return found
+
+
+def open_generation(shelf: Shelf, generation: int) -> Shelf:
+    """Accept shards of this generation only, from now on. Older numbers change nothing."""
+    if generation <= shelf.generation:
+        return shelf
+    kept = {k: h for k, h in shelf.shards.items() if h.sealed}
+    return _keep(replace(shelf, generation=generation), kept)
+
+
+def begin(
+    shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int
+) -> tuple[Shelf, Held | None]:
+    """Give a rank a buffer for a snapshot, or None if its last one is not committed yet.
+
+    Args:
+        shelf: what is held.
+        snapshot: what is to be taken.
+        rank: whose part.
+        nbytes: size of the part.
+        available_nbytes: memory that the node can still give.
+
+    Raises:
+        SnapshotUnavailable: the generation is over, or the node has not enough memory.
+    """
+    if snapshot.generation != shelf.generation:
+        raise SnapshotUnavailable(
+            f"rank {rank} may not write in generation {snapshot.generation}: it is over, "
+            f"the current one is {shelf.generation}"
+        )
+    mine = {
+        key: held
+        for key, held in shelf.shards.items()
+        if key[1] == rank and key[0].generation == snapshot.generation
+    }
+    if any(held.sealed and key[0] > shelf.committed for key, held in mine.items()):
+        return shelf, None
+    abandoned = {key for key, held in mine.items() if not held.sealed}
+    if (snapshot, rank) in mine and (snapshot, rank) not in abandoned:
+        return shelf, None
+    shelf = _keep(shelf, {k: h for k, h in shelf.shards.items() if k not in abandoned})
+    fitting = [(capacity, buffer) for buffer, capacity in shelf.free.items() if capacity >= nbytes]
+    if fitting:
+        capacity, buffer = min(fitting)
+        free = {b: c for b, c in shelf.free.items() if b != buffer}
+        held = Held(buffer, capacity)
+        return replace(shelf, free=free, shards={**shelf.shards, (snapshot, rank): held}), held
+    # Buffers that have become too small for this job are of no use to it.
+    free = {b: c for b, c in shelf.free.items() if c >= nbytes}
+    if nbytes + _SPARE_NBYTES > available_nbytes:
+        raise SnapshotUnavailable(
+            f"a snapshot of rank {rank} needs {nbytes / 2**20:.0f} MiB and the node has "
+            f"{available_nbytes / 2**20:.0f} MiB left; use snapshot_every=... less often, fewer workers or more memory"
+        )
+    held = Held(shelf.next_buffer, nbytes)
+    shards = {**shelf.shards, (snapshot, rank): held}
+    return replace(shelf, free=free, shards=shards, next_buffer=shelf.next_buffer + 1), held
+
+
+def seal(shelf: Shelf, snapshot: Snapshot, rank: int) -> Shelf:
+    """Mark a shard complete.
+
+    Raises:
+        SnapshotUnavailable: the generation is over, or the shard was not begun.
+    """
+    held = shelf.shards.get((snapshot, rank))
+    if snapshot.generation != shelf.generation or held is None or held.sealed:
+        raise SnapshotUnavailable(
+            f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
+            f"it was not begun, or generation {shelf.generation} has replaced its own"
+        )
+    return replace(shelf, shards={**shelf.shards, (snapshot, rank): replace(held, sealed=True)})
+
+
+def abandon(shelf: Shelf, snapshot: Snapshot, rank: int) -> Shelf:
+    """Forget a shard that was begun and will not be sealed, for its writer is gone."""
+    held = shelf.shards.get((snapshot, rank))
+    if held is None or held.sealed:
+        return shelf
+    return _keep(shelf, {k: h for k, h in shelf.shards.items() if k != (snapshot, rank)})
+
+
+def commit(shelf: Shelf, snapshot: Snapshot) -> Shelf:
+    """Take a snapshot as the one to resume from: everything older is freed, unless pinned."""
+    committed = max(snapshot, shelf.committed)
+    shelf = replace(shelf, committed=committed)
+    return _keep(shelf, {k: h for k, h in shelf.shards.items() if k[0] >= committed or k[0] in shelf.pinned})
+
+
+def pin(shelf: Shelf, snapshot: Snapshot) -> Shelf:
+    """Keep a snapshot until it is unpinned.
+
+    Raises:
+        SnapshotUnavailable: nothing of it is held.
+    """
+    if not any(key[0] == snapshot for key in shelf.shards):
+        raise SnapshotUnavailable(f"step {snapshot.step} of generation {snapshot.generation} is not held here")
+    return replace(shelf, pinned=shelf.pinned | {snapshot})
+
+
+def unpin(shelf: Shelf, snapshot: Snapshot) -> Shelf:
+    """Let go of a pinned snapshot; a buffer that was only needed meanwhile is given back to the system."""
+    shelf = replace(shelf, pinned=shelf.pinned - {snapshot})
+    shelf = commit(shelf, shelf.committed)
+    ranks = {rank for _, rank in shelf.shards}
+    surplus = len(shelf.free) + len(shelf.shards) - 2 * len(ranks)
+    free = dict(sorted(shelf.free.items())[max(0, surplus) :])
+    return replace(shelf, free=free)
+
+
+def _keep(shelf: Shelf, kept: Mapping[tuple[Snapshot, int], Held]) -> Shelf:
+    freed = {held.buffer: held.capacity for key, held in shelf.shards.items() if key not in kept}
+    return replace(shelf, shards=dict(kept), free={**shelf.free, **freed})

@@ -1,0 +1,332 @@
+"""The snapshot server: a process per node that owns the memory snapshots live in, so that a worker's death loses nothing.
+
+`python -m checkpoint.server --directory DIR --host ADDRESS --control FD`, the job's secret on the first line of standard input. Workers
+of the node connect to `DIR/snapshots.sock` and get memory by descriptor; other nodes read boxes over TCP; the agent speaks on the control
+descriptor and hears of every seal at once. The server ends when the agent's end of the control connection closes.
+
+What is kept is decided in `checkpoint.retention`; this module only locks, maps and answers. One thread per connection.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from checkpoint import retention
+from checkpoint.arena import Arena, box_bytes, contiguous_range
+from checkpoint.errors import CheckpointError, SnapshotUnavailable
+from checkpoint.layout import Box, Entry, ShardIndex
+from checkpoint.persist import Persistence
+from checkpoint.retention import Shelf, Snapshot
+from checkpoint.wire import Message, Wire
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(slots=True)
+class _Shard:
+    index: ShardIndex
+    entries: dict[str, Entry]
+
+
+@dataclass(slots=True)
+class _Contents:
+    """Everything the server holds, under one lock."""
+
+    shelf: Shelf = field(default_factory=Shelf)
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    shards: dict[tuple[Snapshot, int], _Shard] = field(default_factory=dict)
+
+
+class SnapshotServer:
+    """Serves one node. `run` returns when the agent has gone; `close` is called by it on every path."""
+
+    def __init__(self, directory: Path, host: str, control: socket.socket, secret: bytes) -> None:
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._contents = _Contents()
+        self._control = Wire(control, "agent")
+        self._telling = threading.Lock()
+        self._wires: set[Wire] = set()
+        self._threads: set[threading.Thread] = set()
+        self._local = socket.socket(socket.AF_UNIX)
+        self._local.bind(str(directory / "snapshots.sock"))
+        self._remote = socket.create_server((host, 0), backlog=1024)
+        self._persistence = Persistence(self, secret)
+
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this server."""
+        host, port = self._remote.getsockname()[:2]
+        return f"tcp:{host}:{port}"
+
+    def run(self) -> None:
+        """Serve until the agent's end of the control connection closes."""
+        try:
+            self._local.listen(1024)
+            for listener in (self._local, self._remote):
+                self._spawn(self._accept, listener)
+            self.tell({"event": "serving", "address": self.address})
+            while (request := self._control.receive()) is not None:
+                self.tell({"id": request["id"], **self._answer_agent(request)})
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Refuse newcomers, end every connection and thread, and free the memory."""
+        self._persistence.close()
+        for listener in (self._local, self._remote):
+            try:
+                listener.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # It was never listening.
+            listener.close()
+        with self._lock:
+            wires = list(self._wires)
+        for wire in wires:
+            wire.interrupt()
+        for thread in list(self._threads):
+            thread.join()
+        for arena in self._contents.arenas.values():
+            arena.close()
+        self._contents.arenas.clear()
+        self._control.close()
+
+    def tell(self, message: Message) -> None:
+        """Send an answer or an event to the agent; when it is gone, `run` is about to notice."""
+        with self._telling:
+            try:
+                self._control.send(message)
+            except SnapshotUnavailable:
+                return
+
+    def index(self, snapshot: Snapshot, rank: int) -> ShardIndex:
+        """Return what a sealed local shard holds. Raises SnapshotUnavailable if it is not here."""
+        with self._lock:
+            return self._shard(snapshot, rank).index
+
+    def memory(self, snapshot: Snapshot, rank: int) -> Arena:
+        """Return a sealed local shard's memory; pin the snapshot first if it is used after the lock is gone."""
+        with self._lock:
+            return self._arena(snapshot, rank)
+
+    def pin(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot until `unpin`."""
+        with self._lock:
+            self._contents.shelf = retention.pin(self._contents.shelf, snapshot)
+
+    def unpin(self, snapshot: Snapshot) -> None:
+        """Let go of a pinned snapshot."""
+        self._change(lambda shelf: retention.unpin(shelf, snapshot))
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            self._spawn(self._serve, connection)
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Answer one client until it goes; forget what it left unsealed."""
+        peer = "a local worker" if connection.family == socket.AF_UNIX else str(connection.getpeername())
+        began: set[tuple[Snapshot, int]] = set()
+        try:
+            wire = Wire.accept(connection, self._secret, peer)
+        except (SnapshotUnavailable, OSError) as error:
+            print(f"keepstep snapshot server: refused {peer}: {error}", file=sys.stderr)
+            connection.close()
+            self._threads.discard(threading.current_thread())
+            return
+        with self._lock:
+            self._wires.add(wire)
+        try:
+            while (request := wire.receive()) is not None:
+                try:
+                    self._answer(wire, request, began)
+                except (CheckpointError, KeyError, ValueError) as error:
+                    wire.send({"error": str(error)})
+        except SnapshotUnavailable:
+            pass  # The client died in the middle of something; what it began is forgotten below.
+        finally:
+            with self._lock:
+                self._wires.discard(wire)
+            for snapshot, rank in began:
+                self._change(lambda shelf, s=snapshot, r=rank: retention.abandon(shelf, s, r))
+            wire.close()
+            self._threads.discard(threading.current_thread())
+
+    def _answer(self, wire: Wire, request: Message, began: set[tuple[Snapshot, int]]) -> None:
+        verb = request["verb"]
+        if verb == "holdings":
+            wire.send({"sealed": self._sealed()})
+            return
+        snapshot = Snapshot(*request["snapshot"])
+        if verb == "begin":
+            self._begin(wire, request, snapshot, began)
+        elif verb == "seal":
+            self._seal(snapshot, request["rank"], ShardIndex.from_json(request["index"]))
+            began.discard((snapshot, request["rank"]))
+            wire.send({})
+            self.tell(
+                {
+                    "event": "sealed",
+                    "snapshot": request["snapshot"],
+                    "rank": request["rank"],
+                    "nbytes": self._contents.shelf.nbytes,
+                }
+            )
+        elif verb == "index":
+            wire.send({"index": self.index(snapshot, request["rank"]).to_json()})
+        elif verb == "open":
+            arena = self.memory(snapshot, request["rank"])
+            wire.send({"capacity": arena.nbytes}, descriptor=arena.descriptor)
+        elif verb == "read":
+            self._read(wire, snapshot, request["pieces"])
+        else:
+            raise ValueError(f"unknown verb {verb!r}; do all nodes run the same version of keepstep?")
+
+    def _begin(
+        self, wire: Wire, request: Message, snapshot: Snapshot, began: set[tuple[Snapshot, int]]
+    ) -> None:
+        rank, mapped = request["rank"], request["mapped"]
+        available = psutil.virtual_memory().available
+        with self._lock:
+            contents = self._contents
+            contents.shelf, held = retention.begin(
+                contents.shelf, snapshot, rank, request["nbytes"], available
+            )
+            if held is None:
+                wire.send({"busy": True})
+                return
+            if held.buffer not in contents.arenas:
+                contents.arenas[held.buffer] = Arena.create(held.capacity)
+            self._sweep()
+            began.add((snapshot, rank))
+            reply = {
+                "buffer": held.buffer,
+                "capacity": held.capacity,
+                "dropped": [number for number in mapped if number not in contents.arenas],
+            }
+            descriptor = None if held.buffer in mapped else contents.arenas[held.buffer].descriptor
+            wire.send(reply, descriptor=descriptor)
+
+    def _seal(self, snapshot: Snapshot, rank: int, index: ShardIndex) -> None:
+        with self._lock:
+            self._contents.shelf = retention.seal(self._contents.shelf, snapshot, rank)
+            entries = {entry.key: entry for entry in index.entries}
+            self._contents.shards[snapshot, rank] = _Shard(index, entries)
+
+    def _read(self, wire: Wire, snapshot: Snapshot, pieces: list[Any]) -> None:
+        """Send boxes; those that lie in one piece go from memory to socket inside the kernel."""
+        self.pin(snapshot)
+        try:
+            ranges: list[tuple[int, int]] = []
+            views = []
+            arenas = set()
+            for rank, key, offset, shape in pieces:
+                with self._lock:
+                    shard, arena = self._shard(snapshot, rank), self._arena(snapshot, rank)
+                box = Box(tuple(offset), tuple(shape))
+                entry = shard.entries[key]
+                arenas.add(arena)
+                views.append(box_bytes(entry, arena.bytes, box))
+                found = contiguous_range(entry, box)
+                if found is not None:
+                    ranges.append(found)
+            if len(arenas) == 1 and len(ranges) == len(pieces):
+                wire.send_file({}, arenas.pop().descriptor, ranges)
+            else:
+                wire.send({}, [memoryview(view.tobytes()) for view in views])
+        finally:
+            self.unpin(snapshot)
+
+    def _answer_agent(self, request: Message) -> Message:
+        verb = request["verb"]
+        try:
+            if verb == "open_generation":
+                self._change(lambda shelf: retention.open_generation(shelf, request["generation"]))
+                self._persistence.stop()
+            elif verb == "commit":
+                self._change(lambda shelf: retention.commit(shelf, Snapshot(*request["snapshot"])))
+            elif verb == "persist":
+                self._persistence.start(request)
+            elif verb == "publish":
+                self._persistence.publish(request)
+            elif verb != "holdings":
+                raise ValueError(f"unknown verb {verb!r}")
+        except (CheckpointError, ValueError) as error:
+            return {"error": str(error)}
+        with self._lock:
+            return {"sealed": self._sealed(), "nbytes": self._contents.shelf.nbytes}
+
+    def _sealed(self) -> list[Any]:
+        return [
+            [[snapshot.generation, snapshot.step], sorted(ranks)]
+            for snapshot, ranks in self._contents.shelf.sealed().items()
+        ]
+
+    def _change(self, change: Callable[[Shelf], Shelf]) -> None:
+        with self._lock:
+            self._contents.shelf = change(self._contents.shelf)
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Release the memory and the indexes of what the shelf no longer names. Under the lock."""
+        contents = self._contents
+        used = {held.buffer for held in contents.shelf.shards.values()} | set(contents.shelf.free)
+        for number in [number for number in contents.arenas if number not in used]:
+            contents.arenas.pop(number).close()
+        for name in [name for name in contents.shards if name not in contents.shelf.shards]:
+            del contents.shards[name]
+
+    def _shard(self, snapshot: Snapshot, rank: int) -> _Shard:
+        shard = self._contents.shards.get((snapshot, rank))
+        if shard is None:
+            raise SnapshotUnavailable(
+                f"rank {rank}'s part of step {snapshot.step} (generation {snapshot.generation}) is not held here"
+            )
+        return shard
+
+    def _arena(self, snapshot: Snapshot, rank: int) -> Arena:
+        self._shard(snapshot, rank)
+        return self._contents.arenas[self._contents.shelf.shards[snapshot, rank].buffer]
+
+
+def main() -> None:
+    """Run a server as the agent's child."""
+    parser = argparse.ArgumentParser(description="Own the memory of this node's snapshots (started by the agent).")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args()
+    # Should the agent die between fork and here, its end of the control connection says so.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != options.parent:
+        return
+    # Ctrl-C and SIGTERM to the process group are the agent's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    control = socket.socket(fileno=options.control)
+    SnapshotServer(options.directory, options.host, control, secret).run()
+
+
+if __name__ == "__main__":
+    main()

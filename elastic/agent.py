@@ -1,0 +1,319 @@
+"""The node agent: one per node, it joins the job, runs the node's workers and carries out what the generation document says.
+
+A single event loop. Everything it knows is the membership's view, its workers' state and the snapshot server's holdings; `_reconcile`
+compares them after every event and takes the next step, so the order in which events arrive does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic.crew import Crew
+from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
+from elastic.links import Links, answer
+from elastic.membership import Membership
+from elastic.records import Generation, NodeRecord, PersistedPart, Phase, SnapshotId
+from elastic.rendezvous import Policy, Publish, may_leave
+from elastic.snapshots import SnapshotProcess
+from elastic.store.contract import Store
+from elastic.worker import Command
+
+log = logging.getLogger("keepstep")
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """What one agent runs, and how. Times in seconds."""
+
+    job: str
+    node: str
+    host: str
+    workers: int
+    command: Command
+    policy: Policy
+    environment: Mapping[str, str]
+    run_directory: Path
+    digest: str
+    lease_ttl_s: float = 5.0
+    drain_timeout_s: float = 60.0
+    abort_timeout_s: float = 5.0
+    grace_s: float = 30.0
+    spares: int = 1
+
+
+class Agent:
+    """Runs one node's part of a job. `run` returns when the job has ended or the node has left."""
+
+    def __init__(self, config: AgentConfig, store: Store) -> None:
+        self._config = config
+        self._store = store
+        self._wake = asyncio.Event()
+        self._leaving_since_s: float | None = None
+        self._listener = _open_listener(config.host)
+        self._drained_generation = 0
+        self._committed: SnapshotId | None = None
+        self._stored = -1
+        self._persisting: SnapshotId | None = None
+
+    def ask_to_leave(self) -> None:
+        """Begin a graceful departure (a preemption notice, Ctrl-C): hand over the state, then leave."""
+        if self._leaving_since_s is None:
+            log.warning("leaving: handing over what this node holds (again to quit at once)")
+            self._leaving_since_s = time.monotonic()
+            self._wake.set()
+
+    async def run(self) -> bool:
+        """Take part in the job until it ends; True if it succeeded, False if this node left before.
+
+        Raises:
+            JobFailed: the job failed; the message names the first failing rank and why.
+            UsageError, StoreUnavailable: the job could not be joined, or the coordinator is gone.
+        """
+        server = await answer(self._config.node, self._config.host)
+        try:
+            address = f"{self._config.host}:{server.sockets[0].getsockname()[1]}"
+            while True:
+                try:
+                    return await self._take_part(address)
+                except LeaseLost as lost:
+                    log.error("%s; its workers are stopped, joining again", lost)
+        finally:
+            self._listener.close()
+            server.close()
+
+    async def _take_part(self, address: str) -> bool:
+        """One membership, from lease to lease's end."""
+        config = self._config
+        self._drained_generation, self._committed, self._stored, self._persisting = 0, None, -1, None
+        record = NodeRecord(
+            node=config.node,
+            host=config.host,
+            nproc=config.workers,
+            agent=address,
+            server="",
+            store_port=self._listener.getsockname()[1],
+            lease=0,
+            digest=config.digest,
+        )
+        membership = Membership(
+            self._store,
+            config.job,
+            config.policy,
+            record,
+            config.lease_ttl_s,
+            self._wake.set,
+            self._publish,
+        )
+        self._membership = membership
+        links = Links(membership.revoke)
+        secret = await membership.join()
+        self._crew = Crew(config.command, config.workers, config.spares, config.environment, self._wake.set)
+        try:
+            self._snapshots = await SnapshotProcess.start(
+                config.node, config.workers, config.run_directory, config.host, secret, self._on_snapshot_event
+            )
+            membership.update(server=self._snapshots.address)
+            self._crew.warm_up()
+            async with asyncio.TaskGroup() as group:
+                work = group.create_task(membership.run())
+                try:
+                    return await self._work(links, secret.hex(), work)
+                finally:
+                    work.cancel()
+        except* LeaseLost as lost:
+            raise lost.exceptions[0] from None
+        except* (JobFailed, StoreUnavailable) as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            await self._crew.stop(0.0)
+            await links.close()
+            if hasattr(self, "_snapshots"):
+                await self._snapshots.close()
+        raise AssertionError("unreachable: the task group returns or raises")
+
+    async def _work(self, links: Links, secret: str, membership_task: asyncio.Task[None]) -> bool:
+        while True:
+            self._wake.clear()
+            if await self._reconcile(secret):
+                result = self._membership.view.result
+                await self._crew.stop(1.0 if result is None or result.succeeded else 0.0)
+                # Leaving deletes the node's own key, which must not look like a lost lease.
+                membership_task.cancel()
+                await asyncio.wait([membership_task])
+                await self._membership.leave()
+                if result is not None and not result.succeeded:
+                    raise JobFailed(result.message)
+                return result is not None
+            links.watch(self._peers())
+            timeout_s = self._next_deadline_s()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _peers(self) -> list[NodeRecord]:
+        """Whom this agent watches: the leader everyone, everyone else the leader."""
+        view = self._membership.view
+        if self._membership.leads:
+            return [joined.record for node, joined in view.nodes.items() if node != self._config.node]
+        return [view.nodes[view.leader].record] if view.leader else []
+
+    def _next_deadline_s(self) -> float | None:
+        deadlines = [self._crew.drain_until_s]
+        if self._leaving_since_s is not None:
+            deadlines.append(self._leaving_since_s + self._config.grace_s)
+        present = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(present) - time.monotonic()) if present else None
+
+    async def _reconcile(self, secret: str) -> bool:
+        """Take every step that the present situation calls for; True when nothing is left to do but to leave."""
+        membership, crew = self._membership, self._crew
+        view = membership.view
+        if view.result is not None:
+            return True
+        if self._config.node in view.evictions and self._leaving_since_s is None:
+            self.ask_to_leave()
+        if self._leaving_since_s is not None:
+            membership.update(leaving=True)
+            overdue = time.monotonic() >= self._leaving_since_s + self._config.grace_s
+            if overdue or may_leave(self._config.policy, view, self._config.node):
+                return True
+        await self._follow_commits()
+        generation = view.generation
+        if generation is not None and generation.generation > crew.generation:
+            await self._enter(generation, secret)
+        elif generation is not None and generation.generation == crew.generation:
+            if view.is_closing or crew.trouble is not None:
+                abort = crew.trouble is not None or (view.closing is not None and view.closing.abort)
+                await self._drain(generation.generation, abort)
+            membership.update(times=crew.times(), restored_from=crew.restored_from)
+        crew.top_up()
+        membership.update(
+            trouble=crew.trouble,
+            finishing=crew.finishing,
+            checkpoint_url=crew.checkpoint_url,
+            checkpoint_every=crew.checkpoint_every,
+            step=crew.step,
+            phase=self._phase(),
+        )
+        return False
+
+    def _phase(self) -> Phase:
+        crew = self._crew
+        if crew.generation == 0 or not crew.workers:
+            return Phase.WAITING
+        if crew.done and crew.trouble is None:
+            return Phase.DONE
+        if self._drained_generation == crew.generation:
+            return Phase.DRAINED
+        return Phase.RUNNING if crew.running else Phase.STARTING
+
+    async def _enter(self, generation: Generation, secret: str) -> None:
+        """Put the node's workers into a generation, or park them if the node has no place in it."""
+        crew, membership = self._crew, self._membership
+        await self._snapshots.open_generation(generation.generation)
+        resume = generation.resume
+        # Resuming from storage goes back behind whatever older generations left in memory.
+        await self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
+        member = generation.member(self._config.node)
+        if member is None:
+            await crew.park(generation.generation)
+            return
+        leads_ranks = member.first_rank == 0
+        used, descriptor = self._listener, None
+        if leads_ranks:
+            # The port that was announced serves one generation's torch store; the next generation gets another.
+            self._listener = _open_listener(self._config.host)
+            if self._config.command.kind == "program":
+                used.close()  # A program serves its rendezvous itself.
+            else:
+                descriptor = used.fileno()
+        await crew.enter(
+            generation,
+            member,
+            descriptor,
+            self._snapshots.local_address,
+            secret,
+            self._config.job,
+            self._config.policy.max_restarts,
+        )
+        if leads_ranks:
+            used.close()
+        membership.update(
+            store_port=self._listener.getsockname()[1],
+            generation=generation.generation,
+            phase=Phase.STARTING,
+            trouble=None,
+            finishing=False,
+            persisted=None,
+            restored_from="",
+            times={},
+            sealed=await self._snapshots.complete(),
+        )
+
+    async def _drain(self, generation: int, abort: bool) -> None:
+        """End the generation here; when nothing of it can write any more, say so with what is sealed."""
+        if self._drained_generation == generation:
+            return
+        limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
+        if not await self._crew.drain(abort, limit_s):
+            return
+        sealed = await self._snapshots.complete()
+        self._drained_generation = generation
+        self._membership.update(sealed=sealed, step=self._crew.step, phase=Phase.DRAINED)
+
+    async def _follow_commits(self) -> None:
+        """Pass on what has been committed and stored, and write what is to be stored."""
+        view = self._membership.view
+        if view.snapshot is not None and view.snapshot.snapshot != self._committed:
+            await self._commit(view.snapshot.snapshot)
+        if view.checkpoint is not None and view.checkpoint.step > self._stored:
+            self._stored = view.checkpoint.step
+            await self._crew.tell({"tell": "stored", "step": self._stored})
+        if view.persist is not None and view.persist.commit.snapshot != self._persisting:
+            holders = view.persist.commit.holders
+            position = next((i for i, m in enumerate(holders) if m.node == self._config.node), None)
+            self._persisting = view.persist.commit.snapshot
+            if position is not None:
+                await self._snapshots.persist(view.persist)
+
+    async def _commit(self, snapshot: SnapshotId) -> None:
+        self._committed = snapshot
+        await self._snapshots.commit(snapshot)
+        await self._crew.tell({"tell": "committed", "step": snapshot.step})
+
+    def _on_snapshot_event(self, event: Mapping[str, object]) -> None:
+        """The snapshot server has sealed or stored something, or has failed to."""
+        if event["event"] == "complete":
+            self._membership.update(
+                sealed=self._snapshots.known_complete,
+                step=max(self._membership.record.step, self._crew.step),
+                memory_nbytes=self._snapshots.memory_nbytes,
+            )
+        elif event["event"] in ("persisted", "persist_failed") and self._persisting is not None:
+            part = event["part"] if event["event"] == "persisted" else {"error": event["reason"]}
+            assert isinstance(part, Mapping)
+            self._membership.update(
+                persisted=PersistedPart(self._persisting.step, self._persisting.generation, part)
+            )
+        elif event["event"] == "died":
+            self._crew.fail("the snapshot server of this node died")
+        self._wake.set()
+
+    async def _publish(self, action: Publish) -> None:
+        await self._snapshots.publish(action.request, action.parts)
+
+
+def _open_listener(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.bind((host, 0))
+    listener.listen(1024)
+    return listener

@@ -1,0 +1,107 @@
+"""The `keepstep` command. Flags are torchrun's where torchrun has them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from elastic.errors import ElasticError, UsageError
+
+_EXIT_FAILURE = 1
+_EXIT_USAGE = 2
+
+
+class _Commands(click.Group):
+    """A group whose commands' own errors become one line and an exit status."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UsageError as error:
+            click.echo(f"keepstep: {error}", err=True)
+            sys.exit(_EXIT_USAGE)
+        except ElasticError as error:
+            click.echo(f"keepstep: {error}", err=True)
+            sys.exit(_EXIT_FAILURE)
+
+
+def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """Declare an option under its dashed and its underscored name, as torchrun accepts both."""
+    spelled = [*names, *(name[:2] + name[2:].replace("-", "_") for name in names if name[2:].count("-"))]
+    return click.option(*dict.fromkeys(spelled), **attributes)
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="keepstep")
+def main() -> None:
+    """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
+
+
+@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@_torch_option("--nnodes", default="1:1", show_default=True, help="Number of nodes: N or MIN:MAX.")
+@_torch_option("--nproc-per-node", default="1", show_default=True, help="Workers per node: N, auto, gpu or cpu.")
+@click.option("--store", metavar="URL", help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.")
+@click.option("--job", help="Name of the job; nodes with the same name and store work together.")
+@click.option("--node", help="Name of this node, unique in the job. Default: made from the host name.")
+@_torch_option("--rdzv-id", help="Same as --job.")
+@_torch_option("--rdzv-endpoint", help="HOST:PORT of the coordinator; the node whose address it is starts one there.")
+@_torch_option("--rdzv-backend", default="etcd", help="Accepted for torchrun's sake: the coordinator is always etcd.")
+@_torch_option("--rdzv-conf", default="", help="last_call_timeout=S and join_timeout=S are heeded.")
+@click.option("--standalone", is_flag=True, help="One node with a coordinator of its own (the default without --store).")
+@_torch_option("--max-restarts", default=3, show_default=True, help="Worker failures in a row without progress.")
+@_torch_option("--master-addr", help="With --master-port: same as --rdzv-endpoint ADDR:PORT.")
+@_torch_option("--master-port", type=int, help="See --master-addr.")
+@_torch_option("--local-addr", help="Address under which other nodes reach this one.")
+@_torch_option("--node-rank", hidden=True, help="Accepted for torchrun's sake: ranks follow from the order of arrival.")
+@_torch_option("--monitor-interval", hidden=True, help="Accepted for torchrun's sake: exits are noticed at once.")
+@_torch_option("--start-method", hidden=True, help="Accepted for torchrun's sake: workers are always fresh processes.")
+@click.option("--role", hidden=True, help="Accepted for torchrun's sake.")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as `python -m` would.")
+@_torch_option("--no-python", is_flag=True, help="Run SCRIPT as a program; it restarts cold.")
+@_torch_option("--log-dir", type=click.Path(), help="Directory for the workers' output, with --redirects or --tee.")
+@click.option("-r", "--redirects", default="0", help="3: workers' output to files in --log-dir.")
+@click.option("-t", "--tee", default="0", help="3: workers' output to files in --log-dir and to the terminal.")
+@click.option("--spares", default=1, show_default=True, help="Warm processes kept ready to replace a failed worker.")
+@click.option("--lease-ttl", default=5.0, show_default=True, help="Seconds after which a silent node is declared gone.")
+@click.option("--drain-timeout", default=60.0, show_default=True, help="Seconds a worker has to reach a step's end.")
+@click.option("--abort-timeout", default=5.0, show_default=True, help="Seconds a worker has to give up a broken step.")
+@click.option("--grace", default=30.0, show_default=True, help="Seconds to hand over state after SIGTERM.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(**options: Any) -> None:
+    """Run SCRIPT on this node as part of an elastic job, as torchrun would."""
+    # Only agents load what the coordinator's client needs, so it is not imported with the package.
+    from elastic.launch import launch  # noqa: PLC0415
+
+    sys.exit(launch(**options))
+
+
+@main.command()
+@click.option("--store", metavar="URL", help="The coordinator. Default: that of the job running on this machine.")
+@click.option("--job", help="Name of the job. Default: the only one running on this machine.")
+@click.option("--once", is_flag=True, help="Print once instead of following.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per change (or one, with --once).")
+def status(store: str | None, job: str | None, once: bool, as_json: bool) -> None:
+    """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
+    from elastic.follow import follow  # noqa: PLC0415
+
+    follow(store, job, once=once, as_json=as_json)
+
+
+@main.command()
+@click.option("--store", metavar="URL", help="The coordinator. Default: that of the job running on this machine.")
+@click.option("--job", help="Name of the job. Default: the only one running on this machine.")
+@click.option("--reason", default="on request", show_default=True, help="Shown to whoever asks why.")
+@click.argument("node")
+def evict(store: str | None, job: str | None, reason: str, node: str) -> None:
+    """Have NODE hand over its state, leave the job and stay away."""
+    from elastic.follow import evict_node  # noqa: PLC0415
+
+    evict_node(store, job, node, reason)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""A node's place in the job: its lease, its record, its mirror of the job's keys, and, while it leads, the decisions.
+
+The shell around `elastic.rendezvous`. Every write carries its conditions: a record needs the node's own key to be the one that this
+agent created, a leader's action also the generation that it was decided upon. So nothing that a node writes after it was declared gone,
+or for a generation that is over, is ever accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic import rendezvous
+from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
+from elastic.records import NodeRecord, StoreFailure, StoredCheckpoint
+from elastic.rendezvous import Deliberation, Policy
+from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
+from elastic.view import Keys, View, apply, from_listing
+
+log = logging.getLogger("keepstep")
+
+_RENEWALS_PER_TTL = 4
+_FAREWELL_S = 10.0
+
+
+class Membership:
+    """One node's membership of one job.
+
+    `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the manifest of a checkpoint all of whose
+    parts are stored. `run` works until cancelled and raises `LeaseLost` when the node has been declared gone; the caller then stops its
+    workers and calls `join` again.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        policy: Policy,
+        record: NodeRecord,
+        lease_ttl_s: float,
+        on_change: Callable[[], None],
+        publish: Callable[[rendezvous.Publish], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._keys = Keys(job)
+        self._policy = policy
+        self._ttl_s = lease_ttl_s
+        self._on_change = on_change
+        self._publish_checkpoint = publish
+        self._dirty = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._created = 0
+        self._written: NodeRecord | None = None
+        self._lease_until_s = 0.0
+        self.record = record
+        self.view = View()
+        self.message = ""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this node decides at present."""
+        return self.view.leader == self.record.node
+
+    async def join(self) -> bytes:
+        """Take a lease and announce the node; return the job's secret.
+
+        Raises:
+            UsageError: the job's name is taken by a job that runs something else, or the node's name by another node.
+            StoreUnavailable: the coordinator does not answer.
+        """
+        keys = self._keys
+        listing = await self._store.read(keys.prefix)
+        view = from_listing(keys, listing)
+        if view.result is not None and not view.nodes:
+            # The last agent of an earlier run under this name died between the result and the clean-up.
+            await self._store.commit((), (Delete(keys.prefix, prefix=True),))
+            view = replace(View(), revision=listing.revision)
+        for joined in view.nodes.values():
+            if joined.record.digest != self.record.digest:
+                raise UsageError(
+                    f"job {keys.job!r} is already running something else on node {joined.record.node}; "
+                    "choose another --job name, or start every node with the same command and --nnodes"
+                )
+        if self.record.node in view.nodes:
+            raise UsageError(f"node {self.record.node!r} is already in job {keys.job!r}; choose another --node name")
+        key = keys.single("secret")
+        await self._store.commit((Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),))
+        asked_s = time.monotonic()
+        lease = await self._store.grant(self._ttl_s)
+        self._lease_until_s = asked_s + self._ttl_s
+        self.record = replace(self.record, lease=lease)
+        node_key = keys.node(self.record.node)
+        done = await self._store.commit(
+            (Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),)
+        )
+        if not done.succeeded:
+            await self._store.revoke(lease)
+            raise UsageError(f"node {self.record.node!r} joined job {keys.job!r} twice; choose another --node name")
+        self._written = self.record
+        self.view = from_listing(keys, await self._store.read(keys.prefix))
+        self._created = self.view.nodes[self.record.node].created
+        assert self.view.secret is not None, "the secret was written before the node joined"
+        return bytes.fromhex(self.view.secret.decode())
+
+    async def run(self) -> None:
+        """Keep the lease, mirror the view, write the record, and lead if it falls to this node."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for work in (self._watch(), self._renew(), self._write(), self._lead()):
+                    group.create_task(work)
+        except* LeaseLost as lost:
+            raise lost.exceptions[0] from None
+        except* (StoreUnavailable, UsageError, JobFailed) as failed:
+            raise failed.exceptions[0] from None
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the node's record; the newest state is written soon, intermediate ones may be skipped."""
+        record = replace(self.record, **changes)
+        if record != self.record:
+            self.record = record
+            self._dirty.set()
+
+    async def revoke(self, record: NodeRecord) -> None:
+        """Declare another node gone, because its agent's process is certainly dead."""
+        await self._store.revoke(record.lease)
+
+    async def leave(self) -> None:
+        """Give up the lease. The last one to leave takes the job's keys along."""
+        others = [node for node in self.view.nodes if node != self.record.node]
+        if self.leads and self.view.result is not None and others:
+            others = await self._see_off()
+        operations = () if others else (Delete(self._keys.prefix, prefix=True),)
+        try:
+            if operations:
+                await self._store.commit((Created(self._keys.node(self.record.node), self._created),), operations)
+            await self._store.revoke(self.record.lease)
+        except StoreUnavailable as error:
+            log.warning("could not sign off (%s); the lease ends by itself in %.0f s", error, self._ttl_s)
+
+    async def _see_off(self) -> list[str]:
+        """Wait until all other nodes have read the result and left."""
+        until_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < until_s:
+            listing = await self._store.read(self._keys.node(""))
+            others = [item.key for item in listing.items if item.key != self._keys.node(self.record.node)]
+            if not others:
+                return []
+            changes = self._store.watch(self._keys.node(""), listing.revision)
+            try:
+                await asyncio.wait_for(anext(aiter(changes)), until_s - time.monotonic())
+            except TimeoutError:
+                break
+        return others
+
+    async def _watch(self) -> None:
+        """Mirror the job's keys."""
+        async for change in self._store.watch(self._keys.prefix, self.view.revision):
+            if isinstance(change, Reset):
+                self.view = from_listing(self._keys, change.listing)
+            else:
+                self.view = apply(self._keys, self.view, change)
+            mine = self.view.nodes.get(self.record.node)
+            if mine is None or mine.created != self._created:
+                raise LeaseLost(f"node {self.record.node} was declared gone")
+            self._changed.set()
+            self._on_change()
+
+    async def _renew(self) -> None:
+        """Renew the lease well before it ends; give it up in time when the coordinator cannot be reached."""
+        while True:
+            await asyncio.sleep(self._ttl_s / _RENEWALS_PER_TTL)
+            asked_s = time.monotonic()
+            try:
+                # The node must stop before others may take it for gone, hence not the whole remaining time.
+                async with asyncio.timeout_at(self._loop_time(self._lease_until_s - 0.1 * self._ttl_s)):
+                    ttl_s = await self._store.renew(self.record.lease)
+            except (TimeoutError, StoreUnavailable):
+                if time.monotonic() < self._lease_until_s - 0.1 * self._ttl_s:
+                    continue
+                raise LeaseLost(
+                    f"node {self.record.node} could not reach the coordinator for {self._ttl_s:.0f} s"
+                ) from None
+            self._lease_until_s = asked_s + ttl_s
+
+    @staticmethod
+    def _loop_time(monotonic_s: float) -> float:
+        return asyncio.get_running_loop().time() + (monotonic_s - time.monotonic())
+
+    async def _write(self) -> None:
+        """Write the record whenever it has changed."""
+        key = self._keys.node(self.record.node)
+        while True:
+            await self._dirty.wait()
+            self._dirty.clear()
+            record = self.record
+            if record == self._written:
+                continue
+            done = await self._store.commit(
+                (Created(key, self._created),), (Put(key, record.encode(), record.lease),)
+            )
+            if not done.succeeded:
+                raise LeaseLost(f"node {record.node} was declared gone")
+            self._written = record
+
+    async def _lead(self) -> None:
+        """Decide, act, and wait for news, as long as this node leads."""
+        deliberation = Deliberation()
+        while True:
+            self._changed.clear()
+            again_at_s = None
+            if self.leads:
+                decision = rendezvous.decide(
+                    self._policy, self.view, deliberation, time.monotonic(), time.time()
+                )
+                deliberation, again_at_s = decision.deliberation, decision.again_at_s
+                if decision.message and decision.message != self.message:
+                    log.info("%s", decision.message)
+                self.message = decision.message
+                if decision.action is not None:
+                    revision = await self._perform(decision.action)
+                    while self.view.revision < revision:
+                        await self._changed.wait()
+                        self._changed.clear()
+                    continue
+            else:
+                deliberation = Deliberation()
+            try:
+                async with asyncio.timeout(None if again_at_s is None else again_at_s - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _perform(self, action: rendezvous.Action) -> int:
+        """Do what was decided, in one transaction that fails if the premises have changed; return the revision to wait for."""
+        if isinstance(action, rendezvous.Publish):
+            try:
+                await self._publish_checkpoint(action)
+            except JobFailed as error:
+                action = rendezvous.Abandon(action.request, str(error))
+        conditions = (
+            Created(self._keys.node(self.record.node), self._created),
+            Modified(self._keys.single("generation"), self.view.generation_revision),
+        )
+        done = await self._store.commit(conditions, self._operations(action))
+        return done.revision if done.succeeded else 0
+
+    def _operations(self, action: rendezvous.Action) -> tuple[Put | Delete, ...]:
+        single = self._keys.single
+        match action:
+            case rendezvous.Open(generation):
+                resume = generation.resume
+                log.info(
+                    "generation %d: %d ranks on %d nodes (%s)",
+                    generation.generation, generation.world_size, len(generation.members), generation.reason,
+                )  # fmt: skip
+                return (
+                    Put(single("generation"), generation.encode()),
+                    Delete(single("closing")),
+                    Delete(single("persist")),
+                    Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
+                )
+            case rendezvous.Close(closing):
+                log.warning("generation %d ends: %s", closing.generation, closing.reason)
+                return (Put(single("closing"), closing.encode()),)
+            case rendezvous.Commit(commit):
+                return (Put(single("snapshot"), commit.encode()),)
+            case rendezvous.Persist(request):
+                return (Put(single("persist"), request.encode()),)
+            case rendezvous.Publish(request):
+                snapshot = request.commit.snapshot
+                stored = StoredCheckpoint(snapshot.step, snapshot.generation, request.url, time.time())
+                return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
+            case rendezvous.Abandon(request, reason):
+                log.error("checkpoint not stored: %s", reason)
+                failure = StoreFailure(request.commit.snapshot.step, reason)
+                return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
+            case rendezvous.Remember(history):
+                return (Put(single("history"), history.encode()),)
+            case rendezvous.Finish(result):
+                return (Put(single("result"), result.encode()),)

@@ -1,0 +1,76 @@
+"""Which jobs were started on this machine with a coordinator of their own, so that `keepstep status` needs no address.
+
+One small file per job in the user's runtime directory, removed when its agent ends; a file whose process is gone is ignored and removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from elastic.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalJob:
+    """A job, its coordinator's URL and the process that keeps it."""
+
+    job: str
+    store: str
+    pid: int
+
+
+def runtime_directory() -> Path:
+    """Return this user's private directory for sockets and registrations, making it if need be."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise UsageError(f"{path} belongs to another user; set XDG_RUNTIME_DIR to a directory of your own")
+    return path
+
+
+@contextmanager
+def registered(job: str, store: str) -> Iterator[None]:
+    """Have the job found under its name while the context lasts.
+
+    Raises:
+        UsageError: a job of that name already runs here.
+    """
+    for other in local_jobs():
+        if other.job == job:
+            raise UsageError(
+                f"a job named {job!r} already runs on this machine (process {other.pid}); "
+                f"choose another --job name, or join it with --store {other.store}"
+            )
+    path = _path(job)
+    path.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def local_jobs() -> tuple[LocalJob, ...]:
+    """Return the jobs whose keeper is alive."""
+    found = []
+    for path in sorted((runtime_directory() / "jobs").glob("*.json")):
+        entry = LocalJob(**json.loads(path.read_text()))
+        if psutil.pid_exists(entry.pid):
+            found.append(entry)
+        else:
+            path.unlink(missing_ok=True)
+    return tuple(found)
+
+
+def _path(job: str) -> Path:
+    directory = runtime_directory() / "jobs"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return directory / f"{job.replace('/', '_')}.json"

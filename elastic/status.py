@@ -1,0 +1,113 @@
+"""What a person sees of a running job: one rendering of the view, for `keepstep status` and for the end of a demo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from elastic.records import Recovery
+from elastic.view import View
+
+
+def summary(view: View) -> dict[str, Any]:
+    """Return the state of a job as JSON."""
+    generation = view.generation
+    return {
+        "generation": view.number,
+        "closing": view.closing.reason if view.is_closing and view.closing else None,
+        "world_size": generation.world_size if generation else 0,
+        "leader": view.leader,
+        "step": max((joined.record.step for joined in view.nodes.values()), default=0),
+        "snapshot": view.snapshot.snapshot.to_json() if view.snapshot else None,
+        "checkpoint": view.checkpoint.to_json() if view.checkpoint else None,
+        "nodes": [
+            {
+                "node": node,
+                "host": joined.record.host,
+                "phase": joined.record.phase.value,
+                "ranks": _ranks(view, node),
+                "step": joined.record.step,
+                "leaving": joined.record.leaving,
+                "snapshot_memory_nbytes": joined.record.memory_nbytes,
+            }
+            for node, joined in sorted(view.nodes.items())
+        ],
+        "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
+        "result": view.result.to_json() if view.result else None,
+    }
+
+
+def render(job: str, view: View) -> RenderableType:
+    """Return the state of a job for a terminal."""
+    facts = summary(view)
+    snapshot, stored = view.snapshot, view.checkpoint
+    lines = [
+        f"job {job}   generation {facts['generation']}   ranks {facts['world_size']}   step {facts['step']}",
+        f"last committed snapshot: {f'step {snapshot.snapshot.step}' if snapshot else 'none'}",
+        f"last stored checkpoint:  {f'step {stored.step} in {stored.url}' if stored else 'none'}",
+    ]
+    if facts["closing"]:
+        lines.append(f"changing membership: {facts['closing']}")
+    nodes = Table(box=box.SIMPLE_HEAD)
+    for name in ("node", "host", "ranks", "phase", "step", "snapshots"):
+        nodes.add_column(name)
+    for node in facts["nodes"]:
+        leads = " *" if node["node"] == facts["leader"] else ""
+        nodes.add_row(
+            node["node"] + leads,
+            node["host"],
+            node["ranks"],
+            "leaving" if node["leaving"] else node["phase"],
+            str(node["step"]),
+            f"{node['snapshot_memory_nbytes'] / 2**20:.1f} MiB",
+        )
+    parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
+    if view.history.recoveries:
+        parts.append(recoveries(view.history.recoveries))
+    return Group(*parts)
+
+
+def recoveries(history: Sequence[Recovery]) -> Table:
+    """Return the changes of generation as a table: when each phase ended, in seconds after detection."""
+    table = Table(box=box.SIMPLE_HEAD, title="recoveries: seconds after detection", title_justify="left")
+    columns = (
+        "generation", "reason", "ranks", "detected", "membership", "processes ready", "state restored",
+        "first step done", "resumed at step", "steps lost", "state from",
+    )  # fmt: skip
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for recovery in history:
+        began = recovery.detected_at_s
+        table.add_row(
+            str(recovery.generation),
+            recovery.reason.splitlines()[0] if recovery.reason else "",
+            str(recovery.world_size),
+            time.strftime("%H:%M:%S", time.localtime(began)),
+            *(
+                f"{at_s - began:.2f}"
+                for at_s in (
+                    recovery.opened_at_s,
+                    recovery.ready_at_s,
+                    recovery.restored_at_s,
+                    recovery.stepped_at_s,
+                )
+            ),
+            str(recovery.resumed_step),
+            str(recovery.lost_steps),
+            recovery.source,
+        )
+    return table
+
+
+def _ranks(view: View, node: str) -> str:
+    member = view.generation.member(node) if view.generation else None
+    if member is None:
+        return "spare"
+    last = member.first_rank + member.nproc - 1
+    return str(member.first_rank) if last == member.first_rank else f"{member.first_rank}-{last}"

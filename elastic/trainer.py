@@ -1,0 +1,371 @@
+"""The training loop's side of keepstep: `join`, and the `Job` it returns.
+
+One path leads into every generation, the first as well as one after a failure: take the assignment, enter the process group, call
+the user's `build`, fill the state from where the generation document says, go on at that step. What a worker holds when a generation
+ends is thrown away; only sealed snapshots count.
+
+A peer's failure shows as an exception of some collective, inside `Job.step`. The step's exit then gives up the generation, waits for the
+next and enters it; the batch iterator, which belongs to the job too, hands out the batch of the restored position next.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from checkpoint.layout import Json
+from elastic import world as worlds
+from elastic.data import Batches, Dataset, Position
+from elastic.errors import JobFailed, UsageError
+from elastic.session import Assignment, Session, current, seconds
+from elastic.state import Keeper
+from elastic.world import World
+
+T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """Anything with state of its own that is JSON: a curriculum, a counter."""
+
+    def state_dict(self) -> Json:
+        """Return the state as JSON."""
+        ...
+
+    def load_state_dict(self, state: Json, /) -> None:
+        """Take a state that `state_dict` returned."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What `build` returns: the model, and how to make what depends on its parameters.
+
+    `optimizer` is called with the model's parameters once they are real, `scheduler` with the optimizer. A model on the meta device
+    is given memory on `World.device`; `initialize` then fills it, only when there is nothing to resume from. `extra` is saved and
+    restored by name.
+    """
+
+    model: nn.Module
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    initialize: Callable[[nn.Module], None] | None = None
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+
+
+Build = Callable[[World], State]
+
+
+def join(
+    build: Build,
+    *,
+    checkpoint: str | None = None,
+    checkpoint_every: int | None = None,
+    snapshot_every: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    seed: int = 0,
+) -> Job:
+    """Join the job that this worker was started for; use the result as a context manager.
+
+    Args:
+        build: makes the sharded model and names its optimizer for a given world; called again for every generation.
+        checkpoint: URL under which checkpoints are stored and found (`/path`, `file://`, `s3://bucket/prefix`).
+        checkpoint_every: store a checkpoint about every so many steps; None: only at the end, and when a preempted job
+            would lose its memory.
+        snapshot_every: keep a snapshot in memory every so many steps.
+        mesh: names and sizes of the device mesh's dimensions, one of which may be -1; default `{"dp": -1}`.
+        seed: of the random number generators and of the data order.
+
+    Raises:
+        UsageError: the process was not started by `keepstep run`, or an argument makes no sense.
+    """
+    if snapshot_every < 1:
+        raise UsageError(f"snapshot_every={snapshot_every}: give the number of steps, at least 1")
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise UsageError(f"checkpoint_every={checkpoint_every}: give the number of steps, at least 1")
+    if checkpoint_every is not None and checkpoint is None:
+        raise UsageError("checkpoint_every needs checkpoint=URL to say where")
+    session = current()
+    session.say("joined", checkpoint_url=checkpoint, checkpoint_every=checkpoint_every)
+    return Job(session, build, dict(mesh or {"dp": -1}), checkpoint, snapshot_every, seed)
+
+
+class Job:
+    """A training job as one worker sees it. Made by `join`."""
+
+    def __init__(
+        self,
+        session: Session,
+        build: Build,
+        mesh: Mapping[str, int],
+        checkpoint: str | None,
+        snapshot_every: int,
+        seed: int,
+    ) -> None:
+        self._session = session
+        self._build = build
+        self._mesh = mesh
+        self._checkpoint = checkpoint
+        self._snapshot_every = snapshot_every
+        self._seed = seed
+        self._position = Position()
+        self._passes: list[int] = []
+        self._world: World | None = None
+        self._keeper: Keeper | None = None
+        self._stepped = False
+        self._step_open = False
+
+    def __enter__(self) -> Self:
+        self._session.on_abort(worlds.abort)
+        self._enter(newer_than=0)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._session.on_abort(None)
+            self._leave()
+
+    @property
+    def world(self) -> World:
+        """The present generation's ranks, mesh and device."""
+        assert self._world is not None, "the job is entered with `with`"
+        return self._world
+
+    @property
+    def model(self) -> nn.Module:
+        """The model of the present generation. It is a new object after every change of membership."""
+        return self._kept.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the present generation."""
+        return self._kept.optimizer
+
+    @property
+    def scheduler(self) -> LRScheduler | None:
+        """The learning-rate scheduler of the present generation, if `build` named one."""
+        return self._kept.scheduler
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps completed since the beginning of training."""
+        return self._position.step
+
+    @property
+    def _kept(self) -> Keeper:
+        assert self._keeper is not None, "the job is entered with `with`"
+        return self._keeper
+
+    def batches(
+        self,
+        dataset: Dataset[T],
+        global_batch: int,
+        *,
+        epochs: int = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
+        collate: Callable[[list[T]], Any] | None = None,
+        workers: int = 0,
+    ) -> Iterator[Any]:
+        """Yield this rank's share of each global batch: the same samples in the same order, whatever the world size.
+
+        After a recovery the iterator goes on at the restored position. Each call is one pass; a script that calls it once per epoch
+        finds passes that were completed before a restart empty.
+
+        Args:
+            dataset: anything with `len` and indexing by int.
+            global_batch: samples per step over all ranks. If it does not divide by the data-parallel size, shares differ by one:
+                multiply the loss by `step.loss_scale` to keep the average exact.
+            epochs: how often to go through the dataset; an epoch's last, incomplete batch is dropped.
+            steps: end the pass after so many steps instead.
+            shuffle: permute each epoch by the job's seed.
+            collate: makes a batch of a list of samples; default as torch's DataLoader.
+            workers: processes that load ahead, as torch's DataLoader has them.
+
+        Raises:
+            UsageError: the batch is larger than the dataset or smaller than the data-parallel size.
+        """
+        passes = Batches(dataset, global_batch, self._seed, shuffle, collate, workers)
+        length = steps if steps is not None else epochs * passes.per_epoch
+        begin = sum(self._passes)
+        self._passes.append(length)
+        while self._position.batch < begin + length:
+            if self._position.batch < begin:
+                self._start_over("the state goes back to an earlier pass over the data")
+            generation = self.world.generation
+            loader = passes.from_position(
+                self._position.batch - begin, length, self.world.data_rank, self.world.data_size
+            )
+            for batch in loader:
+                before = self._position
+                self._loss_scale = passes.loss_scale(self.world.data_rank, self.world.data_size)
+                yield batch
+                if self.world.generation != generation:
+                    break
+                if self._position == before:
+                    # The loop skipped this batch on its own account.
+                    self._position = replace(before, batch=before.batch + 1)
+
+    _loss_scale = 1.0
+
+    def step(self) -> Step:
+        """Return the context of one optimizer step; see `Step`."""
+        return Step(self)
+
+    def begin_step(self) -> None:
+        """Forget old gradients. Called by `Step`."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def end_step(self, error: BaseException | None) -> bool:
+        """Complete the step or recover from its failure. Called by `Step`; True when the error is dealt with."""
+        if error is None:
+            self._complete_step()
+            if self._session.is_closing(self.world.generation):
+                self._recover(None)
+            return True
+        if isinstance(error, Exception) and (
+            worlds.is_peer_failure(error) or self._session.is_closing(self.world.generation)
+        ):
+            self._recover(error)
+            return True
+        return False
+
+    @property
+    def loss_scale(self) -> float:
+        """This rank's weight in the batch: 1.0 unless the shares of the batch are uneven."""
+        return self._loss_scale
+
+    def _complete_step(self) -> None:
+        self._position = Position(self._position.step + 1, self._position.batch + 1)
+        generation = self.world.generation
+        self._session.progress(generation, self.steps)
+        if not self._stepped:
+            self._stepped = True
+            self._session.say("stepped", generation=generation, at_s=seconds())
+        if self.steps % self._snapshot_every == 0:
+            self._kept.snapshot(self._position)
+
+    def _enter(self, newer_than: int) -> None:
+        """Enter the next generation, and the one after it if that breaks before it runs."""
+        while True:
+            assignment = self._session.wait_for_assignment(newer_than)
+            newer_than = assignment.generation
+            try:
+                self._enter_generation(assignment)
+            except RuntimeError as error:
+                if not (worlds.is_peer_failure(error) or self._session.is_closing(newer_than)):
+                    raise
+                self._give_up(newer_than, error)
+            else:
+                return
+
+    def _enter_generation(self, assignment: Assignment) -> None:
+        os.environ.update(assignment.environment())
+        self._stepped = False
+        self._world = worlds.enter_world(assignment, self._mesh)
+        self._session.say("ready", generation=assignment.generation, at_s=seconds())
+        torch.manual_seed(self._seed)
+        random.seed(self._seed)
+        self._keeper = Keeper(self._build(self._world), self._world.device, assignment, self._checkpoint)
+        self._position, source = self._keeper.resume(self._seed)
+        self._session.progress(assignment.generation, self.steps)
+        self._session.say(
+            "restored", generation=assignment.generation, at_s=seconds(), source=source, step=self.steps
+        )
+
+    def _recover(self, error: BaseException | None) -> None:
+        """Leave the generation that ends and enter the next."""
+        generation = self.world.generation
+        self._give_up(generation, error)
+        self._enter(newer_than=generation)
+
+    def _give_up(self, generation: int, error: BaseException | None) -> None:
+        """Seal what can be sealed, drop the rest, and tell the agent that this worker writes no more in this generation."""
+        if error is not None and not self._session.is_closing(generation):
+            self._session.say("broken", generation=generation, error=str(error).splitlines()[0])
+        # Peers blocked in a collective with this rank learn from the closed connections that it left.
+        worlds.leave_world()
+        self._leave()
+        self._session.say("drained", generation=generation)
+
+    def _leave(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+        self._keeper = None
+        worlds.leave_world()
+        gc.collect()
+
+    def _finish(self) -> None:
+        """Have the last step committed, and stored if there is a place for it, before the worker exits."""
+        final = self._position
+        generation = self.world.generation
+        if final.step > 0:
+            while not self._kept.snapshot_finally(final, lambda s: self._session.wait_for_commit(s, generation)):
+                generation = self._return_to(final)
+        self._session.say("finishing", step=final.step)
+        while self._checkpoint is not None and final.step > 0:
+            if self._session.wait_for_stored(final.step, generation):
+                break
+            generation = self._return_to(final)
+            self._session.say("finishing", step=final.step)
+
+    def _return_to(self, final: Position) -> int:
+        """Recover although the loop is over: possible only if nothing has to be computed again."""
+        self._recover(None)
+        if self._position != final:
+            self._start_over("the last steps have to be computed again")
+        return self.world.generation
+
+    def _start_over(self, reason: str) -> None:
+        """Run the script from its beginning, for its loop is past the point that the state has gone back to."""
+        self._session.say("restart", reason=reason)
+        self._leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class Step:
+    """One optimizer step: `with job.step() as step: loss.backward(); job.optimizer.step()`.
+
+    Gradients are cleared at the beginning. If a peer fails inside, the exception ends here: the job recovers, `completed` stays False, and
+    the batch iterator comes with the batch of the restored position. Other exceptions pass.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.completed = False
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor for this rank's mean loss that keeps the average over ranks exact when their shares are uneven."""
+        return self._job.loss_scale
+
+    def __enter__(self) -> Self:
+        self._job.begin_step()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        handled = self._job.end_step(error)
+        self.completed = error is None
+        return handled and error is not None
+
+
+__all__ = ["Build", "Job", "JobFailed", "State", "Stateful", "Step", "World", "join"]

@@ -1,0 +1,142 @@
+"""The job as the coordinator holds it: key names, and a mirror that folds listings and changes into typed records.
+
+Pure. A `View` is all that the rendezvous decides from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic.records import (
+    Closing,
+    Generation,
+    History,
+    NodeRecord,
+    PersistRequest,
+    Record,
+    Result,
+    SnapshotCommit,
+    StoredCheckpoint,
+    StoreFailure,
+)
+from elastic.store.contract import Change, KeyValue, Listing
+
+_SINGLE: Mapping[str, type[Record]] = {
+    "generation": Generation,
+    "closing": Closing,
+    "snapshot": SnapshotCommit,
+    "persist": PersistRequest,
+    "checkpoint": StoredCheckpoint,
+    "store_failure": StoreFailure,
+    "history": History,
+    "result": Result,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one job's keys."""
+
+    job: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of the job's keys begin with."""
+        return f"/keepstep/{self.job}/"
+
+    def node(self, node: str) -> str:
+        """Key of a node's record."""
+        return f"{self.prefix}nodes/{node}"
+
+    def eviction(self, node: str) -> str:
+        """Key whose presence asks a node to leave and not come back."""
+        return f"{self.prefix}evictions/{node}"
+
+    def single(self, name: str) -> str:
+        """Key of one of the job-wide documents, such as `generation`."""
+        return f"{self.prefix}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node that holds its lease: its record, and the revision at which it joined (its seniority)."""
+
+    record: NodeRecord
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything the coordinator holds of a job at one revision."""
+
+    revision: int = 0
+    nodes: Mapping[str, Joined] = field(default_factory=dict)
+    evictions: Mapping[str, str] = field(default_factory=dict)
+    generation: Generation | None = None
+    generation_revision: int = 0
+    closing: Closing | None = None
+    snapshot: SnapshotCommit | None = None
+    persist: PersistRequest | None = None
+    checkpoint: StoredCheckpoint | None = None
+    store_failure: StoreFailure | None = None
+    history: History = History()
+    result: Result | None = None
+    secret: bytes | None = None
+
+    @property
+    def number(self) -> int:
+        """The current generation's number; 0 before the first."""
+        return self.generation.generation if self.generation else 0
+
+    @property
+    def leader(self) -> str | None:
+        """The node that decides: the one that joined first among those present."""
+        return min(self.nodes, key=lambda node: self.nodes[node].created, default=None)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the current generation is over and the next not yet open."""
+        return self.closing is not None and self.closing.generation == self.number
+
+
+def from_listing(keys: Keys, listing: Listing) -> View:
+    """Build the view of all keys of a job."""
+    view = replace(View(), revision=listing.revision)
+    for item in listing.items:
+        view = _with(keys, view, item.key, item)
+    return view
+
+
+def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
+    """Fold the changes of one or more revisions into the view."""
+    for change in changes:
+        view = replace(_with(keys, view, change.key, change.value), revision=change.revision)
+    return view
+
+
+def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
+    name = key.removeprefix(keys.prefix)
+    section, _, rest = name.partition("/")
+    if section == "nodes":
+        nodes = {node: joined for node, joined in view.nodes.items() if node != rest}
+        if item is not None:
+            nodes[rest] = Joined(NodeRecord.decode(item.value), item.created)
+        return replace(view, nodes=nodes)
+    if section == "evictions":
+        evictions = {node: reason for node, reason in view.evictions.items() if node != rest}
+        if item is not None:
+            evictions[rest] = item.value.decode()
+        return replace(view, evictions=evictions)
+    if name == "secret":
+        return replace(view, secret=item.value if item else None)
+    if name not in _SINGLE:
+        return view
+    record = _SINGLE[name].decode(item.value) if item else None
+    updates: dict[str, Any] = {name: record}
+    if name == "generation":
+        updates["generation_revision"] = item.modified if item else 0
+    if name == "history" and record is None:
+        updates["history"] = History()
+    return replace(view, **updates)

@@ -1,0 +1,124 @@
+"""The bootstrap of every worker process: warm up, wait for an assignment, run the user's script as `__main__`.
+
+A worker starts the same way whether it is the first of a job or a spare that takes over: it imports what is slow to import, says that it
+is warm, and then knows nothing until it is assigned. That is why a spare replaces a lost worker in the time its script needs, not in the
+time that importing PyTorch needs.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.errors import CheckpointError, SnapshotUnavailable
+from elastic.errors import UsageError
+from elastic.process import die_with_parent
+from elastic.records import Record
+from elastic.session import Assignment, Session, open_session
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Record):
+    """What the user asked to run. `kind`: `script` (a path), `module` (as `python -m`), or `program` (any executable)."""
+
+    kind: str
+    target: str
+    arguments: tuple[str, ...] = ()
+
+
+def main() -> None:
+    """Run one worker, from warm-up to exit."""
+    die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
+    command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND").encode())
+    log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
+    if command.kind != "program":
+        _warm_up()
+    session = open_session()
+    session.say("warm")
+    assignment = session.wait_for_assignment(0)
+    os.environ.update(assignment.environment())
+    if log_directory:
+        _redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
+    if command.kind == "program":
+        os.execvp(command.target, [command.target, *command.arguments])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    _run(session, command)
+
+
+def _warm_up() -> None:
+    """Import what a training script will need, and what PyTorch itself imports only at first use."""
+    import torch  # noqa: PLC0415
+    import torch.distributed.fsdp  # noqa: PLC0415
+    import torch.utils.data  # noqa: PLC0415
+
+    import checkpoint.copier  # noqa: PLC0415
+    import checkpoint.live  # noqa: PLC0415
+    import checkpoint.reader  # noqa: PLC0415
+    import checkpoint.recall  # noqa: PLC0415
+    import elastic.trainer  # noqa: F401, PLC0415
+
+    # Constructing an optimizer is what makes PyTorch import its compiler.
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter])
+    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
+    """Send stdout and stderr to files named by generation and rank; with `tee`, to where they went before as well."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
+        if tee:
+            # It ends by itself when the last writer has closed the pipe.
+            copier = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream)
+            assert copier.stdin is not None
+            os.dup2(copier.stdin.fileno(), stream.fileno())
+            copier.stdin.close()
+        else:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+
+
+def _run(session: Session, command: Command) -> None:
+    sys.argv = [command.target, *command.arguments]
+    try:
+        if command.kind == "module":
+            runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(command.target).resolve().parent)
+            runpy.run_path(command.target, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            session.say("failed", traceback=f"exited with status {stop.code}")
+        raise
+    except BaseException as error:
+        # The frames of runpy and of this bootstrap say nothing to the script's author.
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
+        text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+        session.say("failed", traceback=text, fatal=_is_fatal(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _is_fatal(error: BaseException) -> bool:
+    """Whether the error is about what the user gave, so that another attempt would end the same way."""
+    if isinstance(error, UsageError):
+        return True
+    return isinstance(error, CheckpointError) and not isinstance(error, SnapshotUnavailable)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen runpy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Train a small GPT with FSDP2, and survive: `keepstep run --nproc-per-node 2 examples/train.py --steps 200`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from pathlib import Path
+
+import click
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+import elastic
+from gpt import GPT, GPTConfig, initialize  # Beside this script.
+from text import Windows, standard_library
+
+
+@click.command()
+@click.option("--steps", default=100)
+@click.option("--global-batch", default=8)
+@click.option("--width", default=128)
+@click.option("--layers", default=4)
+@click.option("--context", default=128)
+@click.option("--dropout", default=0.0)
+@click.option("--checkpoint", help="URL to store checkpoints under.")
+@click.option("--checkpoint-every", type=int)
+@click.option("--snapshot-every", default=1)
+@click.option("--log", type=Path, help="Append a JSON line per step and rank to this directory.")
+@click.option("--pause", default=0.0, help="Seconds to wait in every step, to make a demonstration slow enough to watch.")
+def main(
+    steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
+    checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int, log: Path | None, pause: float,
+) -> None:  # fmt: skip
+    config = GPTConfig(width=width, layers=layers, context=context, dropout=dropout)
+
+    def build(world: elastic.World) -> elastic.State:
+        with torch.device("meta"):
+            model = GPT(config)
+        for block in model.blocks:
+            fully_shard(block, mesh=world.mesh["dp"])
+        fully_shard(model, mesh=world.mesh["dp"])
+        return elastic.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+
+    dataset = Windows(standard_library(), context)
+    with elastic.join(
+        build, checkpoint=checkpoint, checkpoint_every=checkpoint_every, snapshot_every=snapshot_every
+    ) as job:
+        for batch in job.batches(dataset, global_batch, steps=steps):
+            with job.step() as step:
+                loss = job.model(batch) * step.loss_scale
+                loss.backward()
+                job.optimizer.step()
+                time.sleep(pause)
+            if step.completed:
+                report(log, job, loss)
+
+
+def report(log: Path | None, job: elastic.Job, loss: torch.Tensor) -> None:
+    """Say how it goes; the mean over ranks of what each writes is the batch's loss."""
+    world = job.world
+    if log is not None:
+        line = {
+            "step": job.steps, "loss": loss.item(), "at_s": time.monotonic(), "rank": world.rank,
+            "world_size": world.world_size, "generation": world.generation,
+        }  # fmt: skip
+        with (log / f"rank-{world.rank}.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    elif world.rank == 0 and job.steps % 10 == 0:
+        print(f"step {job.steps}  loss {loss.item():.4f}  ranks {world.world_size}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

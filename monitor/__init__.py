@@ -1,0 +1,1 @@
+"""The watch over a training job: what workers tell through shared memory, and what others make of it."""
