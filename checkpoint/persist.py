@@ -119,8 +119,8 @@ class Persistence:
                 stop=stop.is_set,
             )
             event: Message = {"event": "persisted", "part": {"entry": part.to_json()}}
-        except (CheckpointError, OSError) as error:
-            event = {"event": "persist_failed", "reason": str(error)}
+        except Exception as error:  # noqa: BLE001 - the thread's edge: whatever went wrong, the agent must hear of it
+            event = {"event": "persist_failed", "reason": _reason(error)}
         finally:
             self._host.unpin(snapshot)
             for client in clients.values():
@@ -139,8 +139,8 @@ class Persistence:
                 whole.documents,
             )
             event: Message = {"event": "published"}
-        except (CheckpointError, OSError) as error:
-            event = {"event": "publish_failed", "reason": str(error)}
+        except Exception as error:  # noqa: BLE001 - as above
+            event = {"event": "publish_failed", "reason": _reason(error)}
         finally:
             for client in clients.values():
                 client.close()
@@ -201,3 +201,7 @@ class Persistence:
         if address not in clients:
             clients[address] = SnapshotClient(address, self._secret)
         return clients[address]
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else repr(error)

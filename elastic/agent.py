@@ -196,6 +196,7 @@ class Agent:
             membership.update(times=crew.times(), restored_from=crew.restored_from)
         crew.top_up()
         membership.update(
+            warm=membership.record.warm or crew.warm,
             trouble=crew.trouble,
             finishing=crew.finishing,
             checkpoint_url=crew.checkpoint_url,

@@ -57,6 +57,11 @@ class Crew:
         self.checkpoint_every: int | None = None
 
     @property
+    def warm(self) -> bool:
+        """Whether the node has, or has had, as many processes ready as a generation needs."""
+        return self.generation > 0 or sum(worker.warm for worker in self._idle) >= self._size
+
+    @property
     def done(self) -> bool:
         """Whether every worker of the generation has exited with success."""
         return len(self.workers) == self._size and all(w.code == 0 for w in self.workers.values())
@@ -233,7 +238,9 @@ class Crew:
 
     def _hear(self, worker: Worker, message: Message) -> None:
         what = message["say"]
-        if what == "joined":
+        if what == "warm":
+            worker.warm = True
+        elif what == "joined":
             worker.joined = True
             self.checkpoint_url = message["checkpoint_url"]
             self.checkpoint_every = message["checkpoint_every"]

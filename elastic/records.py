@@ -140,7 +140,8 @@ class NodeRecord(Record):
     """A node as its agent describes it. `created` revisions, not this record, order nodes by seniority.
 
     `host`, `agent`, `server` are where peers reach the node, its agent and its snapshot server. `store_port` is open and
-    ready to serve the next generation's torch store. Times are wall-clock seconds.
+    ready to serve the next generation's torch store. A node is `warm` once its workers can start at once: nobody waits for
+    one that is not. Times are wall-clock seconds.
     """
 
     node: str
@@ -151,6 +152,7 @@ class NodeRecord(Record):
     store_port: int
     lease: int
     digest: str
+    warm: bool = False
     generation: int = 0
     phase: Phase = Phase.WAITING
     leaving: bool = False

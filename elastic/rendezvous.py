@@ -201,7 +201,7 @@ def eligible(view: View) -> tuple[NodeRecord, ...]:
     return tuple(
         joined.record
         for joined in sorted(view.nodes.values(), key=lambda joined: joined.created)
-        if not joined.record.leaving and joined.record.node not in view.evictions
+        if joined.record.warm and not joined.record.leaving and joined.record.node not in view.evictions
     )
 
 

@@ -59,6 +59,7 @@ class Worker:
         self._exited = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
         self.assignment: Assignment | None = None
+        self.warm = False
         self.joined = False
         self.drained = False
         self.finishing: int | None = None

@@ -73,9 +73,8 @@ _TRANSIENT = (
 _NOT_SENT = ("failed to connect", "Connection refused", "etcdserver: no leader")
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),
-    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_http_proxy", 0),

@@ -34,7 +34,7 @@ POLICY = Policy(min_nodes=1, max_nodes=4, last_call_s=2.0, quorum_timeout_s=60.0
 
 def node(name: str, **changes: Any) -> NodeRecord:
     record = NodeRecord(
-        node=name, host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d"
+        node=name, host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d", warm=True
     )
     return replace(record, **changes)
 

@@ -1,0 +1,130 @@
+"""The main job, end to end: two nodes train a GPT, one is killed, the other carries on, the node comes back. `make demo`."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import matplotlib
+from rich.console import Console
+
+from checkpoint.reader import StoredCheckpoint
+from elastic.records import Recovery
+from elastic.status import recoveries
+from elastic.view import View
+from examples.local_cluster import LocalCluster, read_steps, script
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+STEPS, KILL_AT, RETURN_AT = 100, 35, 60
+
+
+@click.command()
+@click.option("--output", default=Path("demo-output"), type=Path, help="Where logs, checkpoint and plot go.")
+def main(output: Path) -> None:
+    console = Console()
+    shutil.rmtree(output, ignore_errors=True)
+    console.rule("1. two nodes of two workers train a GPT with FSDP2; node-b is killed; it comes back")
+    history = run(console, output / "disturbed", disturb=True)
+    console.rule("2. the same job undisturbed")
+    run(console, output / "undisturbed", disturb=False)
+    console.rule("what happened")
+    console.print(recoveries(history))
+    plot(output, history)
+    stored = StoredCheckpoint.open(str(output / "disturbed" / "checkpoint"))
+    console.print(
+        f"checkpoint of step {stored.step}: {len(stored.tensors)} tensors in {stored.storage.url}/{stored.stored.directory}"
+    )
+    console.print(f"loss over steps: {output / 'loss.png'}")
+
+
+def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recovery]:
+    """Run the job, with or without a disaster; return its recoveries."""
+    directory.mkdir(parents=True)
+    job = script(
+        "train.py", "--steps", str(STEPS), "--log", str(directory),
+        "--checkpoint", str(directory / "checkpoint"), "--checkpoint-every", "10", "--pause", "0.05",
+    )  # fmt: skip
+    with LocalCluster("demo", job, nnodes="1:2", workers=2, log=directory / "agents") as cluster:
+        say = Narrator(console)
+        for node in ("node-a", "node-b"):
+            cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
+        cluster.wait_until(lambda view: step_of(view) > 0, 120)
+        say("both nodes train")
+        if disturb:
+            cluster.wait_until(lambda view: step_of(view) >= KILL_AT, 120)
+            cluster.kill("node-b")
+            say(f"step {KILL_AT}: node-b killed (agent, workers and snapshot server, with SIGKILL)")
+            cluster.wait_until(lambda view: view.number == 2 and len(view.history.recoveries) == 2, 60)
+            say("node-a carries on alone")
+            cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)
+            cluster.start("node-b", "--rdzv-conf", "last_call_timeout=30")
+            say("node-b comes back")
+            cluster.wait_until(lambda view: len(view.history.recoveries) == 3, 60)
+            say("node-b has been taken in again")
+        history = cluster.wait_until(
+            lambda view: view.checkpoint is not None and view.checkpoint.step == STEPS, 120
+        ).history.recoveries
+        for node in ("node-a", "node-b"):
+            if cluster.wait(node, 60) != 0:
+                raise click.ClickException(cluster.output())
+        say(f"finished at step {STEPS}")
+    return history
+
+
+class Narrator:
+    """Says things with the time since it began."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._began_s = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._began_s:6.1f} s] {text}", markup=False)
+
+
+def step_of(view: View) -> int:
+    return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def losses(directory: Path) -> list[tuple[float, int, float]]:
+    """Return (seconds since the first step, step, loss) of every step done, also of those done again."""
+    parts: dict[tuple[float, float], list[dict[str, float]]] = defaultdict(list)
+    for line in read_steps(directory):
+        parts[line["generation"], line["step"]].append(line)
+    begin = min(line["at_s"] for lines in parts.values() for line in lines)
+    return sorted(
+        (max(line["at_s"] for line in lines) - begin, int(step), sum(line["loss"] for line in lines) / len(lines))
+        for (_, step), lines in parts.items()
+    )
+
+
+def plot(output: Path, history: Sequence[Recovery]) -> None:
+    """Draw the loss of both runs over steps, and the disturbed run's steps over time."""
+    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(12, 4.5))
+    for name, style in (("undisturbed", {"lw": 5, "alpha": 0.35}), ("disturbed", {"lw": 1.2, "color": "crimson"})):
+        done = losses(output / name)
+        last = {step: loss for _, step, loss in done}
+        by_step.plot(list(last), list(last.values()), label=name, **style)
+        by_time.plot([at for at, _, _ in done], [step for _, step, _ in done], label=name, **style)
+    for recovery, what in zip(history[1:], ("node-b killed", "node-b back"), strict=False):
+        by_step.axvline(recovery.resumed_step, ls=":", color="grey")
+        by_step.annotate(
+            f"{what}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",
+            (recovery.resumed_step, by_step.get_ylim()[1]), fontsize=8, va="top",
+        )  # fmt: skip
+    by_step.set(xlabel="step", ylabel="loss", title="loss over steps")
+    by_time.set(xlabel="seconds since the first step", ylabel="step", title="steps over time")
+    by_step.legend(loc="lower left")
+    by_time.legend(loc="upper left")
+    figure.tight_layout()
+    figure.savefig(output / "loss.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Several "nodes" on one machine: a coordinator and agents that can be killed. The demo, the tests and the benchmarks stand on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+
+from elastic.follow import views
+from elastic.store.address import parse_address
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
+from elastic.view import Keys, View
+
+
+class LocalCluster:
+    """A coordinator and any number of agents of one job. A context manager: at its end every process is gone."""
+
+    def __init__(self, job: str, script: Sequence[str], *, nnodes: str, workers: int, log: Path) -> None:
+        self.job = job
+        self._script = list(script)
+        self._nnodes = nnodes
+        self._workers = workers
+        self._log = log
+        self._etcd = EmbeddedEtcd()
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        self._log.mkdir(parents=True, exist_ok=True)
+        self._etcd.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for node in list(self.agents):
+            self.kill(node)
+        self._etcd.stop()
+
+    @property
+    def url(self) -> str:
+        """The coordinator's address."""
+        return self._etcd.url
+
+    def start(self, node: str, *options: str) -> None:
+        """Start a node's agent; its output goes to a file of its name."""
+        with (self._log / f"{node}.log").open("ab") as output:
+            self.agents[node] = subprocess.Popen(
+                [
+                    sys.executable, "-m", "elastic.cli", "run", "--store", self.url, "--job", self.job,
+                    "--node", node, "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
+                    *options, *self._script,
+                ],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, node: str) -> float:
+        """Kill an agent and everything it started, at once, with SIGKILL; return when (monotonic seconds)."""
+        agent = self.agents.pop(node)
+        tree = _tree(agent.pid)
+        at_s = time.monotonic()
+        for process in tree:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        agent.wait()
+        return at_s
+
+    def workers_of(self, node: str) -> list[psutil.Process]:
+        """Return a node's worker processes, spares included, oldest first."""
+        found = [p for p in _tree(self.agents[node].pid) if "elastic.worker" in " ".join(_arguments(p))]
+        return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+    def wait(self, node: str, timeout_s: float) -> int:
+        """Wait for an agent to end and return its exit status."""
+        return self.agents[node].wait(timeout_s)
+
+    def terminate(self, node: str) -> None:
+        """Send an agent a preemption notice."""
+        self.agents[node].send_signal(signal.SIGTERM)
+
+    def wait_until(self, holds: Callable[[View], bool], timeout_s: float) -> View:
+        """Follow the job's state until something holds.
+
+        Raises:
+            TimeoutError: it did not in time; the agents' last output is part of the message.
+        """
+
+        async def follow() -> View:
+            client = await EtcdStore.connect(parse_address(self.url))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    async for view in views(client, Keys(self.job)):
+                        if holds(view):
+                            return view
+            finally:
+                await client.close()
+            raise AssertionError("a watch does not end by itself")
+
+        try:
+            return asyncio.run(follow())
+        except TimeoutError:
+            raise TimeoutError(f"not within {timeout_s:.0f} s; agents said:\n{self.output()}") from None
+
+    def output(self) -> str:
+        """Return the end of every agent's output."""
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in sorted(self._log.glob("*.log"))
+        )
+
+
+def read_steps(directory: Path) -> list[dict[str, float]]:
+    """Return what every rank reported of every step, in the order of time."""
+    lines = [
+        json.loads(line) for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines()
+    ]
+    return sorted(lines, key=lambda line: line["at_s"])
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def script(name: str, *arguments: str) -> list[str]:
+    """Return the command line of one of the example scripts."""
+    return [os.fspath(Path(__file__).parent / name), *arguments]
