@@ -58,8 +58,8 @@ class Crew:
 
     @property
     def warm(self) -> bool:
-        """Whether the node has, or has had, as many processes ready as a generation needs."""
-        return self.generation > 0 or sum(worker.warm for worker in self._idle) >= self._size
+        """Whether as many processes are ready as a generation needs."""
+        return sum(worker.warm for worker in self._idle) >= self._size
 
     @property
     def done(self) -> bool:
@@ -92,7 +92,8 @@ class Crew:
     @property
     def restored_from(self) -> str:
         """Where the workers' state came from."""
-        return ", ".join(sorted({message["source"] for message in self._said.get("restored", {}).values()}))
+        said = self._said.get("restored", {}).values()
+        return ", ".join(sorted({name for message in said for name in message["source"].split(", ")}))
 
     def times(self) -> dict[str, float]:
         """Wall-clock seconds at which the last worker reached each phase, for the phases that all have reached."""
@@ -159,6 +160,7 @@ class Crew:
         self._begin(generation)
         await self._end(list(self.workers.values()), _TERM_GRACE_S)
         self.workers.clear()
+        self.warm_up()
 
     async def drain(self, abort: bool, limit_s: float) -> bool:
         """Have every worker stop writing; True once none can write any more.

@@ -363,7 +363,7 @@ def _reopen(
         ),
         resume=resume,
         failures=failures,
-        lost_from_step=max([record.step for record in present] + [old.lost_from_step]),
+        lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
     return Decision(Deliberation(), Open(opened))
 
@@ -480,7 +480,7 @@ def _remember(view: View, generation: Generation, present: Sequence[NodeRecord])
         stepped_at_s=max(record.times["stepped"] for record in records),
         resumed_step=resumed,
         lost_steps=max(0, generation.lost_from_step - resumed),
-        source=", ".join(sorted({record.restored_from for record in records if record.restored_from})),
+        source=", ".join(sorted({name for r in records for name in r.restored_from.split(", ") if name})),
     )
     return Remember(History((*known, recovery)[-_HISTORY_LENGTH:]))
 

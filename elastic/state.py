@@ -27,6 +27,7 @@ from checkpoint.storage import open_storage
 from elastic.data import Position
 from elastic.errors import UsageError
 from elastic.session import Assignment
+from elastic.world import check_place
 
 if TYPE_CHECKING:
     from elastic.trainer import State
@@ -63,6 +64,9 @@ class Keeper:
             self._seed_randomness(seed, 0)
             return Position(), name
         allocate(self.model, [self.optimizer], source.tensors)
+        for parameter_name, parameter in self.model.named_parameters():
+            for tensor in (parameter, *self.optimizer.state[parameter].values()):
+                check_place(parameter_name, tensor)
         restore(self._capturer.capture(), source)
         restore_options(self.model, [self.optimizer], source.documents)
         trainer = source.documents[_TRAINER]

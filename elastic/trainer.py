@@ -25,12 +25,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint.layout import Json
-from elastic import world as worlds
 from elastic.data import Batches, Dataset, Position
 from elastic.errors import JobFailed, UsageError
 from elastic.session import Assignment, Session, current, seconds
 from elastic.state import Keeper
-from elastic.world import World
+from elastic.world import ProcessGroups, World, is_peer_failure
 
 T = TypeVar("T")
 
@@ -120,13 +119,14 @@ class Job:
         self._seed = seed
         self._position = Position()
         self._passes: list[int] = []
+        self._groups = ProcessGroups()
         self._world: World | None = None
         self._keeper: Keeper | None = None
         self._stepped = False
         self._step_open = False
 
     def __enter__(self) -> Self:
-        self._session.on_abort(worlds.abort)
+        self._session.on_abort(self._groups.abort)
         self._enter(newer_than=0)
         return self
 
@@ -239,7 +239,7 @@ class Job:
                 self._recover(None)
             return True
         if isinstance(error, Exception) and (
-            worlds.is_peer_failure(error) or self._session.is_closing(self.world.generation)
+            is_peer_failure(error) or self._session.is_closing(self.world.generation)
         ):
             self._recover(error)
             return True
@@ -268,7 +268,7 @@ class Job:
             try:
                 self._enter_generation(assignment)
             except RuntimeError as error:
-                if not (worlds.is_peer_failure(error) or self._session.is_closing(newer_than)):
+                if not (is_peer_failure(error) or self._session.is_closing(newer_than)):
                     raise
                 self._give_up(newer_than, error)
             else:
@@ -277,7 +277,7 @@ class Job:
     def _enter_generation(self, assignment: Assignment) -> None:
         os.environ.update(assignment.environment())
         self._stepped = False
-        self._world = worlds.enter_world(assignment, self._mesh)
+        self._world = self._groups.enter(assignment, self._mesh)
         self._session.say("ready", generation=assignment.generation, at_s=seconds())
         torch.manual_seed(self._seed)
         random.seed(self._seed)
@@ -299,7 +299,7 @@ class Job:
         if error is not None and not self._session.is_closing(generation):
             self._session.say("broken", generation=generation, error=str(error).splitlines()[0])
         # Peers blocked in a collective with this rank learn from the closed connections that it left.
-        worlds.leave_world()
+        self._groups.leave()
         self._leave()
         self._session.say("drained", generation=generation)
 
@@ -307,7 +307,7 @@ class Job:
         if self._keeper is not None:
             self._keeper.close()
         self._keeper = None
-        worlds.leave_world()
+        self._groups.leave()
         gc.collect()
 
     def _finish(self) -> None:

@@ -1,13 +1,16 @@
 """The process groups of one generation: how a worker finds its peers, and how it lets go of them.
 
 Everything that differs between NCCL and gloo is here. Facts this relies on: gloo reports a peer's death within milliseconds
-as a RuntimeError from whatever collective is under way; NCCL reports nothing until its communicators are aborted, and once
-one rank aborts all must (`abort` is therefore called on every rank that hears that a generation closes).
+as a RuntimeError from whatever collective is under way, but has no abort, and keeps its connections as long as anything (a
+model, a loss) refers to the group; so they are shut down here by hand, which wakes this rank and its peers. NCCL reports
+nothing until its communicators are aborted, and once one rank aborts all must: `abort` is called on every rank that hears
+that a generation closes because something broke.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from elastic.errors import UsageError
 from elastic.session import Assignment
@@ -63,60 +69,89 @@ def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
     return tuple(world_size // fixed if size == -1 else size for size in wanted.values())
 
 
-def enter_world(assignment: Assignment, mesh: Mapping[str, int]) -> World:
-    """Join the process group of a generation and lay the mesh over it.
+class ProcessGroups:
+    """The process groups of this process. At most one world is entered at a time; `leave` lets go of it."""
+
+    def __init__(self) -> None:
+        self._connections: frozenset[tuple[int, str]] = frozenset()
+
+    def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> World:
+        """Join the process group of a generation and lay the mesh over it.
+
+        Raises:
+            UsageError: the mesh does not fit the world size.
+            RuntimeError: a peer died meanwhile (as torch reports it).
+        """
+        sizes = mesh_sizes(mesh, assignment.world_size)
+        device = _bind_device(assignment.local_rank)
+        if device.type == "cuda":
+            # Recovery outlasts NCCL's own watchdog, which would kill the process in the middle of it.
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        before = _open_sockets()
+        try:
+            store = dist.TCPStore(
+                assignment.store_host, assignment.store_port, is_master=False, timeout=_CONNECT_TIMEOUT
+            )
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore(f"generation-{assignment.generation}", store),
+                rank=assignment.rank,
+                world_size=assignment.world_size,
+                device_id=device if device.type == "cuda" else None,
+            )
+            device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(mesh))
+        finally:
+            self._connections = _open_sockets() - before
+        data_rank, data_size = _data_share(device_mesh, tuple(mesh))
+        return World(
+            assignment.generation,
+            assignment.rank,
+            assignment.world_size,
+            assignment.local_rank,
+            device,
+            device_mesh,
+            data_rank,
+            data_size,
+        )
+
+    def abort(self) -> None:
+        """Break off collectives under way, here and at the peers, so that threads blocked in one get an error.
+
+        Safe from any thread.
+        """
+        if not dist.is_initialized():
+            return
+        if "nccl" in str(dist.get_backend_config()):
+            _abort_process_group()
+        connections, self._connections = self._connections, frozenset()
+        for descriptor, name in connections:
+            _shut_down(descriptor, name)
+
+    def leave(self) -> None:
+        """Let go of all process groups, whatever state they are in; peers that still wait get an error."""
+        # DTensor caches specs by mesh, and two meshes of one shape are equal whatever rank this process has in them: a rank
+        # that has moved would silently go on with its old place.
+        _clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
+        self.abort()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Assert that a sharded tensor lies on a mesh of the present process group, in which this rank has its present place.
 
     Raises:
-        UsageError: the mesh does not fit the world size.
-        RuntimeError: a peer died meanwhile (as torch reports it).
+        RuntimeError: it does not; training on would corrupt the state silently.
     """
-    sizes = mesh_sizes(mesh, assignment.world_size)
-    device = _bind_device(assignment.local_rank)
-    if device.type == "cuda":
-        # Recovery outlasts NCCL's own watchdog, which would kill the process in the middle of it.
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    store = dist.TCPStore(
-        assignment.store_host, assignment.store_port, is_master=False, timeout=_CONNECT_TIMEOUT
-    )
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(f"generation-{assignment.generation}", store),
-        rank=assignment.rank,
-        world_size=assignment.world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(mesh))
-    data_rank, data_size = _data_share(device_mesh, tuple(mesh))
-    return World(
-        assignment.generation,
-        assignment.rank,
-        assignment.world_size,
-        assignment.local_rank,
-        device,
-        device_mesh,
-        data_rank,
-        data_size,
-    )
-
-
-def abort() -> None:
-    """Break off collectives under way, so that a thread blocked in one gets an error. Safe from any thread.
-
-    gloo has nothing to abort: there, a blocked thread is woken by its peers closing their connections.
-    """
-    if dist.is_initialized() and dist.get_backend().endswith("nccl"):
-        _abort_process_group()
-
-
-def leave_world() -> None:
-    """Let go of all process groups, whatever state they are in; peers that still wait get an error."""
-    if not dist.is_initialized():
-        return
-    if "nccl" in str(dist.get_backend_config()):
-        _abort_process_group()
-    else:
-        dist.destroy_process_group()
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is not None and int(tensor.device_mesh.mesh[tuple(coordinate)]) != dist.get_rank():
+            raise RuntimeError(
+                f"{name} is sharded as for rank {int(tensor.device_mesh.mesh[tuple(coordinate)])}, but this is rank "
+                f"{dist.get_rank()}: build() must make the model anew from the World it is given"
+            )
 
 
 def is_peer_failure(error: BaseException) -> bool:
@@ -145,3 +180,29 @@ def _data_share(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
             data_rank = data_rank * size + coordinate[position]
             data_size *= size
     return data_rank, data_size
+
+
+def _open_sockets() -> frozenset[tuple[int, str]]:
+    """Return this process's sockets, as (descriptor, name that no later socket has)."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue  # The descriptor of the listing itself.
+        if name.startswith("socket:"):
+            found.add((int(entry), name))
+    return frozenset(found)
+
+
+def _shut_down(descriptor: int, name: str) -> None:
+    """Shut down a TCP connection that C++ code owns, if the descriptor still is what it was."""
+    try:
+        if os.readlink(f"/proc/self/fd/{descriptor}") != name:
+            return
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        return  # Closed meanwhile, by its owner or by the peer.
