@@ -1,0 +1,173 @@
+"""Claims about whole jobs: real agents, real workers over gloo, a real etcd, real SIGKILL."""
+
+import json
+import os
+import signal
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic.view import View
+from examples.local_cluster import LocalCluster
+
+STEPS = 30
+SCRIPT = Path(__file__).parent / "record.py"
+Lines = dict[int, dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(autouse=True)
+def example_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
+
+
+def cluster(directory: Path, nnodes: str = "1:2", **options: Any) -> LocalCluster:
+    (directory / "log").mkdir(parents=True, exist_ok=True)
+    given = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
+    return LocalCluster("job", [str(SCRIPT), given], nnodes=nnodes, workers=2, log=directory / "agents")
+
+
+def last_run_of_each_step(directory: Path) -> Lines:
+    """Return, by step and rank, what was recorded when the step was done for the last time."""
+    done: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for path in (directory / "log").glob("rank-*.jsonl"):
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            done[line["step"]][line["generation"]].append(line)
+    return {
+        step: {line["rank"]: line for line in generations[max(generations)]}
+        for step, generations in done.items()
+    }
+
+
+def samples(lines: Lines) -> list[int]:
+    """Return all samples in the order of steps, and of ranks within."""
+    return [s for step in sorted(lines) for rank in sorted(lines[step]) for s in lines[step][rank]["samples"]]
+
+
+def mean_losses(lines: Lines) -> list[float]:
+    return [
+        sum(float.fromhex(line["loss"]) for line in lines[step].values()) / len(lines[step])
+        for step in sorted(lines)
+    ]
+
+
+def step_of(view: View) -> int:
+    return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def run_undisturbed(directory: Path, **options: Any) -> Lines:
+    with cluster(directory, **options) as running:
+        running.start("a")
+        running.start("b")
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
+    return last_run_of_each_step(directory)
+
+
+@pytest.fixture(scope="module")
+def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    with pytest.MonkeyPatch.context() as patch:
+        root = Path(__file__).parents[3]
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
+        return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    with pytest.MonkeyPatch.context() as patch:
+        root = Path(__file__).parents[3]
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
+        return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
+    tmp_path: Path, with_dropout: Lines
+) -> None:
+    with cluster(tmp_path, dropout=0.1) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 8, 60)
+        running.workers_of("b")[1].kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    recovery = view.history.recoveries[1]
+    assert recovery.source == "memory"
+    assert recovery.lost_steps <= 1
+    assert recovery.world_size == 4
+    disturbed = last_run_of_each_step(tmp_path)
+    assert disturbed.keys() == set(range(1, STEPS + 1))
+    for step, lines in disturbed.items():
+        for rank, line in lines.items():
+            expected = with_dropout[step][rank]
+            assert (line["loss"], line["samples"]) == (expected["loss"], expected["samples"]), (step, rank)
+
+
+def test_lost_node_is_outlived_from_storage_and_taken_in_again_from_memory(
+    tmp_path: Path, without_dropout: Lines
+) -> None:
+    with cluster(tmp_path, checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 8, 60)
+        running.kill("b")
+        running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        running.start("b")
+        # The job may be over before the node has warmed up; then it has nothing to join.
+        status = running.wait("a", 120)
+        assert status == 0, running.output()
+    disturbed = last_run_of_each_step(tmp_path)
+    assert {len(lines) for step, lines in disturbed.items() if step == 8 + 3} <= {2, 4}
+    assert samples(disturbed) == samples(without_dropout)
+    assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+
+
+def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
+    tmp_path: Path, without_dropout: Lines
+) -> None:
+    with cluster(tmp_path) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 6, 60)
+        running.terminate("b")
+        assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert running.wait("a", 120) == 0, running.output()
+    recovery = view.history.recoveries[1]
+    assert "memory" in recovery.source
+    assert (recovery.world_size, recovery.lost_steps) == (2, 0)
+    disturbed = last_run_of_each_step(tmp_path)
+    assert samples(disturbed) == samples(without_dropout)
+    assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+
+
+def test_agent_killed_alone_leaves_no_process_behind(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:1") as running:
+        running.start("a")
+        running.wait_until(lambda view: step_of(view) >= 2, 60)
+        agent = psutil.Process(running.agents["a"].pid)
+        started = agent.children(recursive=True)
+        assert len(started) >= 3
+        agent.kill()
+        gone, alive = psutil.wait_procs(started, timeout=20)
+        assert not alive
+        assert len(gone) == len(started)
+
+
+def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Path) -> None:
+    """An agent that can no longer renew its lease is declared gone; the others go on."""
+    with cluster(tmp_path, checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
+        running.start("a", "--lease-ttl", "2")
+        running.start("b", "--lease-ttl", "2")
+        running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 4, 60)
+        tree = [psutil.Process(running.agents["b"].pid), *running.workers_of("b")]
+        for process in tree:
+            process.suspend()
+        running.wait_until(lambda view: view.number == 2 and step_of(view) > 0, 60)
+        assert running.wait("a", 120) == 0, running.output()
+        # What was declared gone wakes up, finds itself fenced out, and changes nothing.
+        for process in tree:
+            if process.is_running():
+                process.resume()
