@@ -16,7 +16,7 @@ __all__ = ["load", "save"]
 def __getattr__(name: str) -> Any:
     # The snapshot server imports this package too, and must start without PyTorch.
     if name in __all__:
-        from checkpoint import api  # noqa: PLC0415
+        from checkpoint import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'checkpoint' has no attribute {name!r}")

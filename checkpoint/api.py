@@ -1,36 +1,34 @@
-"""Saving and loading without agents or snapshot servers: two functions, collective if there is a process group.
+"""Saving and loading without agents or snapshot servers; collective if there is a process group.
 
-Ranks exchange what they hold (names and boxes, as JSON) once per save; tensor bytes go from each rank straight to storage.
+Ranks exchange what they hold (names and boxes, as JSON) once per save; tensor bytes go from each rank
+straight to storage, or by way of one other rank where shards form no regular grid.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from checkpoint.chunking import plan_chunks
+from checkpoint.collective import box_of, collect, exchange, rank
 from checkpoint.errors import CheckpointError, LayoutMismatch
 from checkpoint.format import StoredObject, StoredStep
-from checkpoint.layout import Box, Entry, Json, ShardIndex
+from checkpoint.layout import Entry, Json, ShardIndex
 from checkpoint.live import (
     Capturer,
     LiveState,
     LiveTensor,
     allocate,
-    as_bytes,
     describe,
     restore,
     restore_options,
 )
-from checkpoint.planner import plan_reads
-from checkpoint.reader import StoredCheckpoint, list_steps
+from checkpoint.options import is_json
+from checkpoint.reader import StoredCheckpoint, newest
 from checkpoint.storage import open_storage
 from checkpoint.writer import publish, write_part
 
@@ -38,14 +36,17 @@ _VALUES = "values"
 
 State = Mapping[str, object]
 
+_Result = TypeVar("_Result")
+
 
 def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
-    """Store a checkpoint of `step` under `url`; it is complete, durable and verified to be so when this returns.
+    """Store a checkpoint of `step` under `url`; it is complete and durable when this returns.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
-        state: modules, optimizers of their parameters, tensors (sharded or not), JSON values and mappings of these, by name. With one module
-            its tensors are `model/<name>` and its optimizer's `optim/<name>/<slot>`.
+        state: a module, optimizers of its parameters, tensors (sharded or not), JSON values and mappings of
+            these, by name. The module's tensors are stored as `model/<name>` and its optimizers' as
+            `optim/<name>/<slot>`.
         step: number of completed steps.
         generation: distinguishes attempts at one step; the greatest is the one that loads.
 
@@ -53,32 +54,25 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
         CheckpointExists: this step and generation is already there.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live = _capture(state)
-    mine = _indexed(live)
-    indexes = [ShardIndex.from_json(json.loads(data)) for data in _exchange(_encode(mine.to_json()))]
-    rank = dist.get_rank() if _is_collective() else 0
+    live = _together(lambda: _capture(state))
+    indexes = [ShardIndex.from_json(one) for one in exchange(_indexed(live).to_json())]
     plan = plan_chunks(indexes)
-    storage = open_storage(url)
-    stored = StoredStep(step, generation)
+    storage, stored = open_storage(url), StoredStep(step, generation)
     tensors = {tensor.key: tensor for tensor in live.tensors}
-    outcome: Json
-    try:
-        part = write_part(
-            storage, stored, plan, [rank], lambda key, box: _box(tensors[key], indexes, box), name=rank
+    collected = collect(plan, indexes, tensors)
+    part = _together(
+        lambda: write_part(
+            storage,
+            stored,
+            plan,
+            [rank()],
+            lambda key, box: collected[key, box] if (key, box) in collected else box_of(tensors[key], box),
+            name=rank(),
         )
-        outcome = {"part": part.to_json()}
-    except CheckpointError as error:
-        outcome = {"error": f"rank {rank}: {error}"}
-    outcomes = _agree(outcome)
-    published: Json = {}
-    if rank == 0:
-        documents = {name: value for index in indexes for name, value in index.documents.items()}
-        try:
-            parts = [StoredObject.from_json(one["part"]) for one in outcomes]
-            publish(storage, stored, parts, plan.tensors, documents)
-        except CheckpointError as error:
-            published = {"error": str(error)}
-    _agree(published)
+    )
+    parts = [StoredObject.from_json(one) for one in exchange(part.to_json())]
+    documents = {name: value for index in indexes for name, value in index.documents.items()}
+    _together(lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None)
 
 
 def load(url: str, state: State, *, step: int | None = None, strict: bool = True) -> int:
@@ -86,7 +80,8 @@ def load(url: str, state: State, *, step: int | None = None, strict: bool = True
 
     Args:
         url: as for `save`.
-        state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings get their JSON values.
+        state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings get their
+            JSON values.
         step: which one; None: the newest.
         strict: refuse if names do not agree; else fill what both have.
 
@@ -95,20 +90,35 @@ def load(url: str, state: State, *, step: int | None = None, strict: bool = True
         LayoutMismatch: it does not fit; the message lists what.
         CheckpointDamaged: stored bytes were changed or lost.
     """
-    if step is None and _is_collective():
-        newest = torch.tensor([-1])
-        if dist.get_rank() == 0:
-            newest[0] = next((stored.step for stored in list_steps(url)), -1)
-        dist.broadcast(newest, src=0)
-        step = int(newest.item()) if newest.item() >= 0 else None
-    source = StoredCheckpoint.open(url, step)
-    for model, optimizers in _modules(state):
-        allocate(model, optimizers, source.tensors)
-    restore(_capture(state), source, strict=strict)
-    for model, optimizers in _modules(state):
-        restore_options(model, optimizers, source.documents)
-    _fill_values(state, source.documents.get(_VALUES, {}))
-    return source.step
+    # Rank 0 looks, so that all load the same one whatever appears meanwhile.
+    found = _together(lambda: newest(url) if step is None and rank() == 0 else None)
+    chosen = exchange([found.step, found.generation] if found else [step, None])[0]
+
+    def fill() -> StoredCheckpoint:
+        source = StoredCheckpoint.open(url, *chosen)
+        for model, optimizers in _modules(state):
+            allocate(model, optimizers, source.tensors)
+        restore(_capture(state), source, strict=strict)
+        for model, optimizers in _modules(state):
+            restore_options(model, optimizers, source.documents)
+        _fill_values(state, source.documents.get(_VALUES, {}))
+        return source
+
+    return _together(fill).step
+
+
+def _together(act: Callable[[], _Result]) -> _Result:
+    """Do something on every rank; if it fails on any, it fails on all, with the first one's reason."""
+    try:
+        result = act()
+    except Exception as error:
+        # The others wait for this rank's word: they must hear of whatever it was.
+        exchange({"error": f"rank {rank()}: {error}"})
+        raise
+    failures = [outcome["error"] for outcome in exchange({}) if "error" in outcome]
+    if failures:
+        raise CheckpointError(failures[0])
+    return result
 
 
 def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
@@ -116,9 +126,13 @@ def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     if len(modules) > 1:
-        raise LayoutMismatch("the state has several modules; put them into one nn.ModuleDict, or save under several URLs")
+        raise LayoutMismatch(
+            "the state has several modules; put them into one nn.ModuleDict, or save under several URLs"
+        )
     if optimizers and not modules:
-        raise LayoutMismatch("the state has an optimizer but not the module whose parameters name its state; add it")
+        raise LayoutMismatch(
+            "the state has an optimizer but not the module that names its parameters; add it"
+        )
     return [(modules[0], optimizers)] if modules else []
 
 
@@ -131,6 +145,10 @@ def _capture(state: State) -> LiveState:
         tensors += captured.tensors
         documents.update(captured.documents)
     _walk(state, "", tensors, values)
+    keys = [tensor.key for tensor in tensors]
+    if len(keys) != len(set(keys)):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise LayoutMismatch(f"{twice} is in the state twice; rename what is not the module's own")
     return LiveState(tuple(tensors), {**documents, _VALUES: values})
 
 
@@ -141,8 +159,13 @@ def _walk(state: State, prefix: str, tensors: list[LiveTensor], values: dict[str
             tensors.append(describe(key, value))
         elif isinstance(value, Mapping):
             _walk(value, f"{key}/", tensors, values)
-        elif not isinstance(value, nn.Module | Optimizer):
+        elif is_json(value):
             values[key] = value
+        elif prefix or not isinstance(value, nn.Module | Optimizer):
+            raise LayoutMismatch(
+                f"{key}: a {type(value).__name__} cannot be stored; give tensors, JSON values and mappings "
+                "of them, and the module and its optimizers at the top"
+            )
 
 
 def _fill_values(state: State, values: Mapping[str, Json], prefix: str = "") -> None:
@@ -160,49 +183,3 @@ def _indexed(live: LiveState) -> ShardIndex:
         for t in live.tensors
     )
     return ShardIndex(0, entries, live.documents)
-
-
-def _box(tensor: LiveTensor, indexes: Sequence[ShardIndex], box: Box) -> npt.NDArray[np.uint8]:
-    """Return the bytes of a box that this rank holds."""
-    if box.intersect(tensor.box) != box:
-        # Standalone saving has no way to peers' memory: a grid whose chunks cross shards needs the snapshot servers.
-        holders = len(plan_reads([(tensor.key, box)], indexes))
-        raise CheckpointError(
-            f"{tensor.key}: a chunk at {box.offset} spans {holders} ranks' shards; save it under `keepstep run`"
-        )
-    part = tensor.data[box.within(tensor.box).slices].contiguous().cpu()
-    raw = np.frombuffer(as_bytes(part), np.uint8)
-    return raw.reshape(*box.shape, part.element_size())
-
-
-def _is_collective() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _encode(content: Json) -> bytes:
-    return json.dumps(content).encode()
-
-
-def _exchange(mine: bytes) -> list[bytes]:
-    """Give every rank every rank's bytes."""
-    if not _is_collective():
-        return [mine]
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=device))
-    longest = max(int(size.item()) for size in sizes)
-    padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8).to(device)
-    gathered = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [
-        bytes(data.cpu().numpy()[: int(size.item())]) for data, size in zip(gathered, sizes, strict=True)
-    ]
-
-
-def _agree(outcome: Json) -> list[Json]:
-    """Tell every rank how it went everywhere; raise everywhere if it failed anywhere."""
-    outcomes: list[Json] = [json.loads(data) for data in _exchange(_encode(outcome))]
-    failed = [one["error"] for one in outcomes if "error" in one]
-    if failed:
-        raise CheckpointError(failed[0])
-    return outcomes

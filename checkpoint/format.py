@@ -1,6 +1,6 @@
-"""The documents of a stored checkpoint: names, Zarr v3 metadata, parts and manifest. Pure; FORMAT.md is its specification.
+"""The documents of a stored checkpoint: names, Zarr metadata, parts and manifest. FORMAT.md specifies it.
 
-Whatever is read from outside is checked here before anything acts on it.
+Pure. Whatever is read from outside is checked here before anything acts on it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from checkpoint.chunking import StoredTensor
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointDamaged
 from checkpoint.layout import Json
+from checkpoint.names import check_keys
 
 VERSION = 1
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
 ROOT = "zarr.json"
+
+_PARTS = "parts"
 
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
 
@@ -30,6 +33,11 @@ class StoredStep:
 
     step: int
     generation: int
+
+    def __post_init__(self) -> None:
+        # More digits would sort wrongly, and would not be found again.
+        if not (0 <= self.step < 10**8 and 0 <= self.generation < 10**6):
+            raise ValueError(f"step {self.step} or generation {self.generation} is out of the format's range")
 
     @property
     def directory(self) -> str:
@@ -65,16 +73,17 @@ class StoredObject:
         Raises:
             CheckpointDamaged: it is something else.
         """
-        try:
-            name, nbytes, crc = data
-            return cls(str(name), int(nbytes), int(crc))
-        except (TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"not an object's entry: {data!r}") from error
+        if not (isinstance(data, list) and len(data) == 3 and isinstance(data[0], str)):
+            raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
+        name, nbytes, crc = data
+        if not (_is_count(nbytes) and _is_count(crc) and crc < 2**32) or ".." in name.split("/"):
+            raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
+        return cls(name, nbytes, crc)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a directory a checkpoint. `objects` are the parts' listings, the root metadata and the documents."""
+    """What makes a directory a checkpoint. `objects` are the parts, the root metadata and the documents."""
 
     step: int
     generation: int
@@ -103,16 +112,20 @@ class Manifest:
             version = content["format"]
             if version != VERSION:
                 raise CheckpointDamaged(
-                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release that wrote it"
+                    f"{where} has format {version}, this keepstep reads {VERSION}; "
+                    "use the release that wrote it"
                 )
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
-            return cls(int(content["step"]), int(content["generation"]), objects)
+            step, generation = content["step"], content["generation"]
+            if not (_is_count(step) and _is_count(generation)):
+                raise ValueError(f"step {step!r}, generation {generation!r}")
+            return cls(step, generation, objects)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
     def part_names(self) -> tuple[str, ...]:
         """Return the names of the parts' listings."""
-        return tuple(item.name for item in self.objects if item.name.startswith("parts/"))
+        return tuple(item.name for item in self.objects if item.name.startswith(f"{_PARTS}/"))
 
     def find(self, name: str) -> StoredObject | None:
         """Return the entry of an object, if the manifest has one."""
@@ -143,7 +156,7 @@ def chunk_name(key: str, place: Sequence[int]) -> str:
 
 def part_name(writer: int) -> str:
     """Return the name of a writer's listing."""
-    return f"parts/{writer:06d}.json"
+    return f"{_PARTS}/{writer:06d}.json"
 
 
 def array_metadata(tensor: StoredTensor) -> Json:
@@ -155,8 +168,7 @@ def array_metadata(tensor: StoredTensor) -> Json:
         "data_type": tensor.dtype,
         "chunk_grid": {
             "name": "regular",
-            # Zarr wants extents of at least one, also where there is nothing.
-            "configuration": {"chunk_shape": [max(1, n) for n in tensor.chunk]},
+            "configuration": {"chunk_shape": list(tensor.chunk)},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _fill_value(tensor.dtype),
@@ -171,7 +183,7 @@ def array_metadata(tensor: StoredTensor) -> Json:
 
 
 def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor]) -> Json:
-    """Return the root group's metadata, with that of everything below inline, so that opening costs one read."""
+    """Return the root group's metadata, with that of everything below it: opening costs one read."""
     nodes: dict[str, Json] = {}
     for key in sorted(tensors):
         parts = key.split("/")
@@ -212,21 +224,34 @@ def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
     try:
         nodes = content["consolidated_metadata"]["metadata"]
         arrays = {key: node for key, node in nodes.items() if node["node_type"] == "array"}
-        return {key: _parse_array(node) for key, node in arrays.items()}
+        check_keys(arrays)
+        return {key: _parse_array(key, node) for key, node in arrays.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(f"{where} is not a checkpoint's root metadata: {error!r}") from error
+        raise CheckpointDamaged(
+            f"{where} is not a checkpoint's root metadata: {error}; load an older step"
+        ) from error
 
 
-def _parse_array(node: Any) -> StoredTensor:
-    shape = tuple(int(n) for n in node["shape"])
-    chunk = tuple(int(n) for n in node["chunk_grid"]["configuration"]["chunk_shape"])
-    tensor = StoredTensor(str(node["data_type"]), shape, chunk)
+def _parse_array(key: str, node: Any) -> StoredTensor:
+    """Read what is free to vary, and demand that the rest is exactly what this format writes."""
+    shape, chunk = node["shape"], node["chunk_grid"]["configuration"]["chunk_shape"]
+    if not (isinstance(shape, list) and isinstance(chunk, list) and len(shape) == len(chunk)):
+        raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
+    if not (all(_is_count(n) for n in (*shape, *chunk)) and all(chunk)):
+        raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
+    tensor = StoredTensor(str(node["data_type"]), tuple(shape), tuple(chunk))
     numpy_dtype(tensor.dtype)
-    if len(chunk) != len(shape) or min((*shape, 0)) < 0 or min((*chunk, 1)) < 1:
-        raise ValueError(f"shape {shape} with chunks {chunk}")
-    if node["codecs"] != array_metadata(tensor)["codecs"]:
-        raise ValueError(f"codecs {node['codecs']}")
+    expected = array_metadata(tensor)
+    for field in ("zarr_format", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"):
+        if node[field] != expected[field]:
+            raise ValueError(
+                f"{key}: {field} is {node[field]!r:.200}, this format has {expected[field]!r:.200}"
+            )
     return tensor
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 def _fill_value(dtype: str) -> Json:

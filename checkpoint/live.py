@@ -1,29 +1,52 @@
-"""Live training state as named boxes: what a model and its optimizers hold on this rank, where it belongs, and how to fill it.
+"""Live training state as named boxes: what this rank holds, where it belongs, and how to fill it.
 
-No communication and no gathering: a sharded tensor's box follows from its mesh and placements alone. Names are the format's:
-`model/<fqn>` for parameters and persistent buffers, `optim/<fqn>/<slot>` for optimizer state, which is keyed by the parameter's name and
-the slot's, never by position. Parameters that share storage (tied weights) are kept once, under their first name.
+No communication and no gathering: a sharded tensor's box follows from its mesh and placements alone. Names
+are the format's: `model/<fqn>` for parameters and persistent buffers, `optim/<fqn>/<slot>` for optimizer
+state, which is keyed by the parameter's name and the slot's, never by position. Parameters that share storage
+(tied weights) are kept once, under their first name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from checkpoint.errors import LayoutMismatch
 from checkpoint.layout import Box, Json
+from checkpoint.options import (
+    GROUPS,
+    SCALARS,
+    name_of,
+    options_of,
+    parameter_names,
+    restore_options,
+    storable,
+)
+from checkpoint.placement import local_box
 from checkpoint.source import BoxRequest, Source, TensorSpec
 
-_GROUPS = "optim/groups"
-_SCALARS = "optim/scalars"
+__all__ = [
+    "Capturer",
+    "LiveState",
+    "LiveTensor",
+    "allocate",
+    "as_bytes",
+    "describe",
+    "dtype_name",
+    "parameter_names",
+    "restore",
+    "restore_options",
+]
+
 _TIED = "model/tied"
+
+_STAGING_NBYTES = 256 * 2**20
 
 _NAMES: dict[torch.dtype, str] = {
     torch.bool: "bool", torch.int8: "int8", torch.int16: "int16", torch.int32: "int32", torch.int64: "int64",
@@ -69,41 +92,6 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise LayoutMismatch(f"{dtype} cannot be stored; known are {', '.join(map(str, _NAMES))}") from None
 
 
-def local_box(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> Box:
-    """Return the box of a sharded tensor that one rank holds.
-
-    Each sharded dimension is split as `torch.chunk` does: pieces of ceil(n / parts), the last ones smaller or empty. Mesh dimensions split
-    left to right, except that a strided shard (FSDP over tensor parallelism) splits what the later dimensions left.
-
-    Args:
-        shape: global shape of the tensor.
-        mesh_shape: sizes of the mesh's dimensions.
-        coordinate: this rank's place in the mesh.
-        placements: one per mesh dimension.
-
-    Raises:
-        LayoutMismatch: a pending sum (`Partial`) has no box.
-    """
-    offset, extent = [0] * len(shape), list(shape)
-    # Strided shards were applied after the plain ones on their right, although they stand to the left of them.
-    strided = [i for i, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
-    plain = [i for i in range(len(placements)) if i not in strided]
-    for position in (*plain, *strided):
-        placement = placements[position]
-        if isinstance(placement, Replicate):
-            continue
-        if isinstance(placement, Partial) or not isinstance(placement, Shard | _StridedShard):
-            raise LayoutMismatch(f"a tensor placed as {placement} cannot be stored; redistribute it first")
-        axis = placement.dim % len(shape)
-        piece = -(-extent[axis] // mesh_shape[position])
-        start = min(piece * coordinate[position], extent[axis])
-        offset[axis] += start
-        extent[axis] = min(piece, extent[axis] - start)
-    return Box(tuple(offset), tuple(extent))
-
-
 def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     """Return a tensor, sharded or not, as this rank's box of it."""
     if isinstance(tensor, DTensor):
@@ -114,7 +102,7 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
         if coordinate is None:
             return LiveTensor(key, shape, Box((0,) * len(shape), (0,) * len(shape)), local)
         box = local_box(shape, tuple(mesh.shape), coordinate, tensor.placements)
-        if tuple(local.shape) != box.shape and local.numel() != box.size:
+        if tuple(local.shape) != box.shape and (local.numel() or box.size):
             raise LayoutMismatch(
                 f"{key}: the local shard has shape {tuple(local.shape)}, its placements {tensor.placements} "
                 f"over a mesh of {tuple(mesh.shape)} say {box.shape}"
@@ -124,59 +112,126 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data)
 
 
+@dataclass(frozen=True, slots=True)
+class _Binding:
+    """A place that holds a tensor (`holder[name]`), and what was found there, good while unchanged."""
+
+    holder: Mapping[str, Any]
+    name: str
+    found: torch.Tensor
+    local: torch.Tensor
+    pointer: int
+    live: LiveTensor
+
+    @classmethod
+    def make(cls, holder: Mapping[str, Any], name: str, key: str, found: torch.Tensor) -> _Binding:
+        local = _local(found)
+        return cls(holder, name, found, local, local.data_ptr(), describe(key, found))
+
+    @property
+    def is_current(self) -> bool:
+        found = self.holder.get(self.name)
+        return found is self.found and _local(found) is self.local and self.local.data_ptr() == self.pointer
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Everything found in one walk over the state.
+
+    `empty` are places that held no tensor and may come to. `is_derived` is True if a state hook makes tensors
+    anew at every
+    call: then nothing found before can be trusted.
+    """
+
+    tensors: tuple[_Binding, ...]
+    scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
+    sizes: tuple[tuple[Mapping[Any, Any], int], ...]
+    empty: tuple[tuple[Mapping[str, Any], str], ...]
+    is_derived: bool
+    groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
+    live: tuple[LiveTensor, ...]
+
+    @property
+    def is_current(self) -> bool:
+        return (
+            not self.is_derived
+            and all(len(holder) == size for holder, size in self.sizes)
+            and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
+            and all(binding.is_current for binding in self.tensors)
+        )
+
+
 class Capturer:
-    """Reads the state of one model and its optimizers, again and again; where each tensor belongs is worked out once."""
+    """Reads the state of one model and its optimizers, again and again.
+
+    The walk over modules and optimizers is done once, and again when something in it is no longer the same
+    object or has moved; a capture otherwise only compares identities, for it runs at every step.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
         self._names = parameter_names(model)
-        self._boxes: dict[str, tuple[tuple[int, ...], Box]] = {}
-        self._tied = _tied_names(model)
+        self._tied: dict[str, str] = {}
+        self._bound: _Bound | None = None
 
     def capture(self) -> LiveState:
-        """Return the state as it is now. The tensors alias live memory: what the next step writes shows through."""
-        tensors = []
-        for name, tensor in self._model.state_dict().items():
-            if isinstance(tensor, torch.Tensor) and name not in self._tied:
-                tensors.append(self._describe(f"model/{name}", tensor))
-        scalars: dict[str, Json] = {}
-        groups: list[Json] = []
+        """Return the state as it is now. Its tensors are the live memory: the next step shows through.
+
+        Raises:
+            LayoutMismatch: something in it cannot be stored; the message names it.
+        """
+        bound = self._bound
+        if bound is None or not bound.is_current:
+            bound = self._bound = self._bind()
+        scalars = {key: storable(key, slots[slot]) for key, slots, slot in bound.scalars}
+        groups = [{"parameters": names, "options": options_of(group)} for group, names in bound.groups]
+        return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, _TIED: self._tied})
+
+    def _bind(self) -> _Bound:
+        # Calling this first also makes FSDP put its sharded parameters back in place.
+        state = self._model.state_dict(keep_vars=True)
+        self._tied = _tied_names(state)
+        homes = _homes(self._model)
+        tensors: list[_Binding] = []
+        scalars: list[tuple[str, Mapping[str, Any], str]] = []
+        sizes: list[tuple[Mapping[Any, Any], int]] = [(holder, len(holder)) for holder, _ in homes.values()]
+        empty = [(holder, leaf) for holder, leaf in homes.values() if holder[leaf] is None]
+        is_derived = False
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name not in self._tied:
+                holder, leaf = homes.get(name, ({name: value}, name))
+                is_derived = is_derived or name not in homes or holder[leaf] is not value
+                tensors.append(_Binding.make(holder, leaf, f"model/{name}", value))
+            elif not isinstance(value, torch.Tensor | None):
+                raise LayoutMismatch(
+                    f"model/{name}: extra state of type {type(value).__name__} cannot be stored"
+                )
+        groups: list[tuple[Mapping[str, Any], list[str]]] = []
         for optimizer in self._optimizers:
+            sizes.append((optimizer.state, len(optimizer.state)))
             for group in optimizer.param_groups:
-                names = [self._names[id(parameter)] for parameter in group["params"]]
-                options = {k: v for k, v in group.items() if k != "params" and _is_json(v)}
-                groups.append({"parameters": names, "options": options})
+                groups.append((group, [name_of(parameter, self._names) for parameter in group["params"]]))
             for parameter, slots in optimizer.state.items():
-                name = self._names[id(parameter)]
+                sizes.append((slots, len(slots)))
+                name = name_of(parameter, self._names)
                 for slot, value in slots.items():
                     if isinstance(value, torch.Tensor):
-                        tensors.append(self._describe(f"optim/{name}/{slot}", value))
-                    elif _is_json(value):
-                        scalars[f"{name}/{slot}"] = value
-        documents = {_GROUPS: groups, _SCALARS: scalars, _TIED: self._tied}
-        return LiveState(tuple(tensors), documents)
-
-    def _describe(self, key: str, tensor: torch.Tensor) -> LiveTensor:
-        known = self._boxes.get(key)
-        if known is None:
-            described = describe(key, tensor)
-            self._boxes[key] = (described.global_shape, described.box)
-            return described
-        data = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return LiveTensor(key, *known, data.detach())
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return each parameter's name by identity; one that is used in several places has its first name."""
-    return {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+                        tensors.append(_Binding.make(slots, slot, f"optim/{name}/{slot}", value))
+                    else:
+                        scalars.append((f"{name}/{slot}", slots, slot))
+                        empty.append((slots, slot))
+        live = tuple(binding.live for binding in tensors)
+        return _Bound(
+            tuple(tensors), tuple(scalars), tuple(sizes), tuple(empty), is_derived, tuple(groups), live
+        )
 
 
 def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, TensorSpec]) -> None:
-    """Create the optimizer slots that a source has and a fresh optimizer still lacks, so that they can be filled.
+    """Create the optimizer slots that a source has and a fresh optimizer still lacks.
 
-    A slot of the parameter's shape is laid out like the parameter; another is whole on every rank (Adam's `step`, on the CPU as torch
-    keeps it).
+    A slot of the parameter's shape is laid out like the parameter; another is whole on every rank. `step` is
+    where torch's own optimizers keep it: on the CPU, unless the group is fused or capturable.
 
     Args:
         model: gives the parameters their names.
@@ -193,34 +248,40 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for slot, spec in slots.get(names[id(parameter)], {}).items():
+                on_device = group.get("fused") or group.get("capturable")
+                for slot, spec in slots.get(name_of(parameter, names), {}).items():
                     if slot in optimizer.state[parameter]:
                         continue
                     dtype = dtypes[spec.dtype]
-                    like = spec.shape == tuple(parameter.shape) and spec.shape != ()
-                    optimizer.state[parameter][slot] = (
-                        torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                        if like
-                        else torch.zeros(spec.shape, dtype=dtype)
-                    )
+                    if spec.shape == tuple(parameter.shape) and slot != "step":
+                        made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    else:
+                        on_cpu = slot == "step" and not on_device
+                        made = torch.zeros(
+                            spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
+                        )
+                    optimizer.state[parameter][slot] = made
 
 
 def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
     """Fill live tensors from a source.
 
-    CPU tensors that lie in one piece are read straight into; others go through a buffer of their size.
+    CPU tensors that lie in one piece are read straight into; others go through buffers of bounded size,
+    page-locked for CUDA.
 
     Args:
         state: what to fill, from `Capturer.capture` after `allocate`.
         source: where from.
-        strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill what both have.
+        strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill
+            what both have.
 
     Raises:
         LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
     """
     mine = {tensor.key: tensor for tensor in state.tensors}
     wrong = [
-        f"{key}: the source holds {spec.dtype} {spec.shape}, the model expects {tensor.dtype} {tensor.global_shape}"
+        f"{key}: the source holds {spec.dtype} {spec.shape}, "
+        f"the model expects {tensor.dtype} {tensor.global_shape}"
         for key, tensor in mine.items()
         if (spec := source.tensors.get(key)) is not None
         and (spec.shape, spec.dtype) != (tensor.global_shape, tensor.dtype)
@@ -238,58 +299,82 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
             f"step {source.step} does not fit the model: {'; '.join(wrong[:8])}{more}. "
             "Pass strict=False to fill only what fits by name; shapes and dtypes must agree"
         )
-    requests, staged = [], []
+    straight: list[BoxRequest] = []
+    staged: list[LiveTensor] = []
     for tensor in mine.values():
         if tensor.key not in source.tensors or tensor.box.size == 0:
             continue
-        target = tensor.data
-        if not (target.device.type == "cpu" and target.is_contiguous()):
-            target = torch.empty(tensor.box.shape, dtype=tensor.data.dtype)
-            staged.append((tensor.data, target))
-        requests.append(BoxRequest(tensor.key, tensor.box, as_bytes(target)))
-    source.read(requests)
-    with torch.no_grad():
-        for live, target in staged:
-            live.copy_(target)
-
-
-def restore_options(model: nn.Module, optimizers: Sequence[Optimizer], documents: Mapping[str, Json]) -> None:
-    """Give optimizers back their hyperparameters, group by group as parameters are named, and their scalar slots."""
-    names = parameter_names(model)
-    stored = {tuple(group["parameters"]): group["options"] for group in documents.get(_GROUPS, [])}
-    scalars = documents.get(_SCALARS, {})
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            options = stored.get(tuple(names[id(parameter)] for parameter in group["params"]), {})
-            for option, value in options.items():
-                if option in group and not isinstance(group[option], torch.Tensor):
-                    group[option] = tuple(value) if isinstance(group[option], tuple) else value
-            for parameter in group["params"]:
-                prefix = f"{names[id(parameter)]}/"
-                for key, value in scalars.items():
-                    if key.startswith(prefix) and "/" not in key.removeprefix(prefix):
-                        optimizer.state[parameter][key.removeprefix(prefix)] = value
+        if tensor.data.device.type == "meta":
+            raise LayoutMismatch(
+                f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
+            )
+        if tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
+            straight.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
+        else:
+            staged.append(tensor)
+    if straight:
+        source.read(straight)
+    for batch in _batches(staged):
+        buffers = [
+            torch.empty(tensor.box.shape, dtype=tensor.data.dtype, pin_memory=tensor.data.is_cuda)
+            for tensor in batch
+        ]
+        source.read(
+            [BoxRequest(t.key, t.box, as_bytes(buffer)) for t, buffer in zip(batch, buffers, strict=True)]
+        )
+        with torch.no_grad():
+            for tensor, buffer in zip(batch, buffers, strict=True):
+                tensor.data.copy_(buffer)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a contiguous CPU tensor's memory, writable."""
-    flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.dim() else tensor.detach().view(1).view(torch.uint8)
-    return memoryview(flat.numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Return, for every later name of a shared parameter, the first."""
-    first: dict[int, str] = {}
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    # `to_local` makes a new tensor at every call, too slow for every step and no use for comparing
+    # identities.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _homes(model: nn.Module) -> dict[str, tuple[Mapping[str, Any], str]]:
+    """Return the module dictionary that holds each parameter and buffer, by full name."""
+    return {
+        f"{path}.{leaf}" if path else leaf: (holder, leaf)
+        for path, module in model.named_modules(remove_duplicate=False)
+        for holder in (module._parameters, module._buffers)
+        for leaf in holder
+    }
+
+
+def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return, for every later name of shared memory, the first; memory decides, not identity."""
+    first: dict[object, str] = {}
     tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            tied[name] = first[id(parameter)]
-        else:
-            first[id(parameter)] = name
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        local = _local(value)
+        # Without memory (empty, or on the meta device) only identity is left to compare.
+        where: object = id(value)
+        if local.data_ptr():
+            where = (local.data_ptr(), value.shape, local.stride(), local.dtype, local.device)
+        if first.setdefault(where, name) != name:
+            tied[name] = first[where]
     return tied
 
 
-def _is_json(value: Any) -> bool:
-    if value is None or isinstance(value, bool | int | float | str):
-        return True
-    return isinstance(value, list | tuple) and all(_is_json(item) for item in value)
+def _batches(tensors: Sequence[LiveTensor]) -> Iterator[list[LiveTensor]]:
+    """Yield the tensors in batches of about `_STAGING_NBYTES`."""
+    batch: list[LiveTensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        size = tensor.data.numel() * tensor.data.element_size()
+        if batch and nbytes + size > _STAGING_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(tensor)
+        nbytes += size
+    if batch:
+        yield batch

@@ -1,7 +1,8 @@
 """Which bytes to read from where: the reads that fill wanted boxes from the boxes that sources hold.
 
-Pure. Boxes of one tensor may overlap between sources (replicas); each wanted element is planned exactly once, from the earliest source that
-holds it. Cost is linear in the entries of the tensors asked for, and in the pieces that result.
+Pure. Boxes of one tensor may overlap between sources (replicas); each wanted element is planned exactly once,
+from the earliest source that holds it. Cost is linear in the entries of the tensors asked for, and in the
+pieces that result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from checkpoint.layout import Box, Entry, ShardIndex
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Copy `box` (global coordinates) of `entry`, held by source number `source`, into wanted box number `wanted`."""
+    """Copy `box` (global coordinates) of `entry`, held by source `source`, into wanted box `wanted`."""
 
     wanted: int
     source: int

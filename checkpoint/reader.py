@@ -1,6 +1,7 @@
 """Reading a checkpoint: which steps are there, and any boxes of one of them, every byte verified.
 
-Only a directory with a manifest is a checkpoint. A chunk is read whole, for its checksum covers it whole.
+Only a directory with a manifest is a checkpoint. A chunk is read whole, for its checksum covers it whole;
+where it fills a part of the caller's memory that lies in one piece, it is read straight into that.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 
 import crc32c
 import numpy as np
 
-from checkpoint.chunking import StoredTensor, chunks_of
+from checkpoint.chunking import Chunk, StoredTensor, chunks_over
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
 from checkpoint.format import (
@@ -27,25 +29,26 @@ from checkpoint.format import (
     decode,
     parse_root,
 )
-from checkpoint.layout import Box, Json
+from checkpoint.layout import Json
 from checkpoint.source import BoxRequest, TensorSpec
-from checkpoint.storage import Storage, open_storage, verify
+from checkpoint.storage import Storage, open_storage
 
-_PARALLEL_READS = 8
+# Threads mostly wait for storage; many small tensors need many reads under way.
+_PARALLEL_READS = 16
 
 
 def list_steps(url: str) -> tuple[StoredStep, ...]:
     """Return the committed checkpoints at a URL, newest first; none if there is nothing."""
-    found = set()
-    for name in open_storage(url).names("step-"):
-        directory, _, rest = name.partition("/")
-        step = StoredStep.parse(directory)
-        if step is not None and rest == MANIFEST:
-            found.add(step)
-    return tuple(sorted(found, key=lambda s: (s.step, s.generation), reverse=True))
+    found = map(StoredStep.parse, open_storage(url).directories_with(MANIFEST))
+    return tuple(sorted((step for step in found if step), key=lambda s: (s.step, s.generation), reverse=True))
 
 
-@dataclass(frozen=True, slots=True)
+def newest(url: str) -> StoredStep | None:
+    """Return the newest committed checkpoint at a URL, if there is any."""
+    return next(iter(list_steps(url)), None)
+
+
+@dataclass(frozen=True)
 class StoredCheckpoint:
     """One committed checkpoint, as a `Source`. Made by `open`."""
 
@@ -56,101 +59,125 @@ class StoredCheckpoint:
     documents: Mapping[str, Json]
 
     @classmethod
-    def open(cls, url: str, step: int | None = None) -> StoredCheckpoint:
-        """Open a step, or the newest.
+    def open(cls, url: str, step: int | None = None, generation: int | None = None) -> StoredCheckpoint:
+        """Open a step, or the newest; of several generations of it that one, or the newest.
 
         Raises:
             CheckpointMissing: it is not there.
             CheckpointDamaged: its metadata is not what was written.
         """
         steps = list_steps(url)
-        chosen = next((stored for stored in steps if step in (None, stored.step)), None)
+        fitting = (s for s in steps if step in (None, s.step) and generation in (None, s.generation))
+        chosen = next(fitting, None)
         if chosen is None:
             what = "checkpoint" if step is None else f"checkpoint of step {step}"
             have = ", ".join(str(stored.step) for stored in steps[:8]) or "none"
             raise CheckpointMissing(f"{url}: there is no {what} (steps there: {have})")
         storage = open_storage(url)
-        manifest_name = f"{chosen.directory}/{MANIFEST}"
-        manifest = Manifest.decode(storage.read(manifest_name), manifest_name)
-        root = _verified(storage, chosen, manifest, ROOT)
-        documents = _verified(storage, chosen, manifest, DOCUMENTS)
-        return cls(
-            storage,
-            chosen,
-            manifest,
-            parse_root(root, f"{chosen.directory}/{ROOT}"),
-            decode(documents, f"{chosen.directory}/{DOCUMENTS}"),
-        )
+        where = f"{url}/{chosen.directory}"
+        manifest = Manifest.decode(storage.read(f"{chosen.directory}/{MANIFEST}"), f"{where}/{MANIFEST}")
+        if (manifest.step, manifest.generation) != (chosen.step, chosen.generation):
+            raise CheckpointDamaged(
+                f"{where}/{MANIFEST} belongs to step {manifest.step}, generation {manifest.generation}; "
+                "was it copied here? load an older step"
+            )
+        tensors = parse_root(_verified(storage, chosen, manifest, ROOT), f"{where}/{ROOT}")
+        documents = decode(_verified(storage, chosen, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
+        if not isinstance(documents, dict):
+            raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
+        return cls(storage, chosen, manifest, tensors, documents)
 
     @property
     def step(self) -> int:
         """Completed optimizer steps."""
         return self.stored.step
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor."""
         return {key: TensorSpec(tensor.dtype, tensor.shape) for key, tensor in self.stored_tensors.items()}
 
+    @cached_property
     def objects(self) -> Mapping[str, StoredObject]:
-        """Return every chunk's entry by name, from the verified listings.
+        """Every chunk's entry by name, from the verified listings.
 
         Raises:
             CheckpointDamaged: a listing is not what was written.
         """
-        found = {}
+        found: dict[str, StoredObject] = {}
         for name in self.manifest.part_names():
-            listing = decode(_verified(self.storage, self.stored, self.manifest, name), name)
-            for item in listing:
-                entry = StoredObject.from_json(item)
-                found[entry.name] = entry
+            where = f"{self.storage.url}/{self.stored.directory}/{name}"
+            listing = decode(_verified(self.storage, self.stored, self.manifest, name), where)
+            if not isinstance(listing, list):
+                raise CheckpointDamaged(f"{where} is not a listing; load an older step")
+            found.update((entry.name, entry) for entry in map(StoredObject.from_json, listing))
         return found
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each chunk is read once, whoever needs parts of it."""
-        objects = self.objects()
-        wanted: dict[tuple[str, tuple[int, ...]], list[BoxRequest]] = defaultdict(list)
-        boxes: dict[tuple[str, tuple[int, ...]], Box] = {}
+        wanted: dict[Chunk, list[BoxRequest]] = defaultdict(list)
         for request in requests:
             tensor = self.stored_tensors.get(request.key)
             if tensor is None:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
-            for chunk in chunks_of(request.key, tensor.shape, tensor.chunk):
-                if chunk.box.intersect(request.box) is not None:
-                    wanted[chunk.key, chunk.place].append(request)
-                    boxes[chunk.key, chunk.place] = chunk.box
-
-        def one(name: tuple[str, tuple[int, ...]]) -> None:
-            key, place = name
-            tensor = self.stored_tensors[key]
-            values = self._chunk(key, place, objects)
-            itemsize = numpy_dtype(tensor.dtype).itemsize
-            array = values.reshape(*tensor.chunk, itemsize)
-            for request in wanted[name]:
-                common = boxes[name].intersect(request.box)
-                assert common is not None, "only chunks that overlap a request are read"
-                target = np.frombuffer(request.into, np.uint8).reshape(*request.box.shape, itemsize)
-                target[common.within(request.box).slices] = array[common.within(boxes[name]).slices]
-
+            for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
+                wanted[chunk].append(request)
+        objects = self.objects
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            for future in [pool.submit(one, name) for name in wanted]:
-                future.result()
+            futures = [
+                pool.submit(self._fill, chunk, wanting, objects.get(chunk_name(chunk.key, chunk.place)))
+                for chunk, wanting in wanted.items()
+            ]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
 
-    def _chunk(
-        self, key: str, place: tuple[int, ...], objects: Mapping[str, StoredObject]
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        name = chunk_name(key, place)
+    def _fill(self, chunk: Chunk, requests: Sequence[BoxRequest], entry: StoredObject | None) -> None:
+        """Read a chunk, and copy from it what it is needed for."""
+        tensor = self.stored_tensors[chunk.key]
+        itemsize = numpy_dtype(tensor.dtype).itemsize
+        targets = []
+        for request in requests:
+            common = chunk.box.intersect(request.box)
+            assert common is not None, "only chunks that overlap a request are read"
+            whole = np.frombuffer(request.into, np.uint8).reshape(*request.box.shape, itemsize)
+            targets.append((common, whole[common.within(request.box).slices]))
+        common, target = targets[0]
+        if len(targets) == 1 and common.shape == tensor.chunk and target.flags.c_contiguous:
+            self._read_chunk(chunk, entry, target.reshape(-1).data)
+            return
+        values = np.empty((*tensor.chunk, itemsize), np.uint8)
+        self._read_chunk(chunk, entry, values.reshape(-1).data)
+        for common, target in targets:
+            target[...] = values[common.within(chunk.box).slices]
+
+    def _read_chunk(self, chunk: Chunk, entry: StoredObject | None, payload: memoryview) -> None:
+        name = chunk_name(chunk.key, chunk.place)
         where = f"{self.storage.url}/{self.stored.directory}/{name}"
-        entry = objects.get(name)
         if entry is None:
-            raise CheckpointDamaged(f"{where}: {key} needs this chunk and no listing has it; load an older step")
+            raise CheckpointDamaged(
+                f"{where}: {chunk.key} needs this chunk and no listing has it; load an older step"
+            )
+        trailer = bytearray(4)
         try:
-            data = self.storage.read(f"{self.stored.directory}/{name}")
+            nbytes = self.storage.read_into(f"{self.stored.directory}/{name}", [payload, memoryview(trailer)])
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{where}: this chunk of {key} is gone; load an older step") from None
-        payload = memoryview(data)[:-4]
-        verify(data, entry.nbytes, entry.crc32c, crc32c.crc32c(payload), where)
-        return np.frombuffer(payload, np.uint8)
+            raise CheckpointDamaged(
+                f"{where}: this chunk of {chunk.key} is gone; load an older step"
+            ) from None
+        if nbytes != payload.nbytes + len(trailer) or nbytes != entry.nbytes:
+            raise CheckpointDamaged(
+                f"{where}: this chunk of {chunk.key} has {nbytes} bytes, the manifest says {entry.nbytes}; "
+                "load an older step"
+            )
+        if not crc32c.crc32c(payload) == entry.crc32c == int.from_bytes(trailer, "little"):
+            raise CheckpointDamaged(
+                f"{where}: this chunk of {chunk.key} does not match its checksum, its bytes were changed; "
+                "load an older step"
+            )
 
 
 def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str) -> bytes:
@@ -162,5 +189,12 @@ def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str)
         data = storage.read(f"{step.directory}/{name}")
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is gone; load an older step") from None
-    verify(data, entry.nbytes, entry.crc32c, crc32c.crc32c(data), where)
+    if len(data) != entry.nbytes:
+        raise CheckpointDamaged(
+            f"{where} has {len(data)} bytes, the manifest says {entry.nbytes}; load an older step"
+        )
+    if crc32c.crc32c(data) != entry.crc32c:
+        raise CheckpointDamaged(
+            f"{where} does not match its checksum, its bytes were changed; load an older step"
+        )
     return data

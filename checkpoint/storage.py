@@ -1,71 +1,85 @@
 """Objects under a URL: the little that checkpoints ask of a file system or an object store.
 
-TensorStore's key-value stores do the work. A write is visible only whole (a temporary file and a rename, or one PUT) and durable when it returns; a
-conditional write never replaces what is there.
+`checkpoint.files` does it with files, `checkpoint.objects` with TensorStore's key-value stores (S3, Google
+Cloud Storage, and memory for tests). Both pass one suite of tests. An object is visible only whole, and
+`create` never replaces one.
 """
 
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlparse
+from typing import Any, Protocol
+from urllib.parse import unquote, urlparse
 
-import tensorstore
-
-from checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists, CheckpointMissing
-
-_MEMORY_CONTEXT: dict[str, Any] = {}
+from checkpoint.errors import CheckpointError
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """Objects by name under one URL. Made by `open_storage`; safe to use from several threads."""
+class Storage(Protocol):
+    """Objects by name under one URL. Made by `open_storage`; thread-safe; keeps nothing open."""
 
-    url: str
-    store: Any
+    @property
+    def url(self) -> str:
+        """The URL, for messages."""
+        ...
 
     def read(self, name: str) -> bytes:
         """Return an object's bytes.
 
         Raises:
             CheckpointMissing: there is no such object.
+            CheckpointError: it cannot be read.
         """
-        result = self._do(f"read {name}", lambda: self.store.read(name).result())
-        if result.state != "value":
-            raise CheckpointMissing(f"{self.url}: there is no object {name}")
-        return bytes(result.value)
+        ...
 
-    def write(self, name: str, data: bytes) -> None:
-        """Write an object, durably."""
-        self._do(f"write {name}", lambda: self.store.write(name, data).result())
+    def read_into(self, name: str, buffers: Sequence[memoryview]) -> int:
+        """Fill the buffers, in order, from an object; return its size in bytes.
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write an object that must not exist yet.
+        If that is not the buffers' size together, what they hold is undefined.
 
         Raises:
-            CheckpointExists: it does.
+            CheckpointMissing: there is no such object.
+            CheckpointError: it cannot be read.
         """
-        result = self._do(f"create {name}", lambda: self.store.write(name, data, if_equal=b"").result())
-        # On a refused condition TensorStore returns an unknown generation instead of raising.
-        if not result.generation or self.read(name) != data:
-            raise CheckpointExists(f"{self.url}: {name} exists already; committed steps are never overwritten")
+        ...
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """Write an object, the pieces one after the other; it is durable after `settle`."""
+        ...
+
+    def settle(self, names: Sequence[str]) -> None:
+        """Return once these objects, written before, would survive a loss of power."""
+        ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write an object that must not exist yet, durably.
+
+        Raises:
+            CheckpointExists: it does, with other content. (With the same it was this call, and a reply was
+                lost.)
+        """
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Return whether an object is there."""
+        ...
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """Return the names that begin with the prefix, sorted."""
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        listed = self._do("list", lambda: self.store.list(tensorstore.KvStore.KeyRange(prefix, end)).result())
-        return sorted(name.decode() for name in listed)
+        ...
 
-    def delete(self, prefix: str) -> None:
-        """Delete everything whose name begins with the prefix."""
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        self._do(
-            "delete", lambda: self.store.delete_range(tensorstore.KvStore.KeyRange(prefix, end)).result()
-        )
+    def directories_with(self, leaf: str) -> Sequence[str]:
+        """Return the top directories that have an object of this name."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+        ...
+
+    def delete_directory(self, directory: str) -> None:
+        """Delete all objects of a top directory."""
+        ...
 
     def probe_writable(self) -> None:
         """Find out now, rather than after hours, whether objects can be written here.
@@ -73,66 +87,52 @@ class Storage:
         Raises:
             CheckpointError: they cannot.
         """
-        name = f"probe-{uuid.uuid4().hex}"
-        self.write(name, b"keepstep")
-        self._do("delete the probe", lambda: self.store.delete_range(
-            tensorstore.KvStore.KeyRange(name, name + "~")
-        ).result())  # fmt: skip
-
-    def _do(self, what: str, act: Any) -> Any:
-        try:
-            return act()
-        except (ValueError, OSError) as error:
-            reason = str(error).splitlines()[0].partition(" [")[0]
-            raise CheckpointError(
-                f"{self.url}: could not {what}: {reason}; check that the place exists and that you may write there"
-            ) from error
+        ...
 
 
 def open_storage(url: str) -> Storage:
-    """Return the storage at a URL: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix` or (for tests) `memory://`.
+    """Return the storage at a URL: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, or `memory://name`.
 
-    S3's endpoint and region come from AWS_ENDPOINT_URL and AWS_REGION, credentials from wherever AWS tools find them.
+    S3's endpoint and region come from AWS_ENDPOINT_URL and AWS_REGION, credentials from wherever AWS tools
+    find them.
 
     Raises:
         CheckpointError: the URL is none of these, or cannot be opened.
     """
+    # Each back end is imported where it is asked for: a local job never loads TensorStore.
     parsed = urlparse(url)
+    if parsed.scheme in ("", "file"):
+        from checkpoint.files import FileStorage
+
+        if parsed.netloc not in ("", "localhost"):
+            raise CheckpointError(
+                f"{url}: names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
+            )
+        return FileStorage(url, Path(unquote(parsed.path) if parsed.scheme else url).absolute())
+    spec = _specification(url)
+    from checkpoint.objects import open_objects
+
+    return open_objects(url, spec)
+
+
+def _specification(url: str) -> dict[str, Any]:
+    """Return TensorStore's specification of the key-value store at a URL."""
+    parsed = urlparse(url)
+    prefix = parsed.path.strip("/")
+    path = f"{prefix}/" if prefix else ""
     match parsed.scheme:
-        case "" | "file":
-            path = Path(parsed.path if parsed.scheme else url).absolute()
-            spec: dict[str, Any] = {"driver": "file", "path": f"{path}/"}
         case "s3":
-            spec = {"driver": "s3", "bucket": parsed.netloc, "path": f"{parsed.path.strip('/')}/"}
+            spec: dict[str, Any] = {"driver": "s3", "bucket": parsed.netloc, "path": path}
             if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
                 spec["endpoint"] = endpoint
             if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
                 spec["aws_region"] = region
         case "gs":
-            spec = {"driver": "gcs", "bucket": parsed.netloc, "path": f"{parsed.path.strip('/')}/"}
+            spec = {"driver": "gcs", "bucket": parsed.netloc, "path": path}
         case "memory":
-            spec = {"driver": "memory", "path": f"{parsed.netloc}{parsed.path}/"}
+            return {"driver": "memory", "path": f"{parsed.netloc}/{path}"}
         case other:
             raise CheckpointError(f"{url}: {other}:// is not supported; use a path, file://, s3:// or gs://")
-    context = None
-    if parsed.scheme == "memory":
-        # One process's memory: every storage of that URL sees the same objects.
-        context = _MEMORY_CONTEXT.setdefault("context", tensorstore.Context())
-    try:
-        return Storage(url, tensorstore.KvStore.open(spec, context=context).result())
-    except (ValueError, OSError) as error:
-        raise CheckpointError(f"{url}: cannot be opened: {str(error).splitlines()[0]}") from error
-
-
-def verify(data: bytes, nbytes: int, crc: int, actual_crc: int, where: str) -> None:
-    """Compare an object with its entry in the manifest.
-
-    Raises:
-        CheckpointDamaged: size or checksum differ.
-    """
-    if len(data) != nbytes:
-        raise CheckpointDamaged(f"{where} has {len(data)} bytes, the manifest says {nbytes}; load an older step")
-    if crc != actual_crc:
-        raise CheckpointDamaged(f"{where} does not match its checksum: stored bytes were changed; load an older step")
-
-
+    if not parsed.netloc:
+        raise CheckpointError(f"{url}: names no bucket; write {parsed.scheme}://BUCKET/PREFIX")
+    return spec

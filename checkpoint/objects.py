@@ -1,0 +1,132 @@
+"""Checkpoints in object stores, by TensorStore's drivers. An acknowledged PUT is whole and durable."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorstore
+
+from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+
+# Some 20 seconds in all. The default of 32 retries would let a wrong endpoint look like a hang.
+_RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
+
+_MEMORY = tensorstore.Context()
+"""One process's memory: every storage of one memory:// URL sees the same objects."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStorage:
+    """A `Storage` over a TensorStore key-value store."""
+
+    url: str
+    store: Any
+
+    def read(self, name: str) -> bytes:
+        """See `Storage.read`."""
+        result = self._do(f"read {name}", lambda: self.store.read(name).result())
+        if result.state != "value":
+            raise CheckpointMissing(f"{self.url}: there is no object {name}")
+        return bytes(result.value)
+
+    def read_into(self, name: str, buffers: Sequence[memoryview]) -> int:
+        """See `Storage.read_into`."""
+        data = memoryview(self.read(name))
+        if data.nbytes == sum(buffer.nbytes for buffer in buffers):
+            start = 0
+            for buffer in buffers:
+                buffer[:] = data[start : start + buffer.nbytes]
+                start += buffer.nbytes
+        return data.nbytes
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """See `Storage.write`."""
+        data = b"".join(pieces)
+        self._do(f"write {name}", lambda: self.store.write(name, data).result())
+
+    def settle(self, names: Sequence[str]) -> None:
+        """See `Storage.settle`: an acknowledged PUT is durable."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """See `Storage.create`."""
+        found = self._do(f"read {name}", lambda: self.store.read(name).result())
+        if found.state != "value":
+            # The stamp of an absent object is the condition that it is absent. An empty one would be no
+            # condition at all.
+            absent = found.stamp.generation
+            written = self._do(
+                f"create {name}", lambda: self.store.write(name, data, if_equal=absent).result()
+            )
+            if written.generation:
+                return
+        if self.read(name) != data:
+            raise CheckpointExists(
+                f"{self.url}: {name} exists already; committed steps are never overwritten"
+            )
+
+    def exists(self, name: str) -> bool:
+        """See `Storage.exists`."""
+        return bool(self._do(f"read {name}", lambda: self.store.read(name).result()).state == "value")
+
+    def names(self, prefix: str = "") -> Sequence[str]:
+        """See `Storage.names`."""
+        listed = self._do("list", lambda: self.store.list(_range(prefix)).result())
+        return sorted(name.decode() for name in listed)
+
+    def directories_with(self, leaf: str) -> Sequence[str]:
+        """See `Storage.directories_with`."""
+        split = (name.partition("/") for name in self.names())
+        return [directory for directory, _, rest in split if rest == leaf]
+
+    def delete(self, name: str) -> None:
+        """See `Storage.delete`."""
+        self._do(f"delete {name}", lambda: self.store.write(name, None).result())
+
+    def delete_directory(self, directory: str) -> None:
+        """See `Storage.delete_directory`."""
+        self._do(f"delete {directory}", lambda: self.store.delete_range(_range(f"{directory}/")).result())
+
+    def probe_writable(self) -> None:
+        """See `Storage.probe_writable`."""
+        name = f"probe-{uuid.uuid4().hex}"
+        self.write(name, [b"keepstep"])
+        self.delete(name)
+
+    def _do(self, what: str, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"{self.url}: could not {what}: {_reason(error)}; check bucket, "
+                "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"
+            ) from error
+
+
+def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
+    """Open the key-value store that TensorStore's specification describes.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    context = _MEMORY
+    if specification["driver"] == "s3":
+        context = tensorstore.Context({"s3_request_retries": _RETRIES})
+    if specification["driver"] == "gcs":
+        context = tensorstore.Context({"gcs_request_retries": _RETRIES})
+    try:
+        return ObjectStorage(url, tensorstore.KvStore.open(specification, context=context).result())
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{url}: cannot be opened: {_reason(error)}; check the URL") from error
+
+
+def _range(prefix: str) -> Any:
+    end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+    return tensorstore.KvStore.KeyRange(prefix, end)
+
+
+def _reason(error: Exception) -> str:
+    """Return TensorStore's message without what only its authors can use."""
+    return str(error).splitlines()[0].partition(" [")[0]

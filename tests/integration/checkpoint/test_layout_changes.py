@@ -1,0 +1,145 @@
+"""State saved under one parallel layout loads under another, between real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import checkpoint
+from checkpoint.errors import CheckpointError
+from checkpoint.live import describe
+
+
+class Block(nn.Module):
+    """Sizes that neither 2 nor 3 ranks divide, one parameter with fewer rows than ranks, and a frozen one.
+
+    Cut 2 x 2 ways, the 30 rows are 8, 7, 8 and 7: no regular grid, so chunks are put together from two ranks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(7, 30)
+        self.down = nn.Linear(30, 7)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+
+
+def reference() -> Block:
+    torch.manual_seed(0)
+    return Block()
+
+
+def step_once(model: nn.Module) -> torch.optim.AdamW:
+    """A step whose every element depends on that element alone, so that it is the same under every layout."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = (parameter.detach() * 0.5).contiguous()
+    optimizer.step()
+    return optimizer
+
+
+def sharded(layout: str, model: Block) -> Block:
+    if layout == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif layout == "fsdp+tp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_boxes(model: Block) -> None:
+    """Every local shard is what its box, computed without communication, says."""
+    for (name, parameter), whole in zip(model.named_parameters(), reference().parameters(), strict=True):
+        live = describe(name, parameter)
+        assert torch.equal(live.data.reshape(-1), whole.detach()[live.box.slices].reshape(-1)), name
+
+
+def check_equal(model: Block, optimizer: torch.optim.AdamW) -> None:
+    expected = reference()
+    theirs = step_once(expected)
+    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(got).detach(), want.detach(), rtol=1e-6, atol=1e-7, msg=name)
+        for slot, value in theirs.state[want].items():
+            torch.testing.assert_close(
+                full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name
+            )
+            assert isinstance(optimizer.state[got][slot], DTensor) == (
+                slot != "step" and isinstance(got, DTensor)
+            )
+
+
+def run(
+    rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int
+) -> None:
+    torch.set_num_threads(1)
+    for world, name in ((world_saved, "save"), (world_loaded, "load")):
+        if rank < world:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world
+            )
+            if name == "save":
+                model = sharded(layout_saved, reference())
+                check_boxes(model)
+                state = {"model": model, "optimizer": step_once(model), "values": {"epoch": 4}}
+                checkpoint.save(f"{root}/run", state, step=8)
+            else:
+                torch.manual_seed(1)
+                model = sharded(layout_loaded, Block())
+                optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
+                values = {"epoch": 0}
+                state = {"model": model, "optimizer": optimizer, "values": values}
+                assert checkpoint.load(f"{root}/run", state) == 8
+                check_equal(model, optimizer)
+                assert values == {"epoch": 4}
+                assert optimizer.param_groups[0]["lr"] == 0.1
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("saved", "world_saved", "loaded", "world_loaded"),
+    [
+        ("fsdp", 2, "fsdp", 3),
+        ("fsdp+tp", 4, "fsdp", 3),
+        ("fsdp", 3, "fsdp+tp", 4),
+        ("replicas", 2, "fsdp", 2),
+    ],
+)
+def test_a_layout_loads_as_another(
+    tmp_path: Path, saved: str, world_saved: int, loaded: str, world_loaded: int
+) -> None:
+    arguments = (str(tmp_path), saved, world_saved, loaded, world_loaded)
+    mp.spawn(run, args=arguments, nprocs=max(world_saved, world_loaded))
+    # And one process without any group reads the same.
+    model = Block()
+    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))
+    checkpoint.load(f"{tmp_path}/run", {"model": model, "optimizer": optimizer})
+    check_equal(model, optimizer)
+
+
+def fail_on_one(rank: int, root: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2)
+    state = {"x": torch.ones(3), "bad" if rank else "good": object() if rank else 1}
+    with pytest.raises(CheckpointError, match="bad: a object cannot be stored"):
+        checkpoint.save(f"{root}/run", state, step=1)
+    dist.destroy_process_group()
+
+
+def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
+    mp.spawn(fail_on_one, args=(str(tmp_path),), nprocs=2)
+    assert not (tmp_path / "run").exists()

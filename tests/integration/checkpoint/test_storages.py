@@ -1,0 +1,147 @@
+"""One suite that every kind of storage passes, S3 over HTTP among them."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+import checkpoint
+from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from checkpoint.reader import list_steps
+from checkpoint.storage import Storage, open_storage
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    """A bucket of an S3 server on a free port, with the environment that AWS tools use to find it."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        host, port = server.get_host_and_port()
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        boto3.client("s3").create_bucket(Bucket="checkpoints")
+        yield "s3://checkpoints"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        return f"{request.getfixturevalue('s3')}/{name}"
+    return f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/new/place%20{name}"
+
+
+@pytest.fixture
+def storage(url: str) -> Storage:
+    return open_storage(url)
+
+
+def test_what_is_written_is_read(storage: Storage) -> None:
+    storage.write("a/b", [b"one", memoryview(b"two")])
+    storage.settle(["a/b"])
+    assert storage.read("a/b") == b"onetwo"
+    assert storage.exists("a/b")
+    storage.write("a/b", [b"again"])
+    first, second = bytearray(2), bytearray(3)
+    assert storage.read_into("a/b", [memoryview(first), memoryview(second)]) == 5
+    assert first + second == b"again"
+
+
+def test_an_object_of_another_size_says_so(storage: Storage) -> None:
+    storage.write("a", [b"12345"])
+    assert storage.read_into("a", [memoryview(bytearray(4))]) == 5
+
+
+def test_what_is_not_there_is_missing(storage: Storage) -> None:
+    assert not storage.exists("nothing")
+    assert storage.names() == []
+    assert storage.directories_with("manifest.json") == []
+    storage.delete("nothing")
+    storage.delete_directory("nothing")
+    with pytest.raises(CheckpointMissing, match=r"no such object|no object"):
+        storage.read("nothing")
+    with pytest.raises(CheckpointMissing):
+        storage.read_into("nothing", [memoryview(bytearray(1))])
+
+
+def test_create_never_replaces(storage: Storage) -> None:
+    storage.create("a/commit", b"first")
+    with pytest.raises(CheckpointExists, match="never overwritten"):
+        storage.create("a/commit", b"second")
+    storage.create("a/commit", b"first")  # A repeated call whose reply was lost.
+    assert storage.read("a/commit") == b"first"
+
+
+def test_of_many_creators_one_wins(storage: Storage) -> None:
+    won = []
+
+    def create(number: int) -> None:
+        try:
+            storage.create("commit", b"%d" % number)
+        except CheckpointExists:
+            return
+        won.append(number)
+
+    threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [b"%d" % number for number in won] == [storage.read("commit")]
+
+
+def test_names_are_listed_and_deleted_by_directory(storage: Storage) -> None:
+    for name in ("a/x", "a/y/z", "ab/x", "b/manifest.json"):
+        storage.write(name, [b"."])
+    assert storage.names() == ["a/x", "a/y/z", "ab/x", "b/manifest.json"]
+    assert storage.names("a/") == ["a/x", "a/y/z"]
+    assert storage.directories_with("manifest.json") == ["b"]
+    storage.delete_directory("a")
+    storage.delete("b/manifest.json")
+    assert storage.names() == ["ab/x"]
+
+
+def test_a_probe_leaves_nothing(storage: Storage) -> None:
+    storage.probe_writable()
+    assert storage.names() == []
+
+
+def test_a_checkpoint_saves_and_loads(url: str) -> None:
+    state = {"x": torch.arange(12.0).reshape(3, 4), "epoch": 3}
+    checkpoint.save(url, state, step=5)
+    filled = {"x": torch.zeros(3, 4), "epoch": 0}
+    assert checkpoint.load(url, filled) == 5
+    assert torch.equal(filled["x"], state["x"])
+    assert filled["epoch"] == 3
+    assert [stored.step for stored in list_steps(url)] == [5]
+
+
+def test_a_missing_bucket_is_told_before_training(s3: str) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket"
+    ) as caught:
+        open_storage("s3://no-such-bucket/x").probe_writable()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_where_a_directory_should_be_is_told_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="check that the place exists and is a directory"):
+        open_storage(f"{tmp_path}/file/run").probe_writable()
+
+
+@pytest.mark.parametrize("url", ["ftp://host/x", "s3:///x", "file://host/x"])
+def test_urls_that_name_no_place_are_refused(url: str) -> None:
+    with pytest.raises(CheckpointError, match=url):
+        open_storage(url)

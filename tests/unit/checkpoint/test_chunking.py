@@ -1,0 +1,130 @@
+"""Chunk grids follow the shards, and each chunk has one writer among those who hold it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.chunking import CHUNK_NBYTES, chunk_shape, chunks_over, plan_chunks
+from checkpoint.errors import LayoutMismatch
+from checkpoint.layout import Box, Entry, ShardIndex
+
+
+def entry(key: str, shape: tuple[int, ...], box: Box, dtype: str = "float32") -> Entry:
+    return Entry(key, dtype, shape, box, 0, box.size * 4)
+
+
+def fsdp(shape: tuple[int, ...], ranks: int) -> list[Box]:
+    piece = math.ceil(shape[0] / ranks)
+    starts = [min(rank * piece, shape[0]) for rank in range(ranks)]
+    return [Box((s, *(0 for _ in shape[1:])), (min(piece, shape[0] - s), *shape[1:])) for s in starts]
+
+
+@given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9))
+def test_an_fsdp_split_however_uneven_has_one_chunk_a_shard(rows: int, columns: int, ranks: int) -> None:
+    shape = (rows, columns)
+    boxes = fsdp(shape, ranks)
+    plan = plan_chunks([ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes])
+    for box, chunks in zip(boxes, plan.chunks, strict=True):
+        assert [chunk.box for chunk in chunks] == ([box] if box.size else [])
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.data(),
+)
+def test_chunks_cover_a_tensor_once_and_are_written_once_by_a_holder(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    whole = Box.whole(shape)
+    cuts = [sorted(data.draw(st.lists(st.integers(0, n), max_size=2))) for n in shape]
+    boxes = [whole]
+    for axis, inner in enumerate(cuts):
+        edges = [0, *inner, shape[axis]]
+        boxes = [
+            Box(
+                (*box.offset[:axis], start, *box.offset[axis + 1 :]),
+                (*box.shape[:axis], stop - start, *box.shape[axis + 1 :]),
+            )
+            for box in boxes
+            for start, stop in itertools.pairwise(edges)
+        ]
+    indexes = [ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes]
+    plan = plan_chunks(indexes + indexes)  # Two replicas.
+    count = np.zeros(shape, int)
+    for writer, chunks in enumerate(plan.chunks):
+        for chunk in chunks:
+            assert chunk.box.intersect(boxes[writer % len(boxes)]) is not None
+            count[chunk.box.slices] += 1
+    assert (count == 1).all()
+    assert plan == plan_chunks(indexes + indexes)
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=2), st.data())
+def test_chunks_over_a_box_are_those_that_share_elements_with_it(axes, data: st.DataObject) -> None:
+    shape, grid = zip(*axes, strict=True)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
+    every = chunks_over("w", shape, grid, Box.whole(shape))
+    expected = [chunk for chunk in every if chunk.box.intersect(box)]
+    assert list(chunks_over("w", shape, grid, box)) == expected
+
+
+def test_replicas_share_the_writing_evenly() -> None:
+    tensors = tuple(entry(f"w{i}", (100 + i, 10), Box.whole((100 + i, 10))) for i in range(16))
+    plan = plan_chunks([ShardIndex(0, tensors, {}) for _ in range(4)])
+    loads = [sum(chunk.box.size for chunk in chunks) for chunks in plan.chunks]
+    assert max(loads) < 1.05 * min(loads)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [((50257, 1600), 1), ((50257, 1600), 2), ((131101, 1024), 1), ((8192, 28672), 8), ((3, 2**26), 1)],
+)
+def test_large_shards_are_cut_without_leaving_their_edges(shape: tuple[int, int], ranks: int) -> None:
+    boxes = fsdp(shape, ranks)
+    chunk = chunk_shape(shape, boxes, 4)
+    assert CHUNK_NBYTES / 8 < math.prod(chunk) * 4 <= CHUNK_NBYTES
+    if ranks > 1:
+        assert boxes[0].shape[0] % chunk[0] == 0
+
+
+def test_a_tensor_parallel_split_of_columns_is_followed() -> None:
+    boxes = [Box((0, column), (6, 4)) for column in (0, 4)]
+    assert chunk_shape((6, 8), boxes, 4) == (6, 4)
+
+
+def test_shards_without_a_common_step_get_chunks_of_their_own_size() -> None:
+    boxes = [Box((0,), (101,)), Box((101,), (100,)), Box((201,), (101,)), Box((302,), (100,))]
+    assert chunk_shape((402,), boxes, 4) == (101,)
+
+
+def test_what_nobody_holds_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match=r"w: no rank holds elements at offset \(2,\)"):
+        plan_chunks([ShardIndex(0, (entry("w", (4,), Box((0,), (2,))),), {})])
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
+    one = ShardIndex(0, (entry("w", (4,), Box((0,), (4,))),), {})
+    other = ShardIndex(0, (entry("w", (5,), Box((0,), (5,))),), {})
+    with pytest.raises(LayoutMismatch, match="w: rank 0 has float32"):
+        plan_chunks([one, other])
+
+
+@pytest.mark.parametrize(
+    "key", ["", "a//b", "../up", "model/..", "parts/x", "zarr.json", "a/__b", "a\n", "x" * 300]
+)
+def test_names_that_make_no_safe_path_are_refused(key: str) -> None:
+    with pytest.raises(LayoutMismatch, match="rename it"):
+        plan_chunks([ShardIndex(0, (entry(key, (4,), Box((0,), (4,))),), {})])
+
+
+def test_a_tensor_inside_a_tensor_is_refused() -> None:
+    whole = Box.whole((4,))
+    with pytest.raises(LayoutMismatch, match="'a' is a tensor"):
+        plan_chunks([ShardIndex(0, (entry("a", (4,), whole), entry("a/b", (4,), whole)), {})])
