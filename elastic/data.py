@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
 from elastic.order import DataOrder
@@ -65,13 +66,14 @@ class Batches(Generic[T]):
 
     def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the rank's share of global batches `first` to `end - 1`."""
-        shares = [self._order.local_indices(step, rank, world_size) for step in range(first, min(first + 1, end))]
-        del shares  # Checks the sizes before any worker process starts.
+        self._order.loss_scale(rank, world_size)  # Refuses impossible sizes before any process starts.
         loader = DataLoader(
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=_Shares(self._order, first, end, rank, world_size),
             collate_fn=self._collate,
             num_workers=self._workers,
+            # Left to itself the loader draws from the global generator, whose state belongs to the training.
+            generator=torch.Generator().manual_seed(self._order.seed + first),
         )
         return iter(loader)
 

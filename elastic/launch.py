@@ -170,6 +170,16 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
         return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
 
 
+def _print_tasks() -> None:
+    """Print, for every task, the chain of coroutines down to what it waits for."""
+    for task in asyncio.all_tasks():
+        chain, link = [], task.get_coro()
+        while (frame := getattr(link, "cr_frame", None)) is not None:
+            chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+            link = getattr(link, "cr_await", None)
+        print(f"[keepstep] {task.get_name()}: {' > '.join(chain)}", file=sys.stderr)
+
+
 class _Signals:
     """SIGTERM and SIGINT: the first asks the agent to leave, the second ends it at once."""
 
@@ -179,6 +189,8 @@ class _Signals:
         self._task: asyncio.Future[bool] | asyncio.Task[Any] | None = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+        # For whoever wonders what an agent is waiting for.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
 
     def connect(self, agent: Agent, task: asyncio.Future[bool]) -> None:
         self._agent, self._task = agent, task

@@ -339,6 +339,10 @@ def _reopen(
         if record.generation != old.generation or record.phase not in (Phase.DRAINED, Phase.DONE)
     ]
     if draining:
+        # Ranks that stop in good order take a last snapshot, for which the one before it has to be committed.
+        commit = _commit(view, old, present)
+        if commit is not None:
+            return Decision(deliberation, commit)
         return Decision(deliberation, message=f"generation {old.generation} drains: {', '.join(draining)}")
     resume = newest_restorable(view, old)
     failure = _first_failure(present, old)

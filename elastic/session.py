@@ -76,6 +76,7 @@ class Session:
         self._board = board
         self._assignment: Assignment | None = None
         self._closing = 0
+        self._aborting = 0
         self._committed = -1
         self._stored = -1
         self._rendezvous: TCPStore | None = None
@@ -111,10 +112,24 @@ class Session:
         """Whether the agent has declared this generation over."""
         return self._closing >= generation
 
-    def wait_for_commit(self, step: int, generation: int) -> bool:
-        """Block until a snapshot of `step` or later is committed; False if the generation closes first."""
+    def is_committed(self, step: int) -> bool:
+        """Whether a snapshot of `step` or later is known to be committed."""
+        return self._committed >= step
+
+    def is_aborting(self, generation: int) -> bool:
+        """Whether the generation is over because something broke."""
+        return self._aborting >= generation
+
+    def wait_for_commit(self, step: int, generation: int, *, also_closing: bool = False) -> bool:
+        """Block until a snapshot of `step` or later is committed; False if the generation closes first.
+
+        With `also_closing`, False only if it closes because something broke: a generation that ends in good order still commits.
+        """
         with self._news:
-            self._news.wait_for(lambda: self._committed >= step or self._closing >= generation)
+            self._news.wait_for(
+                lambda: self._committed >= step
+                or (self._aborting if also_closing else self._closing) >= generation
+            )
             return self._committed >= step
 
     def wait_for_stored(self, step: int, generation: int) -> bool:
@@ -139,10 +154,14 @@ class Session:
         with self._news:
             if what == "assign":
                 self._assignment = Assignment.from_json(message["assignment"])
+                # Steps may be done again in this generation: what older ones committed says nothing about them.
+                self._committed = -1
                 if descriptor is not None:
                     self._serve_rendezvous(self._assignment, descriptor)
             elif what == "closing":
                 self._closing = max(self._closing, message["generation"])
+                if message["abort"]:
+                    self._aborting = max(self._aborting, message["generation"])
                 # Ranks still connecting wait inside the torch store: its end is what wakes them.
                 self._rendezvous = None
             elif what == "committed":

@@ -39,7 +39,12 @@ class Keeper:
     """The state of one worker in one generation. `close` ends the copy under way and frees everything."""
 
     def __init__(
-        self, state: State, device: torch.device, assignment: Assignment, checkpoint: str | None
+        self,
+        state: State,
+        device: torch.device,
+        assignment: Assignment,
+        checkpoint: str | None,
+        is_committed: Callable[[int], bool],
     ) -> None:
         self._assignment = assignment
         self._checkpoint = checkpoint
@@ -54,7 +59,10 @@ class Keeper:
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(self._client, assignment.generation, assignment.rank, device)
         self._taken = -1
-        self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._snapshotter.wait())
+        self._is_intact = True
+        self._is_committed = is_committed
+        self._agreement: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._before_write())
 
     def resume(self, seed: int) -> tuple[Position, str]:
         """Fill the state from memory, else from storage, else leave it as built; return the position and the source's name."""
@@ -81,6 +89,41 @@ class Keeper:
             source.close()
         return Position(trainer["step"], trainer["batch"]), name
 
+    def complete_step(self, position: Position, is_due: bool) -> None:
+        """Note that the optimizer has written all that it writes in this step, and begin a snapshot if it is time for one.
+
+        Ranks must take the same snapshots or none would ever be complete: they take one if all know, by the time the optimizer
+        runs, that the last one is committed. They agree by a reduction of one number that runs beside the optimizer.
+        """
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            ready, work = agreement
+            if work is not None:
+                work.wait()
+            self._is_intact = True
+            if is_due and ready.item():
+                self.snapshot(position)
+
+    def seal_last(self, position: Position, wait_for_commit: Callable[[int], bool]) -> None:
+        """Have the state at `position` sealed if it is still whole, for the generation ends in good order.
+
+        Args:
+            position: what the state is of.
+            wait_for_commit: waits for a step's commit; False if that will not come.
+        """
+        while self._is_intact and self._taken != position.step and position.step > 0:
+            if not self.snapshot(position) and not wait_for_commit(self._taken):
+                return
+        self._snapshotter.wait()
+
+    def _before_write(self) -> None:
+        self._snapshotter.wait()
+        self._is_intact = False
+        if self._agreement is None:
+            ready = torch.tensor([int(self._is_committed(self._taken))])
+            work = dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
+            self._agreement = (ready, work)
+
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
         self._snapshotter.wait()
@@ -92,10 +135,7 @@ class Keeper:
 
     def snapshot_finally(self, position: Position, wait_for_commit: Callable[[int], bool]) -> bool:
         """Have the state at `position` snapshot and committed; False if the generation closes before that."""
-        while self._taken != position.step:
-            if not self.snapshot(position) and not wait_for_commit(self._taken):
-                return False
-        self._snapshotter.wait()
+        self.seal_last(position, wait_for_commit)
         return wait_for_commit(position.step)
 
     def close(self) -> None:

@@ -215,6 +215,9 @@ class Job:
                 before = self._position
                 self._loss_scale = passes.loss_scale(self.world.data_rank, self.world.data_size)
                 yield batch
+                if self.world.generation == generation and self._session.is_closing(generation):
+                    # Here and not when the step ends, so that what the loop does after a step still sees that step's world.
+                    self._recover(None)
                 if self.world.generation != generation:
                     break
                 if self._position == before:
@@ -234,16 +237,22 @@ class Job:
     def end_step(self, error: BaseException | None) -> bool:
         """Complete the step or recover from its failure. Called by `Step`; True when the error is dealt with."""
         if error is None:
-            self._complete_step()
-            if self._session.is_closing(self.world.generation):
-                self._recover(None)
+            try:
+                self._complete_step()
+            except RuntimeError as late:
+                # The agreement on the next snapshot is a collective too.
+                if not self._is_ending(late):
+                    raise
+                self._recover(late)
             return True
-        if isinstance(error, Exception) and (
-            is_peer_failure(error) or self._session.is_closing(self.world.generation)
-        ):
+        if isinstance(error, Exception) and self._is_ending(error):
             self._recover(error)
             return True
         return False
+
+    def _is_ending(self, error: Exception) -> bool:
+        """Whether an error comes from the generation's end rather than from the training code."""
+        return is_peer_failure(error) or self._session.is_closing(self.world.generation)
 
     @property
     def loss_scale(self) -> float:
@@ -257,8 +266,7 @@ class Job:
         if not self._stepped:
             self._stepped = True
             self._session.say("stepped", generation=generation, at_s=seconds())
-        if self.steps % self._snapshot_every == 0:
-            self._kept.snapshot(self._position)
+        self._kept.complete_step(self._position, self.steps % self._snapshot_every == 0)
 
     def _enter(self, newer_than: int) -> None:
         """Enter the next generation, and the one after it if that breaks before it runs."""
@@ -281,7 +289,9 @@ class Job:
         self._session.say("ready", generation=assignment.generation, at_s=seconds())
         torch.manual_seed(self._seed)
         random.seed(self._seed)
-        self._keeper = Keeper(self._build(self._world), self._world.device, assignment, self._checkpoint)
+        self._keeper = Keeper(
+            self._build(self._world), self._world.device, assignment, self._checkpoint, self._session.is_committed
+        )
         self._position, source = self._keeper.resume(self._seed)
         self._session.progress(assignment.generation, self.steps)
         self._session.say(
@@ -298,6 +308,10 @@ class Job:
         """Seal what can be sealed, drop the rest, and tell the agent that this worker writes no more in this generation."""
         if error is not None and not self._session.is_closing(generation):
             self._session.say("broken", generation=generation, error=str(error).splitlines()[0])
+        elif self._keeper is not None and not self._session.is_aborting(generation):
+            self._keeper.seal_last(
+                self._position, lambda s: self._session.wait_for_commit(s, generation, also_closing=True)
+            )
         # Peers blocked in a collective with this rank learn from the closed connections that it left.
         self._groups.leave()
         self._leave()
@@ -363,8 +377,9 @@ class Step:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
+        before = self._job.world.generation
         handled = self._job.end_step(error)
-        self.completed = error is None
+        self.completed = error is None and self._job.world.generation == before
         return handled and error is not None
 
 

@@ -116,7 +116,7 @@ def test_lost_node_is_outlived_from_storage_and_taken_in_again_from_memory(
         running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         running.start("b")
         # The job may be over before the node has warmed up; then it has nothing to join.
-        status = running.wait("a", 120)
+        status = running.wait("a", 60)
         assert status == 0, running.output()
     disturbed = last_run_of_each_step(tmp_path)
     assert {len(lines) for step, lines in disturbed.items() if step == 8 + 3} <= {2, 4}
@@ -134,7 +134,7 @@ def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
         running.terminate("b")
         assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
-        assert running.wait("a", 120) == 0, running.output()
+        assert running.wait("a", 60) == 0, running.output()
     recovery = view.history.recoveries[1]
     assert "memory" in recovery.source
     assert (recovery.world_size, recovery.lost_steps) == (2, 0)
