@@ -1,0 +1,294 @@
+"""How long a job stands still when a worker or a node is killed: keepstep, torchrun and torchft on one machine, in one run.
+
+`python ops/bench/recovery.py --json [--quick]`. The last line is one JSON object. torchft is measured if `.[bench]` is installed.
+Every contender trains the same GPT with the same global batch over four gloo workers; each rank appends the time of every completed
+step to a file, from which the gaps are read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from examples.local_cluster import LocalCluster, read_steps  # noqa: E402
+
+WORKER = ROOT / "ops" / "bench" / "recovery_worker.py"
+WORLD, KILL_AT = 4, 40
+DEADLINE_S = 120.0
+TORCHRUN_PORT, LIGHTHOUSE_PORT, GROUP_PORT = 29417, 29518, 29600
+
+Line = dict[str, float]
+Measure = dict[str, Any]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--quick", is_flag=True, help="One kill of each kind instead of three.")
+def main(as_json: bool, quick: bool) -> None:
+    console = Console(stderr=as_json)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    repeats = 1 if quick else 3
+    results: dict[str, Any] = {
+        "keepstep": {
+            "worker": median(keepstep_worker, repeats, console),
+            "node": median(keepstep_node, repeats, console),
+        },
+        "torchft": {"worker": median(torchft_worker, repeats, console)},
+        "torchrun": {
+            "worker": median(torchrun_worker, repeats, console),
+            "node": median(torchrun_node, 1, console),
+        },
+    }
+    plain, ours = healthy(2 if quick else 4)
+    results["step_s"] = {"plain": round(plain, 4), "keepstep": round(ours, 4)}
+    results["healthy_ratio"] = round(ours / plain, 4)
+    table = Table(title="seconds (medians)")
+    for name in ("contender", "killed", "gap_s", "full_s", "lost_steps"):
+        table.add_column(name)
+    for contender in ("torchrun", "torchft", "keepstep"):
+        for killed, measure in results[contender].items():
+            table.add_row(contender, killed, *(str(measure.get(k)) for k in ("gap_s", "full_s", "lost_steps")))
+    console.print(table)
+    console.print(f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s")
+    print(json.dumps(results))
+
+
+def median(measure: Callable[[Path], Measure], repeats: int, console: Console) -> Measure:
+    """Return the medians of several kills."""
+    found: list[Measure] = []
+    for _ in range(repeats):
+        directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
+        try:
+            found.append(measure(directory))
+        except Exception as error:  # noqa: BLE001 - one contender's failure is a result, and must not hide the others
+            logs = " ".join(path.read_text(errors="replace")[-300:] for path in directory.glob("*.log"))
+            found.append({"gap_s": None, "full_s": None, "lost_steps": None, "reason": f"{error} {logs}"[-600:]})
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        console.print(f"{measure.__name__}: {found[-1]}")
+    good = [one for one in found if one["gap_s"] is not None]
+    if not good:
+        return found[0]
+    return {key: round(statistics.median(one[key] for one in good), 3) for key in ("gap_s", "full_s", "lost_steps")}
+
+
+def judge(lines: list[Line], killed_at_s: float) -> Measure:
+    """Read the gaps from the steps done after the kill by incarnations of the job that began after it."""
+    before = [line for line in lines if line["at_s"] <= killed_at_s]
+    epochs = {line["epoch"] for line in before}
+    renewed = [line for line in lines if line["epoch"] not in epochs]
+    full = [line for line in renewed if line["world_size"] == WORLD]
+    # A step under way at the kill may still have been completed by everybody.
+    reached = max(line["step"] for line in lines if line["epoch"] in epochs)
+    return {
+        "gap_s": renewed[0]["at_s"] - killed_at_s,
+        "full_s": full[0]["at_s"] - killed_at_s,
+        "lost_steps": max(0.0, reached - min(line["step"] for line in renewed) + 1),
+    }
+
+
+def wait_for(directory: Path, holds: Callable[[list[Line]], bool]) -> list[Line]:
+    """Follow what the ranks write until something holds of it."""
+    until_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < until_s:
+        lines = read_steps(directory)
+        if holds(lines):
+            return lines
+        time.sleep(0.05)
+    raise TimeoutError(f"not within {DEADLINE_S:.0f} s")
+
+
+def steps_reached(step: int) -> Callable[[list[Line]], bool]:
+    return lambda lines: len({line["rank"] for line in lines if line["step"] >= step}) == WORLD
+
+
+def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
+    """Hold once some steps at full strength are done in an incarnation that began after the kill."""
+
+    def holds(lines: list[Line]) -> bool:
+        epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
+        full = [line for line in lines if line["epoch"] not in epochs and line["world_size"] == WORLD]
+        return len(full) >= 2 * WORLD
+
+    return holds
+
+
+@contextmanager
+def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Collect processes; all that they started is gone at the end."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        yield started
+    finally:
+        for process in started:
+            kill_tree(process.pid)
+            process.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all below it, at once."""
+    try:
+        root = psutil.Process(pid)
+        tree = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in tree:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def kill_rank(directory: Path, rank: int) -> float:
+    pid = int(next(line["pid"] for line in reversed(read_steps(directory)) if line["rank"] == rank))
+    at_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return at_s
+
+
+def start(command: list[str], directory: Path, name: str, **environment: str) -> subprocess.Popen[bytes]:
+    with (directory / f"{name}.log").open("ab") as output:
+        return subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+
+
+def torchrun(directory: Path, mode: str, *options: str) -> list[str]:
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", *options,
+        str(WORKER), mode, str(directory),
+    ]  # fmt: skip
+
+
+def torchrun_worker(directory: Path) -> Measure:
+    command = torchrun(directory, "torchrun", "--standalone", "--nproc-per-node", str(WORLD))
+    with processes() as started:
+        started.append(start(command, directory, "torchrun"))
+        wait_for(directory, steps_reached(KILL_AT))
+        at_s = kill_rank(directory, 3)
+        return judge(wait_for(directory, recovered(at_s)), at_s)
+
+
+def torchrun_node(directory: Path) -> Measure:
+    command = torchrun(
+        directory, "torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", f"127.0.0.1:{TORCHRUN_PORT}", "--rdzv-id", "bench", "--local-addr", "127.0.0.1",
+    )  # fmt: skip
+    with processes() as started:
+        started.append(start(command, directory, "node-0"))
+        # The first agent serves the store, so it has to be there first; the second is the one to be killed.
+        wait_for(directory, lambda _: any(c.laddr.port == TORCHRUN_PORT for c in psutil.net_connections("tcp")))
+        started.append(start(command, directory, "node-1"))
+        wait_for(directory, steps_reached(KILL_AT))
+        at_s = time.monotonic()
+        kill_tree(started[1].pid)
+        started.append(start(command, directory, "node-1"))
+        return judge(wait_for(directory, recovered(at_s)), at_s)
+
+
+def torchft_worker(directory: Path) -> Measure:
+    lighthouse = shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent))
+    if lighthouse is None:
+        raise RuntimeError("torchft is not installed: pip install '.[bench]'")
+
+    def group(number: int) -> subprocess.Popen[bytes]:
+        return start(
+            [sys.executable, str(WORKER), "torchft", str(directory)], directory, f"group-{number}",
+            REPLICA_GROUP_ID=str(number), NUM_REPLICA_GROUPS=str(WORLD), RANK="0", WORLD_SIZE="1",
+            TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{LIGHTHOUSE_PORT}",
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(GROUP_PORT + number),
+        )  # fmt: skip
+
+    with processes() as started:
+        options = ["--bind", f"127.0.0.1:{LIGHTHOUSE_PORT}", "--min_replicas", "1", "--join_timeout_ms", "1000"]
+        started.append(start([lighthouse, *options], directory, "lighthouse"))
+        started.extend(group(number) for number in range(WORLD))
+        wait_for(directory, steps_reached(KILL_AT))
+        at_s = kill_rank(directory, 3)
+        started.append(group(3))
+
+        def full(lines: list[Line]) -> list[Line]:
+            return [x for x in lines if x["rank"] == 3 and x["at_s"] > at_s and x["world_size"] == WORLD]
+
+        lines = wait_for(directory, lambda lines: bool(full(lines)))
+        survivors = [line for line in lines if line["at_s"] > at_s and line["rank"] != 3]
+        first = {line["rank"]: line["at_s"] for line in reversed(survivors)}
+        return {"gap_s": max(first.values()) - at_s, "full_s": full(lines)[0]["at_s"] - at_s, "lost_steps": 0.0}
+
+
+def keepstep(directory: Path, nodes: int) -> LocalCluster:
+    return LocalCluster(
+        "bench", [str(WORKER), "keepstep", str(directory)], nnodes=f"1:{nodes}", workers=WORLD // nodes,
+        log=directory / "agents",
+    )  # fmt: skip
+
+
+def keepstep_worker(directory: Path) -> Measure:
+    with keepstep(directory, 1) as cluster:
+        cluster.start("node-0")
+        # The spare warms up once the job runs; a failure in the first seconds would find none.
+        wait_for(directory, lambda lines: steps_reached(KILL_AT)(lines) and len(cluster.workers_of("node-0")) > WORLD)
+        at_s = kill_rank(directory, 3)
+        return judge(wait_for(directory, recovered(at_s)), at_s)
+
+
+def keepstep_node(directory: Path) -> Measure:
+    with keepstep(directory, 2) as cluster:
+        for node in ("node-0", "node-1"):
+            cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
+        wait_for(directory, steps_reached(KILL_AT))
+        at_s = cluster.kill("node-1")
+        cluster.start("node-1", "--rdzv-conf", "last_call_timeout=30")
+        return judge(wait_for(directory, recovered(at_s)), at_s)
+
+
+def healthy(rounds: int) -> tuple[float, float]:
+    """Return the median step time of plain torch, and of keepstep with a snapshot every step, measured in turn."""
+    found: dict[str, list[float]] = {"plain": [], "keepstep": []}
+    for _ in range(rounds):
+        for mode, times in found.items():
+            directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
+            try:
+                times += step_times(mode, directory)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+    return statistics.median(found["plain"]), statistics.median(found["keepstep"])
+
+
+def step_times(mode: str, directory: Path) -> list[float]:
+    if mode == "plain":
+        with processes() as started:
+            options = ("--standalone", "--nproc-per-node", str(WORLD))
+            started.append(start(torchrun(directory, "plain", *options), directory, "plain"))
+            lines = wait_for(directory, steps_reached(120))
+    else:
+        with keepstep(directory, 1) as cluster:
+            cluster.start("node-0", "--spares", "0")
+            lines = wait_for(directory, steps_reached(120))
+    times = [line["at_s"] for line in lines if line["rank"] == 0 and 30 <= line["step"] <= 120]
+    return [after - before for before, after in zip(times, times[1:], strict=False)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The workers of recovery.py: one model and one batch under four regimes. `recovery_worker.py MODE DIRECTORY`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, GPTConfig, initialize
+from text import Windows, standard_library
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW
+
+STEPS, GLOBAL_BATCH, CONTEXT = 100_000, 8, 128
+CONFIG = GPTConfig(width=192, layers=4, heads=4, context=CONTEXT)
+MODE, DIRECTORY = sys.argv[1], Path(sys.argv[2])
+
+
+def note(rank: int, step: int, world_size: int, epoch: int) -> None:
+    line = {
+        "rank": rank, "step": step, "world_size": world_size, "epoch": epoch,
+        "pid": os.getpid(), "at_s": time.monotonic(),
+    }  # fmt: skip
+    with (DIRECTORY / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
+    share = GLOBAL_BATCH // world_size
+    begin = step * GLOBAL_BATCH + rank * share
+    return torch.utils.data.default_collate([dataset[i % len(dataset)] for i in range(begin, begin + share)])
+
+
+def run_plain(*, saving: bool) -> None:
+    """FSDP2 under torchrun; with `saving`, each rank's shard goes to a file after every step."""
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world_size,))
+    with torch.device("meta"):
+        model = GPT(CONFIG)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    initialize(model)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    # Distinguishes the incarnations of this job; the same on all ranks of one.
+    began = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.broadcast(began, src=0)
+    step = resume(model, optimizer, rank, world_size) if saving else 0
+    dataset = Windows(standard_library(), CONTEXT)
+    while step < STEPS:
+        optimizer.zero_grad()
+        model(batch_of(dataset, step, rank, world_size)).backward()
+        optimizer.step()
+        step += 1
+        if saving:
+            path = DIRECTORY / f"shard-{world_size}-{rank}-{step % 2}.pt"
+            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, path.with_suffix(".tmp"))
+            path.with_suffix(".tmp").rename(path)
+        note(rank, step, world_size, int(began.item() * 1000))
+
+
+def resume(model: torch.nn.Module, optimizer: AdamW, rank: int, world_size: int) -> int:
+    """Load the newest step that every rank has saved in this layout; in another layout the job starts over."""
+    found = {}
+    for path in DIRECTORY.glob(f"shard-{world_size}-{rank}-?.pt"):
+        found[torch.load(path, weights_only=False)["step"]] = path
+    steps = [torch.zeros(2, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(steps, torch.tensor([*sorted(found), 0, 0][:2]))
+    common = set.intersection(*(set(one.tolist()) for one in steps)) - {0}
+    if not common:
+        return 0
+    state = torch.load(found[max(common)], weights_only=False)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
+
+
+def run_keepstep() -> None:
+    import elastic
+
+    def build(world: elastic.World) -> elastic.State:
+        with torch.device("meta"):
+            model = GPT(CONFIG)
+        for block in model.blocks:
+            fully_shard(block, mesh=world.mesh["dp"])
+        fully_shard(model, mesh=world.mesh["dp"])
+        return elastic.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+
+    dataset = Windows(standard_library(), CONTEXT)
+    stored = str(DIRECTORY / "checkpoint")
+    with elastic.join(build, checkpoint=stored, checkpoint_every=25, snapshot_every=1) as job:
+        for batch in job.batches(dataset, GLOBAL_BATCH, steps=STEPS, shuffle=False):
+            with job.step() as step:
+                job.model(batch).backward()
+                job.optimizer.step()
+            if step.completed:
+                note(job.world.rank, job.steps, job.world.world_size, job.world.generation)
+
+
+def run_torchft() -> None:
+    """Four replica groups of one rank, each with the whole model: torchft replicates groups, it does not shard over them."""
+    from datetime import timedelta
+
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    group = int(os.environ["REPLICA_GROUP_ID"])
+    model = GPT(CONFIG)
+    initialize(model)
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=1,
+        replica_id=f"bench_{group}",
+        timeout=timedelta(seconds=10),
+    )
+    wrapped = DistributedDataParallel(manager, model)
+    managed = Optimizer(manager, optimizer)
+    dataset = Windows(standard_library(), CONTEXT)
+    while manager.current_step() < STEPS:
+        managed.zero_grad()
+        wrapped(batch_of(dataset, manager.current_step(), group, 4)).backward()
+        managed.step()
+        note(group, manager.current_step(), manager.num_participants(), 0)
+
+
+if __name__ == "__main__":
+    match MODE:
+        case "plain":
+            run_plain(saving=False)
+        case "torchrun":
+            run_plain(saving=True)
+        case "keepstep":
+            run_keepstep()
+        case "torchft":
+            run_torchft()
