@@ -130,9 +130,7 @@ def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
             "the state has several modules; put them into one nn.ModuleDict, or save under several URLs"
         )
     if optimizers and not modules:
-        raise LayoutMismatch(
-            "the state has an optimizer but not the module that names its parameters; add it"
-        )
+        raise LayoutMismatch("the state has an optimizer but not the module that names its parameters; add it")
     return [(modules[0], optimizers)] if modules else []
 
 
@@ -179,7 +177,6 @@ def _fill_values(state: State, values: Mapping[str, Json], prefix: str = "") -> 
 
 def _indexed(live: LiveState) -> ShardIndex:
     entries = tuple(
-        Entry(t.key, t.dtype, t.global_shape, t.box, 0, t.data.numel() * t.data.element_size())
-        for t in live.tensors
+        Entry(t.key, t.dtype, t.global_shape, t.box, 0, t.data.numel() * t.data.element_size()) for t in live.tensors
     )
     return ShardIndex(0, entries, live.documents)

@@ -104,9 +104,7 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int) -> tu
     chunk, is_split = [], []
     present = [box for box in boxes if box.size]
     for axis, extent in enumerate(shape):
-        edges = {box.offset[axis] for box in present} | {
-            box.offset[axis] + box.shape[axis] for box in present
-        }
+        edges = {box.offset[axis] for box in present} | {box.offset[axis] + box.shape[axis] for box in present}
         inner = edges - {0, extent}
         step = math.gcd(*inner) if inner else extent
         longest = max((box.shape[axis] for box in present), default=extent)

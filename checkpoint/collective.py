@@ -73,9 +73,7 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 
-def _transfer(
-    chunk: Chunk, writer: int, held: Sequence[tuple[int, Entry]], tensors: Mapping[str, LiveTensor]
-) -> Bytes:
+def _transfer(chunk: Chunk, writer: int, held: Sequence[tuple[int, Entry]], tensors: Mapping[str, LiveTensor]) -> Bytes:
     """Send this rank's pieces of a chunk to its writer; return them all if this is the writer."""
     me = rank()
     order = sorted(held, key=lambda item: (item[0] != writer, item[0]))

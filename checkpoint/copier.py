@@ -155,9 +155,7 @@ class Snapshotter:
         entries, offset = [], 0
         for tensor in tensors:
             nbytes = tensor.data.numel() * tensor.data.element_size()
-            entries.append(
-                Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes)
-            )
+            entries.append(Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._layout = _Layout(signature, tuple(entries), offset)
         return self._layout

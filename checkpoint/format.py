@@ -112,8 +112,7 @@ class Manifest:
             version = content["format"]
             if version != VERSION:
                 raise CheckpointDamaged(
-                    f"{where} has format {version}, this keepstep reads {VERSION}; "
-                    "use the release that wrote it"
+                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release that wrote it"
                 )
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
@@ -227,9 +226,7 @@ def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
         check_keys(arrays)
         return {key: _parse_array(key, node) for key, node in arrays.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointDamaged(
-            f"{where} is not a checkpoint's root metadata: {error}; load an older step"
-        ) from error
+        raise CheckpointDamaged(f"{where} is not a checkpoint's root metadata: {error}; load an older step") from error
 
 
 def _parse_array(key: str, node: Any) -> StoredTensor:
@@ -244,9 +241,7 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
     expected = array_metadata(tensor)
     for field in ("zarr_format", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"):
         if node[field] != expected[field]:
-            raise ValueError(
-                f"{key}: {field} is {node[field]!r:.200}, this format has {expected[field]!r:.200}"
-            )
+            raise ValueError(f"{key}: {field} is {node[field]!r:.200}, this format has {expected[field]!r:.200}")
     return tensor
 
 

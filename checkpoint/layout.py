@@ -49,8 +49,7 @@ class Box:
         """Return the common block, or None if the two share no element."""
         starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         stops = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+            min(a + n, b + m) for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         )
         if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
             return None
@@ -113,6 +112,4 @@ class ShardIndex:
     @classmethod
     def from_json(cls, data: Json) -> ShardIndex:
         """Parse what `to_json` wrote."""
-        return cls(
-            data["nbytes"], tuple(Entry.from_json(entry) for entry in data["entries"]), dict(data["documents"])
-        )
+        return cls(data["nbytes"], tuple(Entry.from_json(entry) for entry in data["entries"]), dict(data["documents"]))

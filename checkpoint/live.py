@@ -204,9 +204,7 @@ class Capturer:
                 is_derived = is_derived or name not in homes or holder[leaf] is not value
                 tensors.append(_Binding.make(holder, leaf, f"model/{name}", value))
             elif not isinstance(value, torch.Tensor | None):
-                raise LayoutMismatch(
-                    f"model/{name}: extra state of type {type(value).__name__} cannot be stored"
-                )
+                raise LayoutMismatch(f"model/{name}: extra state of type {type(value).__name__} cannot be stored")
         groups: list[tuple[Mapping[str, Any], list[str]]] = []
         for optimizer in self._optimizers:
             sizes.append((optimizer.state, len(optimizer.state)))
@@ -222,9 +220,7 @@ class Capturer:
                         scalars.append((f"{name}/{slot}", slots, slot))
                         empty.append((slots, slot))
         live = tuple(binding.live for binding in tensors)
-        return _Bound(
-            tuple(tensors), tuple(scalars), tuple(sizes), tuple(empty), is_derived, tuple(groups), live
-        )
+        return _Bound(tuple(tensors), tuple(scalars), tuple(sizes), tuple(empty), is_derived, tuple(groups), live)
 
 
 def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, TensorSpec]) -> None:
@@ -257,9 +253,7 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
                         made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         on_cpu = slot == "step" and not on_device
-                        made = torch.zeros(
-                            spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
-                        )
+                        made = torch.zeros(spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                     optimizer.state[parameter][slot] = made
 
 
@@ -280,8 +274,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
     """
     mine = {tensor.key: tensor for tensor in state.tensors}
     wrong = [
-        f"{key}: the source holds {spec.dtype} {spec.shape}, "
-        f"the model expects {tensor.dtype} {tensor.global_shape}"
+        f"{key}: the source holds {spec.dtype} {spec.shape}, the model expects {tensor.dtype} {tensor.global_shape}"
         for key, tensor in mine.items()
         if (spec := source.tensors.get(key)) is not None
         and (spec.shape, spec.dtype) != (tensor.global_shape, tensor.dtype)
@@ -305,9 +298,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
         if tensor.key not in source.tensors or tensor.box.size == 0:
             continue
         if tensor.data.device.type == "meta":
-            raise LayoutMismatch(
-                f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
-            )
+            raise LayoutMismatch(f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first")
         if tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
             straight.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
         else:
@@ -316,12 +307,9 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
         source.read(straight)
     for batch in _batches(staged):
         buffers = [
-            torch.empty(tensor.box.shape, dtype=tensor.data.dtype, pin_memory=tensor.data.is_cuda)
-            for tensor in batch
+            torch.empty(tensor.box.shape, dtype=tensor.data.dtype, pin_memory=tensor.data.is_cuda) for tensor in batch
         ]
-        source.read(
-            [BoxRequest(t.key, t.box, as_bytes(buffer)) for t, buffer in zip(batch, buffers, strict=True)]
-        )
+        source.read([BoxRequest(t.key, t.box, as_bytes(buffer)) for t, buffer in zip(batch, buffers, strict=True)])
         with torch.no_grad():
             for tensor, buffer in zip(batch, buffers, strict=True):
                 tensor.data.copy_(buffer)

@@ -27,14 +27,10 @@ def check_keys(keys: Collection[str]) -> None:
             if not part or part in (".", "..", "zarr.json") or part.startswith("__"):
                 raise ValueError(f"{key!r}: {part!r} cannot be part of a name")
             if not part.isprintable() or "\\" in part or len(part.encode()) > _MAX_NBYTES:
-                raise ValueError(
-                    f"{key!r}: names are printable, without backslash, of at most {_MAX_NBYTES} bytes"
-                )
+                raise ValueError(f"{key!r}: names are printable, without backslash, of at most {_MAX_NBYTES} bytes")
     known = set(keys)
     for key in keys:
         parts = key.split("/")
         for depth in range(1, len(parts)):
             if "/".join(parts[:depth]) in known:
-                raise ValueError(
-                    f"{'/'.join(parts[:depth])!r} is a tensor, and {key!r} would have to lie inside it"
-                )
+                raise ValueError(f"{'/'.join(parts[:depth])!r} is a tensor, and {key!r} would have to lie inside it")

@@ -57,15 +57,11 @@ class ObjectStorage:
             # The stamp of an absent object is the condition that it is absent. An empty one would be no
             # condition at all.
             absent = found.stamp.generation
-            written = self._do(
-                f"create {name}", lambda: self.store.write(name, data, if_equal=absent).result()
-            )
+            written = self._do(f"create {name}", lambda: self.store.write(name, data, if_equal=absent).result())
             if written.generation:
                 return
         if self.read(name) != data:
-            raise CheckpointExists(
-                f"{self.url}: {name} exists already; committed steps are never overwritten"
-            )
+            raise CheckpointExists(f"{self.url}: {name} exists already; committed steps are never overwritten")
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""

@@ -158,16 +158,12 @@ class StoredCheckpoint:
         name = chunk_name(chunk.key, chunk.place)
         where = f"{self.storage.url}/{self.stored.directory}/{name}"
         if entry is None:
-            raise CheckpointDamaged(
-                f"{where}: {chunk.key} needs this chunk and no listing has it; load an older step"
-            )
+            raise CheckpointDamaged(f"{where}: {chunk.key} needs this chunk and no listing has it; load an older step")
         trailer = bytearray(4)
         try:
             nbytes = self.storage.read_into(f"{self.stored.directory}/{name}", [payload, memoryview(trailer)])
         except CheckpointMissing:
-            raise CheckpointDamaged(
-                f"{where}: this chunk of {chunk.key} is gone; load an older step"
-            ) from None
+            raise CheckpointDamaged(f"{where}: this chunk of {chunk.key} is gone; load an older step") from None
         if nbytes != payload.nbytes + len(trailer) or nbytes != entry.nbytes:
             raise CheckpointDamaged(
                 f"{where}: this chunk of {chunk.key} has {nbytes} bytes, the manifest says {entry.nbytes}; "
@@ -190,11 +186,7 @@ def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str)
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is gone; load an older step") from None
     if len(data) != entry.nbytes:
-        raise CheckpointDamaged(
-            f"{where} has {len(data)} bytes, the manifest says {entry.nbytes}; load an older step"
-        )
+        raise CheckpointDamaged(f"{where} has {len(data)} bytes, the manifest says {entry.nbytes}; load an older step")
     if crc32c.crc32c(data) != entry.crc32c:
-        raise CheckpointDamaged(
-            f"{where} does not match its checksum, its bytes were changed; load an older step"
-        )
+        raise CheckpointDamaged(f"{where} does not match its checksum, its bytes were changed; load an older step")
     return data

@@ -69,9 +69,7 @@ def open_generation(shelf: Shelf, generation: int) -> Shelf:
     return _keep(replace(shelf, generation=generation), kept)
 
 
-def begin(
-    shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int
-) -> tuple[Shelf, Held | None]:
+def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int) -> tuple[Shelf, Held | None]:
     """Give a rank a buffer for a snapshot, or None if its last one is not committed yet.
 
     Args:
@@ -90,9 +88,7 @@ def begin(
             f"the current one is {shelf.generation}"
         )
     mine = {
-        key: held
-        for key, held in shelf.shards.items()
-        if key[1] == rank and key[0].generation == snapshot.generation
+        key: held for key, held in shelf.shards.items() if key[1] == rank and key[0].generation == snapshot.generation
     }
     if any(held.sealed and key[0] > shelf.committed for key, held in mine.items()):
         return shelf, None

@@ -202,16 +202,12 @@ class SnapshotServer:
         else:
             raise ValueError(f"unknown verb {verb!r}; do all nodes run the same version of keepstep?")
 
-    def _begin(
-        self, wire: Wire, request: Message, snapshot: Snapshot, began: set[tuple[Snapshot, int]]
-    ) -> None:
+    def _begin(self, wire: Wire, request: Message, snapshot: Snapshot, began: set[tuple[Snapshot, int]]) -> None:
         rank, mapped = request["rank"], request["mapped"]
         available = psutil.virtual_memory().available
         with self._lock:
             contents = self._contents
-            contents.shelf, held = retention.begin(
-                contents.shelf, snapshot, rank, request["nbytes"], available
-            )
+            contents.shelf, held = retention.begin(contents.shelf, snapshot, rank, request["nbytes"], available)
             if held is None:
                 wire.send({"busy": True})
                 return

@@ -105,9 +105,7 @@ def open_storage(url: str) -> Storage:
         from checkpoint.files import FileStorage
 
         if parsed.netloc not in ("", "localhost"):
-            raise CheckpointError(
-                f"{url}: names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
-            )
+            raise CheckpointError(f"{url}: names a host; write file:///{parsed.netloc}{parsed.path} for a local path")
         return FileStorage(url, Path(unquote(parsed.path) if parsed.scheme else url).absolute())
     spec = _specification(url)
     from checkpoint.objects import open_objects

@@ -73,8 +73,7 @@ def write_part(
     def one(chunk: Chunk) -> StoredObject:
         if stop():
             raise CheckpointError(
-                f"step {step.step}: the attempt to store it was given up, "
-                f"its generation {step.generation} is over"
+                f"step {step.step}: the attempt to store it was given up, its generation {step.generation} is over"
             )
         payload = _payload(plan.tensors[chunk.key], chunk, read_box)
         crc = crc32c.crc32c(payload)

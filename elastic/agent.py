@@ -301,9 +301,7 @@ class Agent:
         elif event["event"] in ("persisted", "persist_failed") and self._persisting is not None:
             part = event["part"] if event["event"] == "persisted" else {"error": event["reason"]}
             assert isinstance(part, Mapping)
-            self._membership.update(
-                persisted=PersistedPart(self._persisting.step, self._persisting.generation, part)
-            )
+            self._membership.update(persisted=PersistedPart(self._persisting.step, self._persisting.generation, part))
         elif event["event"] == "died":
             self._crew.fail("the snapshot server of this node died")
         self._wake.set()

@@ -43,14 +43,18 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @_torch_option("--nnodes", default="1:1", show_default=True, help="Number of nodes: N or MIN:MAX.")
 @_torch_option("--nproc-per-node", default="1", show_default=True, help="Workers per node: N, auto, gpu or cpu.")
-@click.option("--store", metavar="URL", help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.")
+@click.option(
+    "--store", metavar="URL", help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started."
+)
 @click.option("--job", help="Name of the job; nodes with the same name and store work together.")
 @click.option("--node", help="Name of this node, unique in the job. Default: made from the host name.")
 @_torch_option("--rdzv-id", help="Same as --job.")
 @_torch_option("--rdzv-endpoint", help="HOST:PORT of the coordinator; the node whose address it is starts one there.")
 @_torch_option("--rdzv-backend", default="etcd", help="Accepted for torchrun's sake: the coordinator is always etcd.")
 @_torch_option("--rdzv-conf", default="", help="last_call_timeout=S and join_timeout=S are heeded.")
-@click.option("--standalone", is_flag=True, help="One node with a coordinator of its own (the default without --store).")
+@click.option(
+    "--standalone", is_flag=True, help="One node with a coordinator of its own (the default without --store)."
+)
 @_torch_option("--max-restarts", default=3, show_default=True, help="Worker failures in a row without progress.")
 @_torch_option("--master-addr", help="With --master-port: same as --rdzv-endpoint ADDR:PORT.")
 @_torch_option("--master-port", type=int, help="See --master-addr.")

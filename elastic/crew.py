@@ -71,8 +71,7 @@ class Crew:
         """Whether every worker has completed a step, or runs a script that does not tell."""
         settled = time.monotonic() > self._entered_s + _SILENT_SETTLE_S
         return bool(self.workers) and all(
-            rank in self._said["stepped"] if worker.joined else settled
-            for rank, worker in self.workers.items()
+            rank in self._said["stepped"] if worker.joined else settled for rank, worker in self.workers.items()
         )
 
     @property
@@ -262,9 +261,7 @@ class Crew:
             if what == "drained":
                 worker.drained = True
             elif what == "broken":
-                self._note_trouble(
-                    Trouble("peer", f"rank {self._rank(worker)}: {message['error']}", time.time())
-                )
+                self._note_trouble(Trouble("peer", f"rank {self._rank(worker)}: {message['error']}", time.time()))
             elif what in _PHASES and worker.assignment is not None:
                 self._said[what][worker.assignment.local_rank] = message
 

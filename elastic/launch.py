@@ -45,9 +45,7 @@ def launch(**options: Any) -> int:
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     command = parse_command(options["script"], options["arguments"], options["module"], options["no_python"])
     min_nodes, max_nodes = parse_nodes(options["nnodes"])
-    policy = Policy(
-        min_nodes, max_nodes, max_restarts=options["max_restarts"], **_settings(options["rdzv_conf"])
-    )
+    policy = Policy(min_nodes, max_nodes, max_restarts=options["max_restarts"], **_settings(options["rdzv_conf"]))
     workers = parse_workers(options["nproc_per_node"])
     return asyncio.run(_launch(options, command, policy, workers))
 

@@ -95,9 +95,7 @@ class Membership:
         self._lease_until_s = asked_s + self._ttl_s
         self.record = replace(self.record, lease=lease)
         node_key = keys.node(self.record.node)
-        done = await self._store.commit(
-            (Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),)
-        )
+        done = await self._store.commit((Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),))
         if not done.succeeded:
             await self._store.revoke(lease)
             raise UsageError(f"node {self.record.node!r} joined job {keys.job!r} twice; choose another --node name")
@@ -200,9 +198,7 @@ class Membership:
             record = self.record
             if record == self._written:
                 continue
-            done = await self._store.commit(
-                (Created(key, self._created),), (Put(key, record.encode(), record.lease),)
-            )
+            done = await self._store.commit((Created(key, self._created),), (Put(key, record.encode(), record.lease),))
             if not done.succeeded:
                 raise LeaseLost(f"node {record.node} was declared gone")
             self._written = record
@@ -214,9 +210,7 @@ class Membership:
             self._changed.clear()
             again_at_s = None
             if self.leads:
-                decision = rendezvous.decide(
-                    self._policy, self.view, deliberation, time.monotonic(), time.time()
-                )
+                decision = rendezvous.decide(self._policy, self.view, deliberation, time.monotonic(), time.time())
                 deliberation, again_at_s = decision.deliberation, decision.again_at_s
                 if decision.message and decision.message != self.message:
                     log.info("%s", decision.message)

@@ -227,9 +227,7 @@ def place(previous: Sequence[Member], nodes: Iterable[NodeRecord], max_nodes: in
     first_rank = 0
     for occupant in places:
         record = occupant if occupant is not None else next(waiting)
-        members.append(
-            Member(record.node, record.host, record.nproc, first_rank, record.agent, record.server)
-        )
+        members.append(Member(record.node, record.host, record.nproc, first_rank, record.agent, record.server))
         first_rank += record.nproc
     return tuple(members)
 
@@ -239,8 +237,7 @@ def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | No
 
     def held(snapshot: SnapshotId, holders: Sequence[Member]) -> bool:
         return all(
-            member.node in view.nodes and snapshot in view.nodes[member.node].record.sealed
-            for member in holders
+            member.node in view.nodes and snapshot in view.nodes[member.node].record.sealed for member in holders
         )
 
     found = [view.snapshot] if view.snapshot and held(view.snapshot.snapshot, view.snapshot.holders) else []
@@ -250,11 +247,7 @@ def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | No
         for snapshot in record.sealed
         if snapshot.generation == generation.generation
     }
-    found += [
-        SnapshotCommit(snapshot, generation.members)
-        for snapshot in sealed
-        if held(snapshot, generation.members)
-    ]
+    found += [SnapshotCommit(snapshot, generation.members) for snapshot in sealed if held(snapshot, generation.members)]
     return max(found, key=lambda commit: (commit.snapshot.step, commit.snapshot.generation), default=None)
 
 
@@ -274,9 +267,7 @@ def _wait(deliberation: Deliberation, for_what: str, now_s: float, at_most_s: fl
     return deliberation, deliberation.since_s + at_most_s
 
 
-def _gather(
-    policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float
-) -> Decision:
+def _gather(policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float) -> Decision:
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
         return _await_quorum(policy, len(nodes), deliberation, now_s)
@@ -506,9 +497,7 @@ def _admit(
     if not spares or room <= 0 or not settled or finishing:
         return Decision(Deliberation())
     if len(spares) < room:
-        deliberation, until_s = _wait(
-            deliberation, f"last call after {len(spares)} spares", now_s, policy.last_call_s
-        )
+        deliberation, until_s = _wait(deliberation, f"last call after {len(spares)} spares", now_s, policy.last_call_s)
         if now_s < until_s:
             return Decision(deliberation, again_at_s=until_s, message=f"{len(spares)} nodes join soon")
     names = ", ".join(record.node for record in spares[:room])

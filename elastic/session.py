@@ -102,9 +102,7 @@ class Session:
     def wait_for_assignment(self, newer_than: int) -> Assignment:
         """Block until this worker is assigned to a generation above `newer_than`, and return the assignment."""
         with self._news:
-            self._news.wait_for(
-                lambda: self._assignment is not None and self._assignment.generation > newer_than
-            )
+            self._news.wait_for(lambda: self._assignment is not None and self._assignment.generation > newer_than)
             assert self._assignment is not None
             return self._assignment
 
@@ -127,8 +125,7 @@ class Session:
         """
         with self._news:
             self._news.wait_for(
-                lambda: self._committed >= step
-                or (self._aborting if also_closing else self._closing) >= generation
+                lambda: self._committed >= step or (self._aborting if also_closing else self._closing) >= generation
             )
             return self._committed >= step
 

@@ -188,9 +188,7 @@ class Keeper:
         """Everything that is state: tensors of model and optimizer, randomness, position, scheduler, extras."""
         live = self._capturer.capture()
         # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
-        tensors = tuple(
-            replace(t, data=t.data.clone()) if t.key in self._buffers else t for t in live.tensors
-        )
+        tensors = tuple(replace(t, data=t.data.clone()) if t.key in self._buffers else t for t in live.tensors)
         rank = self._assignment.rank
         trainer: dict[str, Json] = {
             "step": position.step,

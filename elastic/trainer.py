@@ -294,9 +294,7 @@ class Job:
         )
         self._position, source = self._keeper.resume(self._seed)
         self._session.progress(assignment.generation, self.steps)
-        self._session.say(
-            "restored", generation=assignment.generation, at_s=seconds(), source=source, step=self.steps
-        )
+        self._session.say("restored", generation=assignment.generation, at_s=seconds(), source=source, step=self.steps)
 
     def _recover(self, error: BaseException | None) -> None:
         """Leave the generation that ends and enter the next."""

@@ -47,8 +47,6 @@ class World:
     data_size: int
 
 
-
-
 def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
     """Return the mesh's dimensions for this world size; at most one is -1, which takes what the others leave.
 

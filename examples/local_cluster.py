@@ -124,9 +124,7 @@ class LocalCluster:
 
 def read_steps(directory: Path) -> list[dict[str, float]]:
     """Return what every rank reported of every step, in the order of time."""
-    lines = [
-        json.loads(line) for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines()
-    ]
+    lines = [json.loads(line) for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines()]
     return sorted(lines, key=lambda line: line["at_s"])
 
 

@@ -28,7 +28,9 @@ from text import Windows, standard_library
 @click.option("--checkpoint-every", type=int)
 @click.option("--snapshot-every", default=1)
 @click.option("--log", type=Path, help="Append a JSON line per step and rank to this directory.")
-@click.option("--pause", default=0.0, help="Seconds to wait in every step, to make a demonstration slow enough to watch.")
+@click.option(
+    "--pause", default=0.0, help="Seconds to wait in every step, to make a demonstration slow enough to watch."
+)
 def main(
     steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
     checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int, log: Path | None, pause: float,

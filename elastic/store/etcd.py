@@ -124,17 +124,13 @@ class EtcdStore:
         reply = await self._call(lambda endpoint: endpoint.kv.Range(request, timeout=_ATTEMPT_S))
         return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
 
-    async def commit(
-        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
-    ) -> Committed:
+    async def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
         """See `Store.commit`."""
         request = rpc_pb2.TxnRequest(
             compare=[_compare(condition) for condition in conditions],
             success=[_operation(operation) for operation in operations],
         )
-        reply = await self._call(
-            lambda endpoint: endpoint.kv.Txn(request, timeout=_ATTEMPT_S), is_write=True
-        )
+        reply = await self._call(lambda endpoint: endpoint.kv.Txn(request, timeout=_ATTEMPT_S), is_write=True)
         return Committed(reply.succeeded, reply.header.revision)
 
     async def grant(self, ttl_s: float) -> int:
@@ -147,9 +143,7 @@ class EtcdStore:
         """See `Store.renew`."""
 
         async def once(endpoint: _Endpoint) -> Any:
-            call = endpoint.lease.LeaseKeepAlive(
-                iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), timeout=_ATTEMPT_S
-            )
+            call = endpoint.lease.LeaseKeepAlive(iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), timeout=_ATTEMPT_S)
             async for reply in call:
                 return reply
             raise StoreUnavailable("the stream ended")
@@ -211,9 +205,7 @@ class EtcdStore:
         finally:
             call.cancel()
 
-    async def _call(
-        self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False
-    ) -> T:
+    async def _call(self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False) -> T:
         """Try endpoints in turn until one answers or the deadline passes."""
         until_s = time.monotonic() + self._deadline_s
         backoff_s = _BACKOFF_S
@@ -270,9 +262,7 @@ def _compare(condition: Modified | Created) -> Any:
 
 def _operation(operation: Put | Delete) -> Any:
     if isinstance(operation, Put):
-        put = rpc_pb2.PutRequest(
-            key=operation.key.encode(), value=operation.value, lease=operation.lease
-        )
+        put = rpc_pb2.PutRequest(key=operation.key.encode(), value=operation.value, lease=operation.lease)
         return rpc_pb2.RequestOp(request_put=put)
     end = _prefix_end(operation.key) if operation.prefix else b""
     delete = rpc_pb2.DeleteRangeRequest(key=operation.key.encode(), range_end=end)

@@ -75,23 +75,15 @@ def check_equal(model: Block, optimizer: torch.optim.AdamW) -> None:
     for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(full(got).detach(), want.detach(), rtol=1e-6, atol=1e-7, msg=name)
         for slot, value in theirs.state[want].items():
-            torch.testing.assert_close(
-                full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name
-            )
-            assert isinstance(optimizer.state[got][slot], DTensor) == (
-                slot != "step" and isinstance(got, DTensor)
-            )
+            torch.testing.assert_close(full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name)
+            assert isinstance(optimizer.state[got][slot], DTensor) == (slot != "step" and isinstance(got, DTensor))
 
 
-def run(
-    rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int
-) -> None:
+def run(rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int) -> None:
     torch.set_num_threads(1)
     for world, name in ((world_saved, "save"), (world_loaded, "load")):
         if rank < world:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world
-            )
+            dist.init_process_group("gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world)
             if name == "save":
                 model = sharded(layout_saved, reference())
                 check_boxes(model)

@@ -128,9 +128,7 @@ def test_a_checkpoint_saves_and_loads(url: str) -> None:
 
 
 def test_a_missing_bucket_is_told_before_training(s3: str) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket"
-    ) as caught:
+    with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket") as caught:
         open_storage("s3://no-such-bucket/x").probe_writable()
     assert "\n" not in str(caught.value)
 

@@ -147,9 +147,7 @@ def test_a_committed_step_is_never_touched_again(tmp_path: Path) -> None:
 
 def test_the_newest_generation_of_a_step_is_the_one_that_loads(tmp_path: Path) -> None:
     for generation in (0, 2, 1):
-        checkpoint.save(
-            str(tmp_path), {"x": torch.full((2,), float(generation))}, step=1, generation=generation
-        )
+        checkpoint.save(str(tmp_path), {"x": torch.full((2,), float(generation))}, step=1, generation=generation)
     state = {"x": torch.zeros(2)}
     checkpoint.load(str(tmp_path), state)
     assert state["x"].tolist() == [2, 2]

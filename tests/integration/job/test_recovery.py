@@ -37,10 +37,7 @@ def last_run_of_each_step(directory: Path) -> Lines:
         for text in path.read_text().splitlines():
             line = json.loads(text)
             done[line["step"]][line["generation"]].append(line)
-    return {
-        step: {line["rank"]: line for line in generations[max(generations)]}
-        for step, generations in done.items()
-    }
+    return {step: {line["rank"]: line for line in generations[max(generations)]} for step, generations in done.items()}
 
 
 def samples(lines: Lines) -> list[int]:
@@ -50,8 +47,7 @@ def samples(lines: Lines) -> list[int]:
 
 def mean_losses(lines: Lines) -> list[float]:
     return [
-        sum(float.fromhex(line["loss"]) for line in lines[step].values()) / len(lines[step])
-        for step in sorted(lines)
+        sum(float.fromhex(line["loss"]) for line in lines[step].values()) / len(lines[step]) for step in sorted(lines)
     ]
 
 
@@ -83,9 +79,7 @@ def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
         return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
-    tmp_path: Path, with_dropout: Lines
-) -> None:
+def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(tmp_path: Path, with_dropout: Lines) -> None:
     with cluster(tmp_path, dropout=0.1) as running:
         running.start("a")
         running.start("b")
@@ -124,9 +118,7 @@ def test_lost_node_is_outlived_from_storage_and_taken_in_again_from_memory(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
-    tmp_path: Path, without_dropout: Lines
-) -> None:
+def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(tmp_path: Path, without_dropout: Lines) -> None:
     with cluster(tmp_path) as running:
         running.start("a")
         running.start("b")

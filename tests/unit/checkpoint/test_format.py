@@ -27,9 +27,7 @@ def test_metadata_round_trips_for_every_data_type() -> None:
 
 
 def test_a_manifest_round_trips() -> None:
-    manifest = Manifest(
-        7, 2, (StoredObject("parts/000000.json", 10, 2**32 - 1), StoredObject("zarr.json", 3, 0))
-    )
+    manifest = Manifest(7, 2, (StoredObject("parts/000000.json", 10, 2**32 - 1), StoredObject("zarr.json", 3, 0)))
     assert Manifest.decode(manifest.encode(), "here") == manifest
 
 

@@ -88,9 +88,7 @@ def test_lost_member_closes_the_generation_and_aborts() -> None:
 
 
 def test_leaving_member_closes_without_abort() -> None:
-    view = view_of(
-        node("a", generation=1), node("b", generation=1, leaving=True), generation=generation_of("a", "b")
-    )
+    view = view_of(node("a", generation=1), node("b", generation=1, leaving=True), generation=generation_of("a", "b"))
     decision = decided(view)
     assert isinstance(decision.action, Close)
     assert not decision.action.closing.abort
@@ -150,12 +148,8 @@ def test_seals_of_an_older_generation_are_never_committed() -> None:
 
 
 def closed_view(sealed: dict[str, tuple[SnapshotId, ...]], *present: str, **changes: Any) -> View:
-    records = [
-        node(name, generation=1, phase=Phase.DRAINED, sealed=sealed[name], step=8) for name in present
-    ]
-    return view_of(
-        *records, generation=generation_of("a", "b"), closing=Closing(1, "x", True, 0.0), **changes
-    )
+    records = [node(name, generation=1, phase=Phase.DRAINED, sealed=sealed[name], step=8) for name in present]
+    return view_of(*records, generation=generation_of("a", "b"), closing=Closing(1, "x", True, 0.0), **changes)
 
 
 def test_resumes_from_the_newest_snapshot_that_all_holders_still_have() -> None:
@@ -229,9 +223,7 @@ def test_spare_is_let_in_only_once_the_generation_runs(phase: Phase) -> None:
 
 
 def test_extra_node_is_parked_when_there_is_no_room() -> None:
-    view = view_of(
-        node("a", generation=1, phase=Phase.RUNNING), node("s"), generation=generation_of("a")
-    )
+    view = view_of(node("a", generation=1, phase=Phase.RUNNING), node("s"), generation=generation_of("a"))
     assert decided(view, replace(POLICY, max_nodes=1)).action is None
 
 
@@ -261,9 +253,7 @@ def test_checkpoint_is_due_when_a_multiple_has_been_passed() -> None:
 
 def test_last_nodes_to_leave_bring_their_memory_to_storage_first() -> None:
     seal = (SnapshotId(1, 6),)
-    record = node(
-        "a", generation=1, phase=Phase.DRAINED, sealed=seal, leaving=True, checkpoint_url="/c", step=6
-    )
+    record = node("a", generation=1, phase=Phase.DRAINED, sealed=seal, leaving=True, checkpoint_url="/c", step=6)
     view = view_of(record, generation=generation_of("a"), closing=Closing(1, "a leaves", False, 0.0))
     assert not may_leave(POLICY, view, "a")
     first = decided(view)
