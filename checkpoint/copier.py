@@ -27,7 +27,7 @@ _ALIGNMENT = 64
 class _Layout:
     """Where each tensor goes; the same for every snapshot of an unchanged state."""
 
-    signature: tuple[object, ...]
+    signature: tuple[tuple[str, torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
     nbytes: int
 
@@ -173,7 +173,7 @@ class Snapshotter:
             self._locked[number] = pointer
         whole = torch.from_numpy(arena.bytes)
         views = []
-        for entry, (_, shape, dtype) in zip(layout.entries, layout.signature, strict=True):  # type: ignore[misc]
+        for entry, (_, shape, dtype) in zip(layout.entries, layout.signature, strict=True):
             flat = whole[entry.byte_offset : entry.byte_offset + entry.nbytes]
             views.append(flat.view(dtype).reshape(shape))
         self._targets[number] = (layout, views)

@@ -188,7 +188,7 @@ class Persistence:
                 # A connection of its own: boxes are read on several threads.
                 client = SnapshotClient(address, self._secret)
                 try:
-                    client.read(whole.snapshot, [(rank, key, read.box)], [memoryview(piece.reshape(-1))])
+                    client.read(whole.snapshot, [(rank, key, read.box)], [piece.reshape(-1).data])
                 finally:
                     client.close()
             result[read.box.within(box).slices] = piece

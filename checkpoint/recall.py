@@ -150,11 +150,11 @@ class MemorySnapshot:
             pieces.append((self._order[read.source], read.entry.key, read.box))
             target = _target(requests[read.wanted], read.entry, read.box)
             if target.flags.c_contiguous:
-                buffers.append(memoryview(target.reshape(-1)))
+                buffers.append(target.reshape(-1).data)
             else:
                 staging = np.empty(target.shape, np.uint8)
                 scattered.append((target, staging))
-                buffers.append(memoryview(staging.reshape(-1)))
+                buffers.append(staging.reshape(-1).data)
             self.peer_nbytes += target.nbytes
         client.read(self._snapshot, pieces, buffers)
         for target, staging in scattered:

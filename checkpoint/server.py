@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,7 @@ class SnapshotServer:
             with self._lock:
                 self._wires.discard(wire)
             for snapshot, rank in began:
-                self._change(lambda shelf, s=snapshot, r=rank: retention.abandon(shelf, s, r))
+                self._change(partial(_abandon, snapshot=snapshot, rank=rank))
             wire.close()
             self._threads.discard(threading.current_thread())
 
@@ -303,6 +304,10 @@ class SnapshotServer:
     def _arena(self, snapshot: Snapshot, rank: int) -> Arena:
         self._shard(snapshot, rank)
         return self._contents.arenas[self._contents.shelf.shards[snapshot, rank].buffer]
+
+
+def _abandon(shelf: Shelf, *, snapshot: Snapshot, rank: int) -> Shelf:
+    return retention.abandon(shelf, snapshot, rank)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ __all__ = ["Job", "State", "Step", "World", "join"]
 def __getattr__(name: str) -> Any:
     # Agents import this package too, and have no use for PyTorch.
     if name in __all__:
-        from elastic import trainer  # noqa: PLC0415
+        from elastic import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module 'elastic' has no attribute {name!r}")

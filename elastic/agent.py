@@ -119,7 +119,6 @@ class Agent:
                 config.node, config.workers, config.run_directory, config.host, secret, self._on_snapshot_event
             )
             membership.update(server=self._snapshots.address)
-            self._crew.warm_up()
             async with asyncio.TaskGroup() as group:
                 work = group.create_task(membership.run())
                 try:
@@ -186,6 +185,8 @@ class Agent:
             if overdue or may_leave(self._config.policy, view, self._config.node):
                 return True
         await self._follow_commits()
+        if crew.generation == 0:
+            crew.warm_up()
         generation = view.generation
         if generation is not None and generation.generation > crew.generation:
             await self._enter(generation, secret)

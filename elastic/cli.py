@@ -78,7 +78,7 @@ def main() -> None:
 def run(**options: Any) -> None:
     """Run SCRIPT on this node as part of an elastic job, as torchrun would."""
     # Only agents load what the coordinator's client needs, so it is not imported with the package.
-    from elastic.launch import launch  # noqa: PLC0415
+    from elastic.launch import launch
 
     sys.exit(launch(**options))
 
@@ -90,7 +90,7 @@ def run(**options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per change (or one, with --once).")
 def status(store: str | None, job: str | None, once: bool, as_json: bool) -> None:
     """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
-    from elastic.follow import follow  # noqa: PLC0415
+    from elastic.follow import follow
 
     follow(store, job, once=once, as_json=as_json)
 
@@ -102,7 +102,7 @@ def status(store: str | None, job: str | None, once: bool, as_json: bool) -> Non
 @click.argument("node")
 def evict(store: str | None, job: str | None, reason: str, node: str) -> None:
     """Have NODE hand over its state, leave the job and stay away."""
-    from elastic.follow import evict_node  # noqa: PLC0415
+    from elastic.follow import evict_node
 
     evict_node(store, job, node, reason)
 

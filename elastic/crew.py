@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from elastic.channel import Message
+from elastic.errors import JobFailed
 from elastic.records import Generation, Member, Trouble
 from elastic.session import Assignment
 from elastic.supervisor import Exited, Said, Worker, describe_exit, worker_environment
@@ -22,7 +23,7 @@ log = logging.getLogger("keepstep")
 _PHASES = ("ready", "restored", "stepped")
 _TERM_GRACE_S = 2.0
 _SILENT_SETTLE_S = 10.0
-_SPARE_FAILURES = 3
+_WARM_UP_FAILURES = 3
 
 
 class Crew:
@@ -83,9 +84,7 @@ class Crew:
     def step(self) -> int:
         """The newest step that any worker has completed in this generation, dead ones included."""
         for worker in self.workers.values():
-            if worker.alive and (progress := worker.board.read()) is not None:
-                if progress.generation == self.generation:
-                    self._seen_step = max(self._seen_step, progress.step)
+            self._see_step(worker)
         return self._seen_step
 
     @property
@@ -106,13 +105,21 @@ class Crew:
         return found
 
     def warm_up(self) -> None:
-        """Start the processes that the first generation will need, so that they warm up while the node waits for its peers."""
+        """Have as many processes warm up as a generation needs, so that they are ready when the node's peers are.
+
+        Raises:
+            JobFailed: they end again and again before they are warm.
+        """
+        if self._idle_failures >= _WARM_UP_FAILURES:
+            raise JobFailed(
+                "worker processes end while they warm up; what they printed is above. Is PyTorch installed?"
+            )
         while len(self._idle) < self._size:
             self._idle.append(self._start())
 
     def top_up(self) -> None:
         """Start spare processes until there are as many as asked for, once the generation is at work."""
-        if self.running and self._idle_failures < _SPARE_FAILURES and not self.finishing:
+        if self.running and self._idle_failures < _WARM_UP_FAILURES and not self.finishing:
             while len(self._idle) < self._spares:
                 self._idle.append(self._start())
 
@@ -271,13 +278,9 @@ class Crew:
             worker.close()
             if not worker.stopping:
                 self._idle_failures += 1
-                log.warning("a spare worker %s while warming up", describe_exit(code))
-                if self._idle_failures >= _SPARE_FAILURES and not self.workers:
-                    self.fail(f"workers cannot start: the last one {describe_exit(code)} while warming up")
+                log.warning("a worker process %s while it warmed up", describe_exit(code))
             return
-        if worker.assignment is not None and (progress := worker.board.read()) is not None:
-            if progress.generation == self.generation:
-                self._seen_step = max(self._seen_step, progress.step)
+        self._see_step(worker)
         if not worker.stopping and code != 0:
             where = f"rank {self._rank(worker)} on {self._member.node if self._member else '?'}"
             text = f"{where} {describe_exit(code)}"
@@ -286,6 +289,11 @@ class Crew:
             kind = "fatal" if worker.fatal else "worker"
             self._note_trouble(Trouble(kind, text, time.time(), self._rank(worker)))
         worker.close()
+
+    def _see_step(self, worker: Worker) -> None:
+        progress = worker.board.read()
+        if progress is not None and progress.generation == self.generation:
+            self._seen_step = max(self._seen_step, progress.step)
 
     def _note_trouble(self, trouble: Trouble) -> None:
         """Keep the first trouble of a generation, but let a worker's failure stand before a broken collective."""

@@ -67,7 +67,7 @@ class Batches(Generic[T]):
     def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the rank's share of global batches `first` to `end - 1`."""
         self._order.loss_scale(rank, world_size)  # Refuses impossible sizes before any process starts.
-        loader = DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=_Shares(self._order, first, end, rank, world_size),
             collate_fn=self._collate,

@@ -171,7 +171,8 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
 def _print_tasks() -> None:
     """Print, for every task, the chain of coroutines down to what it waits for."""
     for task in asyncio.all_tasks():
-        chain, link = [], task.get_coro()
+        chain = []
+        link: Any = task.get_coro()
         while (frame := getattr(link, "cr_frame", None)) is not None:
             chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
             link = getattr(link, "cr_await", None)

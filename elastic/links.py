@@ -60,7 +60,7 @@ class Links:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self, peer: NodeRecord) -> None:
-        while not await _is_dead(peer):
+        while not await _is_dead(peer):  # noqa: ASYNC110 - a remote process is waited for, which sets no event here
             await asyncio.sleep(_RETRY_S)
         log.warning("the agent of node %s is dead", peer.node)
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic import rendezvous
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
-from elastic.records import NodeRecord, StoreFailure, StoredCheckpoint
+from elastic.records import NodeRecord, StoredCheckpoint, StoreFailure
 from elastic.rendezvous import Deliberation, Policy
 from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
 from elastic.view import Keys, View, apply, from_listing

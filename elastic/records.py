@@ -71,7 +71,7 @@ class Record:
         Raises:
             UsageError: the data is not such a record.
         """
-        kinds = _field_types(cls)
+        kinds = _field_types(typing.cast(Any, cls))
         try:
             return cls(**{name: _parse(kinds[name], value) for name, value in data.items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from elastic.records import Record, SnapshotCommit
 from monitor.progress import ProgressBoard
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 _EXIT_AGENT_GONE = 70
 
@@ -171,7 +171,9 @@ class Session:
 
     def _serve_rendezvous(self, assignment: Assignment, descriptor: int) -> None:
         """Serve the generation's torch store on the socket that the agent opened; it ends when the generation closes."""
-        from torch.distributed import TCPStore  # noqa: PLC0415 - scripts that are not Python never need torch
+        from torch.distributed.distributed_c10d import (
+            TCPStore,  # Not above: programs that are not Python need no torch.
+        )
 
         self._rendezvous = None
         self._rendezvous = TCPStore(
@@ -189,7 +191,7 @@ _session: Session | None = None  # A process has one agent; this is the process'
 
 def open_session() -> Session:
     """Open the line that the agent left in the environment. Called once, by the bootstrap."""
-    global _session  # noqa: PLW0603
+    global _session
     channel = WorkerChannel(int(os.environ.pop("KEEPSTEP_CHANNEL")))
     board = ProgressBoard(int(os.environ.pop("KEEPSTEP_PROGRESS")))
     _session = Session(channel, board)

@@ -69,7 +69,7 @@ class SnapshotProcess:
         socket_path = directory / "snapshots.sock"
         socket_path.unlink(missing_ok=True)
         with theirs:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: ASYNC220 - forking takes milliseconds, once per node
                 [
                     sys.executable, "-m", "checkpoint.server", "--directory", str(directory),
                     "--host", host, "--control", str(theirs.fileno()), "--parent", str(os.getpid()),
@@ -175,10 +175,11 @@ class SnapshotProcess:
             else:
                 self._on_message(message)
         gone = SnapshotUnavailable(f"the snapshot server of node {self._node} is gone")
-        waiting = [*self._answers.values(), self._serving, *([self._published] if self._published else [])]
-        for future in waiting:
-            if not future.done():
+        for future in (*self._answers.values(), self._published):
+            if future is not None and not future.done():
                 future.set_exception(gone)
+        if not self._serving.done():
+            self._serving.set_exception(gone)
         if not self._closing:
             self._on_event({"event": "died"})
 

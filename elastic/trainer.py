@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -327,7 +328,7 @@ class Job:
         final = self._position
         generation = self.world.generation
         if final.step > 0:
-            while not self._kept.snapshot_finally(final, lambda s: self._session.wait_for_commit(s, generation)):
+            while not self._kept.snapshot_finally(final, partial(self._session.wait_for_commit, generation=generation)):
                 generation = self._return_to(final)
         self._session.say("finishing", step=final.step)
         while self._checkpoint is not None and final.step > 0:

@@ -81,7 +81,7 @@ class View:
     persist: PersistRequest | None = None
     checkpoint: StoredCheckpoint | None = None
     store_failure: StoreFailure | None = None
-    history: History = History()
+    history: History = field(default_factory=History)
     result: Result | None = None
     secret: bytes | None = None
 

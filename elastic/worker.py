@@ -7,6 +7,7 @@ time that importing PyTorch needs.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import subprocess
@@ -20,6 +21,15 @@ from elastic.errors import UsageError
 from elastic.process import die_with_parent
 from elastic.records import Record
 from elastic.session import Assignment, Session, open_session
+
+_WARM_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "checkpoint.copier",
+    "checkpoint.reader",
+    "checkpoint.recall",
+    "elastic.trainer",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +62,14 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Import what a training script will need, and what PyTorch itself imports only at first use."""
-    import torch  # noqa: PLC0415
-    import torch.distributed.fsdp  # noqa: PLC0415
-    import torch.utils.data  # noqa: PLC0415
-
-    import checkpoint.copier  # noqa: PLC0415
-    import checkpoint.live  # noqa: PLC0415
-    import checkpoint.reader  # noqa: PLC0415
-    import checkpoint.recall  # noqa: PLC0415
-    import elastic.trainer  # noqa: F401, PLC0415
+    for name in _WARM_MODULES:
+        importlib.import_module(name)
+    import torch
 
     # Constructing an optimizer is what makes PyTorch import its compiler.
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter])
-    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+    (parameter * 2).sum().backward()
     optimizer.step()
 
 
@@ -99,7 +103,7 @@ def _run(session: Session, command: Command) -> None:
         if stop.code not in (None, 0):
             session.say("failed", traceback=f"exited with status {stop.code}")
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
         # The frames of runpy and of this bootstrap say nothing to the script's author.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]
         text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))

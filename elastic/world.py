@@ -17,6 +17,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group
 from torch.distributed.tensor import DTensor
@@ -88,12 +89,10 @@ class ProcessGroups:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         before = _open_sockets()
         try:
-            store = dist.TCPStore(
-                assignment.store_host, assignment.store_port, is_master=False, timeout=_CONNECT_TIMEOUT
-            )
+            store = TCPStore(assignment.store_host, assignment.store_port, is_master=False, timeout=_CONNECT_TIMEOUT)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore(f"generation-{assignment.generation}", store),
+                store=PrefixStore(f"generation-{assignment.generation}", store),
                 rank=assignment.rank,
                 world_size=assignment.world_size,
                 device_id=device if device.type == "cuda" else None,

@@ -19,7 +19,7 @@ from elastic.view import View
 from examples.local_cluster import LocalCluster, read_steps, script
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 STEPS, KILL_AT, RETURN_AT = 100, 35, 60
 

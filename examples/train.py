@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 import torch
+from gpt import GPT, GPTConfig, initialize  # Beside this script.
+from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import elastic
-from gpt import GPT, GPTConfig, initialize  # Beside this script.
-from text import Windows, standard_library
 
 
 @click.command()

@@ -7,6 +7,7 @@ step to a file, from which the gaps are read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -287,7 +288,7 @@ def step_times(mode: str, directory: Path) -> list[float]:
             cluster.start("node-0", "--spares", "0")
             lines = wait_for(directory, steps_reached(120))
     times = [line["at_s"] for line in lines if line["rank"] == 0 and 30 <= line["step"] <= 120]
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""One suite for every store: what the contract promises, on etcd and in memory."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+
+from elastic.errors import LeaseLost, StoreUnavailable, UsageError
+from elastic.store.address import parse_address
+from elastic.store.contract import Change, Created, Delete, Modified, Put, Reset, Store
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.store.etcd import EtcdStore
+from elastic.store.memory import MemoryStore
+
+Scenario = Callable[[Store], Awaitable[None]]
+
+
+@asynccontextmanager
+async def opened(kind: str) -> AsyncIterator[Store]:
+    if kind == "memory":
+        yield MemoryStore()
+        return
+    with EmbeddedEtcd() as server:
+        store = await EtcdStore.connect(parse_address(server.url))
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+@pytest.fixture(params=["memory", "etcd"])
+def play(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
+    async def run(scenario: Scenario) -> None:
+        async with opened(request.param) as store, asyncio.timeout(30):
+            await scenario(store)
+
+    return lambda scenario: asyncio.run(run(scenario))
+
+
+def test_what_is_put_is_read_in_the_order_of_keys(play: Callable[[Scenario], None]) -> None:
+    async def scenario(store: Store) -> None:
+        await store.commit((), (Put("/t/b", b"2"), Put("/t/a", b"1"), Put("/u", b"3")))
+        assert [(item.key, item.value) for item in (await store.read("/t/")).items] == [("/t/a", b"1"), ("/t/b", b"2")]
+
+    play(scenario)
+
+
+def test_transaction_with_one_false_condition_changes_nothing(play: Callable[[Scenario], None]) -> None:
+    async def scenario(store: Store) -> None:
+        first = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"1"),))
+        assert first.succeeded
+        again = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"2"), Put("/t/b", b"2")))
+        assert not again.succeeded
+        stale = await store.commit((Modified("/t/a", first.revision - 1),), (Delete("/t/a"),))
+        assert not stale.succeeded
+        right = await store.commit((Modified("/t/a", first.revision),), (Put("/t/a", b"3"),))
+        assert right.succeeded
+        (item,) = (await store.read("/t/")).items
+        assert (item.value, item.created, item.modified) == (b"3", first.revision, right.revision)
+
+    play(scenario)
+
+
+def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(play: Callable[[Scenario], None]) -> None:
+    async def scenario(store: Store) -> None:
+        lease = await store.grant(30.0)
+        assert await store.renew(lease) == 30.0
+        await store.commit((), (Put("/t/a", b"1", lease), Put("/t/b", b"1")))
+        await store.revoke(lease)
+        await store.revoke(lease)
+        assert [item.key for item in (await store.read("/t/")).items] == ["/t/b"]
+        with pytest.raises(LeaseLost):
+            await store.renew(lease)
+
+    play(scenario)
+
+
+def test_watch_delivers_every_revision_once_and_in_order_whole(play: Callable[[Scenario], None]) -> None:
+    async def scenario(store: Store) -> None:
+        await store.commit((), (Put("/t/before", b""),))
+        after = (await store.read("/t/")).revision
+        for number in range(20):
+            await store.commit((), (Put("/t/a", b"%d" % number), Put("/t/b", b""), Put("/other", b"")))
+        await store.commit((), (Delete("/t/", prefix=True),))
+        seen: list[tuple[Change, ...]] = []
+        changes = store.watch("/t/", after)
+        while len(seen) < 21:
+            batch = await anext(aiter(changes))
+            assert not isinstance(batch, Reset)
+            seen.append(batch)
+        values = [change.value.value for batch in seen for change in batch if change.key == "/t/a" and change.value]
+        assert values == [b"%d" % number for number in range(20)]
+        assert all({change.key for change in batch} == {"/t/a", "/t/b"} for batch in seen[:20])
+        assert {change.key for change in seen[20]} == {"/t/a", "/t/b", "/t/before"}
+        assert all(change.value is None for change in seen[20])
+
+    play(scenario)
+
+
+def test_watch_from_before_a_compaction_begins_with_everything_anew() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        await store.commit((), (Put("/t/a", b"1"),))
+        await store.commit((), (Put("/t/a", b"2"),))
+        await store.compact()
+        first = await anext(store.watch("/t/", 1))
+        assert isinstance(first, Reset)
+        assert [item.value for item in first.listing.items] == [b"2"]
+
+    asyncio.run(scenario())
+
+
+def test_memory_lease_ends_when_time_passes_without_renewal() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        lease = await store.grant(5.0)
+        await store.commit((), (Put("/t/a", b"1", lease),))
+        await store.advance(4.0)
+        await store.renew(lease)
+        await store.advance(8.0)
+        assert (await store.read("/t/")).items
+        await store.advance(9.0)
+        assert not (await store.read("/t/")).items
+
+    asyncio.run(scenario())
+
+
+def test_calls_and_watches_fail_over_to_the_endpoint_that_answers(etcd_server: EmbeddedEtcd) -> None:
+    async def scenario() -> None:
+        dead = "127.0.0.1:9"
+        address = parse_address(f"etcd://{dead},{parse_address(etcd_server.url).endpoints[0]}")
+        store = await EtcdStore.connect(address)
+        revision = (await store.read("/t/")).revision
+        await store.commit((), (Put("/t/a", b"1"),))
+        batch = await anext(aiter(store.watch("/t/", revision)))
+        assert not isinstance(batch, Reset)
+        assert batch[0].key == "/t/a"
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_unreachable_coordinator_is_named_with_a_remedy() -> None:
+    async def scenario() -> None:
+        with pytest.raises(StoreUnavailable, match=r"127.0.0.1:9.*--store"):
+            await EtcdStore.connect(parse_address("etcd://127.0.0.1:9"), deadline_s=0.5)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("text", ["redis://h:1", "etcd://h:x", "etcd://h:99999", "etcd://:1"])
+def test_malformed_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(text)
+
+
+def test_etcd_dies_with_the_process_that_started_it() -> None:
+    code = (
+        "from elastic.store.embedded import EmbeddedEtcd\n"
+        "server = EmbeddedEtcd(); server.start(); print(server.pid, flush=True); input()"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert owner.stdin is not None
+    with owner.stdout, owner.stdin:
+        etcd = psutil.Process(int(owner.stdout.readline()))
+        owner.kill()
+        owner.wait()
+        gone, alive = psutil.wait_procs([etcd], timeout=10)
+    assert gone
+    assert not alive
+
+
+def test_importing_the_training_api_loads_neither_etcd_nor_protobuf() -> None:
+    code = (
+        "import sys, elastic; elastic.join; import elastic.store\n"
+        "print([m for m in sys.modules if m.split('.')[0] in ('etcd3', 'grpc') or m.startswith('google.protobuf')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
