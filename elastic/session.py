@@ -171,9 +171,8 @@ class Session:
 
     def _serve_rendezvous(self, assignment: Assignment, descriptor: int) -> None:
         """Serve the generation's torch store on the socket that the agent opened; it ends when the generation closes."""
-        from torch.distributed.distributed_c10d import (
-            TCPStore,  # Not above: programs that are not Python need no torch.
-        )
+        # Not above: programs that are not Python need no torch.
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._rendezvous = None
         self._rendezvous = TCPStore(

@@ -213,12 +213,12 @@ def torchft_worker(directory: Path) -> Measure:
     if lighthouse is None:
         raise RuntimeError("torchft is not installed: pip install '.[bench]'")
 
-    def group(number: int) -> subprocess.Popen[bytes]:
+    def group(number: int, attempt: int = 0) -> subprocess.Popen[bytes]:
         return start(
             [sys.executable, str(WORKER), "torchft", str(directory)], directory, f"group-{number}",
             REPLICA_GROUP_ID=str(number), NUM_REPLICA_GROUPS=str(WORLD), RANK="0", WORLD_SIZE="1",
             TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{LIGHTHOUSE_PORT}",
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(GROUP_PORT + number),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(GROUP_PORT + 10 * attempt + number),
         )  # fmt: skip
 
     with processes() as started:
@@ -227,7 +227,7 @@ def torchft_worker(directory: Path) -> Measure:
         started.extend(group(number) for number in range(WORLD))
         wait_for(directory, steps_reached(KILL_AT))
         at_s = kill_rank(directory, 3)
-        started.append(group(3))
+        started.append(group(3, attempt=1))
 
         def full(lines: list[Line]) -> list[Line]:
             return [x for x in lines if x["rank"] == 3 and x["at_s"] > at_s and x["world_size"] == WORLD]

@@ -114,6 +114,9 @@ def run_torchft() -> None:
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
     group = int(os.environ["REPLICA_GROUP_ID"])
+    # torchft expects the group's own store to be there, as torchrun would have it.
+    port = int(os.environ["MASTER_PORT"])
+    own_store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     model = GPT(CONFIG)
     initialize(model)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -138,6 +141,7 @@ def run_torchft() -> None:
         wrapped(batch_of(dataset, manager.current_step(), group, 4)).backward()
         managed.step()
         note(group, manager.current_step(), manager.num_participants(), 0)
+    del own_store
 
 
 if __name__ == "__main__":
