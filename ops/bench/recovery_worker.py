@@ -16,6 +16,7 @@ from gpt import GPT, GPTConfig, initialize
 from text import Windows, standard_library
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 STEPS, GLOBAL_BATCH, CONTEXT = 100_000, 8, 128
@@ -63,7 +64,15 @@ def run_plain(*, saving: bool) -> None:
         step += 1
         if saving:
             path = DIRECTORY / f"shard-{world_size}-{rank}-{step % 2}.pt"
-            state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            parameters = dict(model.named_parameters())
+            state = {
+                "step": step,
+                "model": {name: local(parameter) for name, parameter in parameters.items()},
+                "optimizer": {
+                    name: {slot: local(value) for slot, value in optimizer.state[parameter].items()}
+                    for name, parameter in parameters.items()
+                },
+            }
             torch.save(state, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
         note(rank, step, world_size, int(began.item() * 1000))
@@ -80,9 +89,22 @@ def resume(model: torch.nn.Module, optimizer: AdamW, rank: int, world_size: int)
     if not common:
         return 0
     state = torch.load(found[max(common)], weights_only=False)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local(parameter).copy_(state["model"][name])
+            optimizer.state[parameter] = {
+                slot: DTensor.from_local(
+                    value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                )
+                if value.dim()
+                else value
+                for slot, value in state["optimizer"][name].items()
+            }
     return int(state["step"])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def run_keepstep() -> None:
