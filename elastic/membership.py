@@ -239,6 +239,8 @@ class Membership:
         conditions = (
             Created(self._keys.node(self.record.node), self._created),
             Modified(self._keys.single("generation"), self.view.generation_revision),
+            # A new leader may not have seen the last one's commits yet, and must not go back behind them.
+            Modified(self._keys.single("snapshot"), self.view.snapshot_revision),
         )
         done = await self._store.commit(conditions, self._operations(action))
         return done.revision if done.succeeded else 0

@@ -78,6 +78,7 @@ class View:
     generation_revision: int = 0
     closing: Closing | None = None
     snapshot: SnapshotCommit | None = None
+    snapshot_revision: int = 0
     persist: PersistRequest | None = None
     checkpoint: StoredCheckpoint | None = None
     store_failure: StoreFailure | None = None
@@ -135,8 +136,8 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
         return view
     record = _SINGLE[name].decode(item.value) if item else None
     updates: dict[str, Any] = {name: record}
-    if name == "generation":
-        updates["generation_revision"] = item.modified if item else 0
+    if name in ("generation", "snapshot"):
+        updates[f"{name}_revision"] = item.modified if item else 0
     if name == "history" and record is None:
         updates["history"] = History()
     return replace(view, **updates)
