@@ -41,7 +41,11 @@ def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
 
 def run_plain(*, saving: bool) -> None:
     """FSDP2 under torchrun; with `saving`, each rank's shard goes to a file after every step."""
-    dist.init_process_group("gloo")
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    served = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # Left to itself a restart finds the addresses of the last attempt in torchrun's store, and fails once more.
+    store = dist.PrefixStore(f"attempt-{attempt}", served)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.device("meta"):
@@ -133,7 +137,7 @@ def run_torchft() -> None:
     """Four replica groups of one rank, each with the whole model: torchft replicates groups, it does not shard over them."""
     from datetime import timedelta
 
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     group = int(os.environ["REPLICA_GROUP_ID"])
     # torchft expects the group's own store to be there, as torchrun would have it.
@@ -155,12 +159,18 @@ def run_torchft() -> None:
         replica_id=f"bench_{group}",
         timeout=timedelta(seconds=10),
     )
-    wrapped = DistributedDataParallel(manager, model)
     managed = Optimizer(manager, optimizer)
     dataset = Windows(standard_library(), CONTEXT)
     while manager.current_step() < STEPS:
         managed.zero_grad()
-        wrapped(batch_of(dataset, manager.current_step(), group, 4)).backward()
+        model(batch_of(dataset, manager.current_step(), group, 4)).backward()
+        # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients does what it would.
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        manager.allreduce(flat).wait()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
         managed.step()
         note(group, manager.current_step(), manager.num_participants(), 0)
     del own_store

@@ -1,0 +1,79 @@
+"""Claims about which snapshots stay in memory."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoint.errors import SnapshotUnavailable
+from checkpoint.retention import Shelf, Snapshot, abandon, begin, commit, open_generation, pin, seal, unpin
+
+PLENTY = 2**40
+
+
+def taken(shelf: Shelf, step: int, generation: int = 1, rank: int = 0) -> Shelf:
+    shelf, held = begin(shelf, Snapshot(generation, step), rank, 100, PLENTY)
+    assert held is not None
+    return seal(shelf, Snapshot(generation, step), rank)
+
+
+def test_second_snapshot_waits_until_the_first_is_committed() -> None:
+    shelf = taken(open_generation(Shelf(), 1), 1)
+    shelf, held = begin(shelf, Snapshot(1, 2), 0, 100, PLENTY)
+    assert held is None
+    shelf, held = begin(commit(shelf, Snapshot(1, 1)), Snapshot(1, 2), 0, 100, PLENTY)
+    assert held is not None
+
+
+def test_older_generation_can_neither_begin_nor_seal() -> None:
+    shelf, _ = begin(open_generation(Shelf(), 1), Snapshot(1, 1), 0, 100, PLENTY)
+    shelf = open_generation(shelf, 2)
+    with pytest.raises(SnapshotUnavailable, match="current one is 2"):
+        begin(shelf, Snapshot(1, 2), 0, 100, PLENTY)
+    with pytest.raises(SnapshotUnavailable):
+        seal(shelf, Snapshot(1, 1), 0)
+
+
+def test_memory_is_refused_before_the_node_runs_out() -> None:
+    with pytest.raises(SnapshotUnavailable, match="MiB left"):
+        begin(open_generation(Shelf(), 1), Snapshot(1, 1), 0, 2**30, 2**30)
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["take", "begin", "abandon", "commit", "pin", "unpin", "generation"]), st.integers(0, 1)),
+    max_size=60,
+)
+
+
+@given(events)
+def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(schedule: list[tuple[str, int]]) -> None:
+    shelf, step = open_generation(Shelf(), 1), 0
+    for kind, rank in schedule:
+        before = {k: h for k, h in shelf.shards.items() if h.sealed and k[0] == shelf.committed}
+        snapshot = Snapshot(shelf.generation, step)
+        if kind in ("take", "begin"):
+            step += 1
+            snapshot = Snapshot(shelf.generation, step)
+            shelf, held = begin(shelf, snapshot, rank, 100, PLENTY)
+            if held is not None and kind == "take":
+                shelf = seal(shelf, snapshot, rank)
+        elif kind == "abandon":
+            shelf = abandon(shelf, snapshot, rank)
+        elif kind == "commit" and shelf.sealed():
+            shelf = commit(shelf, max(shelf.sealed()))
+            before = {}
+        elif kind == "pin" and shelf.sealed() and not shelf.pinned:
+            shelf = pin(shelf, max(shelf.sealed()))
+        elif kind == "unpin":
+            for one in shelf.pinned:
+                shelf = unpin(shelf, one)
+            before = {}
+        elif kind == "generation":
+            shelf = open_generation(shelf, shelf.generation + 1)
+            shelf = commit(shelf, max(shelf.sealed(), default=Snapshot(shelf.generation, -1)))
+            before = {}
+        for key, held in before.items():
+            assert shelf.shards[key] == held
+        buffers = [held.buffer for held in shelf.shards.values()] + list(shelf.free)
+        assert len(buffers) == len(set(buffers))
+        # Two ranks, two buffers each, and one more each while something is pinned or freshly unpinned.
+        assert shelf.nbytes <= 100 * 2 * 3 + 100 * 2
