@@ -75,17 +75,19 @@ def render(job: str, view: View) -> RenderableType:
 
 def recoveries(history: Sequence[Recovery]) -> Table:
     """Return the changes of generation as a table: when each phase ended, in seconds after detection."""
-    table = Table(box=box.SIMPLE_HEAD, title="recoveries: seconds after detection", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title="recoveries: when membership was settled, processes ready, state restored, the first step done (s after detection)",
+        title_justify="left",
+    )
     columns = (
-        "generation", "reason", "ranks", "detected", "membership", "processes ready", "state restored",
-        "first step done", "resumed at step", "steps lost", "state from",
+        "reason", "ranks", "detected", "members", "ready", "restored", "stepped", "at step", "lost", "state from",
     )  # fmt: skip
     for name in columns:
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name not in ("reason", "state from"))
     for recovery in history:
         began = recovery.detected_at_s
         table.add_row(
-            str(recovery.generation),
             recovery.reason.splitlines()[0] if recovery.reason else "",
             str(recovery.world_size),
             time.strftime("%H:%M:%S", time.localtime(began)),
