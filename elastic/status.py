@@ -77,14 +77,17 @@ def recoveries(history: Sequence[Recovery]) -> Table:
     """Return the changes of generation as a table: when each phase ended, in seconds after detection."""
     table = Table(
         box=box.SIMPLE_HEAD,
-        title="recoveries: when membership was settled, processes ready, state restored, the first step done (s after detection)",
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title="recoveries: seconds from detection to members settled, processes ready, state restored, first step done",
         title_justify="left",
     )
     columns = (
-        "reason", "ranks", "detected", "members", "ready", "restored", "stepped", "at step", "lost", "state from",
+        "reason", "ranks", "detected", "members", "ready", "restored", "stepped", "at", "lost", "state from",
     )  # fmt: skip
     for name in columns:
-        table.add_column(name, overflow="fold", no_wrap=name not in ("reason", "state from"))
+        wraps = name in ("reason", "state from")
+        table.add_column(name, no_wrap=not wraps, min_width=10 if wraps else None)
     for recovery in history:
         began = recovery.detected_at_s
         table.add_row(
