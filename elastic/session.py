@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from elastic.channel import Message, WorkerChannel
-from elastic.errors import JobFailed, UsageError
+from elastic.errors import UsageError
 from elastic.records import Record, SnapshotCommit
 from monitor.progress import ProgressBoard
 
@@ -215,6 +215,3 @@ def current() -> Session:
 def seconds() -> float:
     """Wall-clock time, for the phases of a recovery that people compare across nodes."""
     return time.time()
-
-
-__all__ = ["Assignment", "JobFailed", "Session", "current", "open_session", "seconds"]

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from checkpoint.layout import Json
 from elastic.data import Batches, Dataset, Position
-from elastic.errors import JobFailed, UsageError
+from elastic.errors import UsageError
 from elastic.session import Assignment, Session, current, seconds
 from elastic.state import Keeper
 from elastic.world import ProcessGroups, World, is_peer_failure
@@ -382,4 +382,4 @@ class Step:
         return handled and error is not None
 
 
-__all__ = ["Build", "Job", "JobFailed", "State", "Stateful", "Step", "World", "join"]
+__all__ = ["Build", "Job", "State", "Stateful", "Step", "World", "join"]

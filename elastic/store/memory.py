@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 
 from elastic.errors import LeaseLost
 from elastic.store.contract import (
@@ -127,6 +126,6 @@ class MemoryStore:
                 changes[key] = Change(key, None, revision)
         if changes:
             self._revision = revision
-            self._log.append(tuple(replace(change) for change in changes.values()))
+            self._log.append(tuple(changes.values()))
             async with self._news:
                 self._news.notify_all()
