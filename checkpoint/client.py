@@ -22,13 +22,14 @@ class SnapshotClient:
         self._wire = Wire.connect(address, secret, timeout_s)
         self._arenas: dict[int, Arena] = {}
 
-    def begin(self, snapshot: Snapshot, rank: int, nbytes: int) -> tuple[int, Arena] | None:
-        """Ask for a buffer to write a snapshot into; return its number and memory, or None while the last is uncommitted.
+    def begin(self, snapshot: Snapshot, rank: int, nbytes: int) -> tuple[int, Arena]:
+        """Ask for a buffer to write a snapshot into; return its number and memory.
 
         The same number means the same memory as before, still mapped.
 
         Raises:
-            SnapshotUnavailable: the generation is over, memory is short, or the server is gone.
+            SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed, memory is short, or the
+                server is gone.
         """
         reply = self._ask(
             verb="begin",
@@ -37,8 +38,6 @@ class SnapshotClient:
             nbytes=nbytes,
             mapped=list(self._arenas),
         )
-        if reply.get("busy"):
-            return None
         for gone in reply["dropped"]:
             self._arenas.pop(gone).close()
         number = int(reply["buffer"])
@@ -46,13 +45,13 @@ class SnapshotClient:
             self._arenas[number] = Arena(self._wire.take_descriptor(), reply["capacity"], writable=True)
         return number, self._arenas[number]
 
-    def seal(self, snapshot: Snapshot, rank: int, index: ShardIndex) -> None:
-        """Declare a shard complete. Raises as `begin` does."""
+    def seal(self, snapshot: Snapshot, rank: int, index_offset: int, index_nbytes: int) -> None:
+        """Declare a shard complete, whose index lies in its buffer at this place. Raises as `begin` does."""
         self._ask(
             verb="seal",
             snapshot=[snapshot.generation, snapshot.step],
             rank=rank,
-            index=index.to_json(),
+            index=[index_offset, index_nbytes],
         )
 
     def holdings(self) -> dict[Snapshot, list[int]]:

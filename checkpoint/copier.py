@@ -3,10 +3,14 @@
 Training state is immutable from one optimizer step to the next, so a copy that begins after the step may run under forward and backward and
 has only to be complete before the optimizer writes again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that
 holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
+
+A shard describes itself: behind its tensors' bytes lies its index, as JSON. So a seal is one small message however many tensors there
+are, and whoever has a shard's bytes has all of it.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +20,14 @@ import torch
 from checkpoint.arena import Arena
 from checkpoint.client import SnapshotClient
 from checkpoint.errors import CheckpointError
-from checkpoint.layout import Entry, Json, ShardIndex
+from checkpoint.layout import Entry, Json, encode_index
 from checkpoint.live import LiveTensor
 from checkpoint.retention import Snapshot
 
 _ALIGNMENT = 64
+
+# An index that grows by a few digits must not need a new buffer.
+_INDEX_ROOM_NBYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,7 @@ class _Layout:
 
     signature: tuple[tuple[str, torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
+    encoded: str
     nbytes: int
 
 
@@ -37,9 +45,9 @@ class _Copy:
     """One snapshot under way."""
 
     snapshot: Snapshot
-    index: ShardIndex
+    layout: _Layout
+    index: bytes
     sources: list[torch.Tensor]
-    targets: list[torch.Tensor]
     ready: torch.cuda.Event | None
 
 
@@ -61,8 +69,8 @@ class Snapshotter:
         self._thread = threading.Thread(target=self._run, name="keepstep-snapshot", daemon=True)
         self._thread.start()
 
-    def start(self, step: int, tensors: Sequence[LiveTensor], documents: Mapping[str, Json]) -> bool:
-        """Begin to copy the state; False if the rank's last snapshot is not committed yet.
+    def start(self, step: int, tensors: Sequence[LiveTensor], documents: Mapping[str, Json]) -> None:
+        """Begin to copy the state. The rank's last snapshot must be committed, or `wait` raises.
 
         Args:
             step: completed optimizer steps.
@@ -70,31 +78,25 @@ class Snapshotter:
             documents: the rest of it.
 
         Raises:
-            SnapshotUnavailable: the generation is over, memory is short, or the server is gone.
+            CheckpointError: the last copy failed.
         """
         self.wait()
         layout = self._laid_out(tensors)
-        snapshot = Snapshot(self._generation, step)
-        begun = self._client.begin(snapshot, self._rank, layout.nbytes)
-        if begun is None:
-            return False
-        number, arena = begun
-        targets = self._views(number, arena, layout)
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._stream.device))
-        index = ShardIndex(layout.nbytes, layout.entries, documents)
+        index = encode_index(layout.nbytes, layout.encoded, documents)
+        snapshot = Snapshot(self._generation, step)
         with self._changed:
-            self._copy = _Copy(snapshot, index, [tensor.data for tensor in tensors], targets, ready)
+            self._copy = _Copy(snapshot, layout, index, [tensor.data for tensor in tensors], ready)
             self._changed.notify_all()
-        return True
 
     def wait(self) -> None:
         """Block until no copy is under way; what it copied is then sealed.
 
         Raises:
-            CheckpointError: the last copy failed.
+            CheckpointError: the last copy failed: the generation is over, memory is short, or the server is gone.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._copy is None)
@@ -133,10 +135,14 @@ class Snapshotter:
                     self._changed.notify_all()
 
     def _perform(self, copy: _Copy) -> None:
+        layout = copy.layout
+        room = -(-len(copy.index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
+        number, arena = self._client.begin(copy.snapshot, self._rank, layout.nbytes + room)
+        targets = self._views(number, arena, layout)
         if self._stream is not None and copy.ready is not None:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(copy.ready)
-                for target, source in zip(copy.targets, copy.sources, strict=True):
+                for target, source in zip(targets, copy.sources, strict=True):
                     target.copy_(source, non_blocking=True)
                     if source.is_cuda:
                         # The allocator must not reuse the memory while the side stream still reads it.
@@ -144,9 +150,10 @@ class Snapshotter:
                 done = torch.cuda.Event()
                 done.record(self._stream)
             done.synchronize()
-        elif copy.targets:
-            torch._foreach_copy_(copy.targets, copy.sources)
-        self._client.seal(copy.snapshot, self._rank, copy.index)
+        elif targets:
+            torch._foreach_copy_(targets, copy.sources)
+        arena.buffer[layout.nbytes : layout.nbytes + len(copy.index)] = copy.index
+        self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(copy.index))
 
     def _laid_out(self, tensors: Sequence[LiveTensor]) -> _Layout:
         signature = tuple((tensor.key, tensor.data.shape, tensor.data.dtype) for tensor in tensors)
@@ -157,7 +164,8 @@ class Snapshotter:
             nbytes = tensor.data.numel() * tensor.data.element_size()
             entries.append(Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._layout = _Layout(signature, tuple(entries), offset)
+        encoded = json.dumps([entry.to_json() for entry in entries], separators=(",", ":"))
+        self._layout = _Layout(signature, tuple(entries), encoded, offset)
         return self._layout
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ Invariants: a `Box` lies inside the tensor it belongs to; an entry's bytes are i
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,11 @@ class ShardIndex:
     entries: tuple[Entry, ...]
     documents: Mapping[str, Json]
 
+    @property
+    def by_key(self) -> dict[str, Entry]:
+        """The entries by their tensors' keys."""
+        return {entry.key: entry for entry in self.entries}
+
     def to_json(self) -> Json:
         """Return the index as a JSON object."""
         return {
@@ -113,3 +119,9 @@ class ShardIndex:
     def from_json(cls, data: Json) -> ShardIndex:
         """Parse what `to_json` wrote."""
         return cls(data["nbytes"], tuple(Entry.from_json(entry) for entry in data["entries"]), dict(data["documents"]))
+
+
+def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json]) -> bytes:
+    """Return a `ShardIndex` as JSON text, from entries that are encoded already because they seldom change."""
+    rest = json.dumps(dict(documents), separators=(",", ":"))
+    return f'{{"nbytes":{nbytes},"entries":{encoded_entries},"documents":{rest}}}'.encode()

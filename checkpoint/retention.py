@@ -69,8 +69,8 @@ def open_generation(shelf: Shelf, generation: int) -> Shelf:
     return _keep(replace(shelf, generation=generation), kept)
 
 
-def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int) -> tuple[Shelf, Held | None]:
-    """Give a rank a buffer for a snapshot, or None if its last one is not committed yet.
+def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int) -> tuple[Shelf, Held]:
+    """Give a rank a buffer for a snapshot.
 
     Args:
         shelf: what is held.
@@ -80,7 +80,8 @@ def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nb
         available_nbytes: memory that the node can still give.
 
     Raises:
-        SnapshotUnavailable: the generation is over, or the node has not enough memory.
+        SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet, or the node has not
+            enough memory.
     """
     if snapshot.generation != shelf.generation:
         raise SnapshotUnavailable(
@@ -90,11 +91,14 @@ def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nb
     mine = {
         key: held for key, held in shelf.shards.items() if key[1] == rank and key[0].generation == snapshot.generation
     }
-    if any(held.sealed and key[0] > shelf.committed for key, held in mine.items()):
-        return shelf, None
+    uncommitted = [key[0] for key, held in mine.items() if held.sealed and key[0] > shelf.committed]
+    if uncommitted or ((snapshot, rank) in mine and mine[snapshot, rank].sealed):
+        waiting_for = uncommitted[0].step if uncommitted else snapshot.step
+        raise SnapshotUnavailable(
+            f"rank {rank} may not begin a snapshot of step {snapshot.step}: that of step {waiting_for} is sealed and "
+            "not committed yet; wait for the commit"
+        )
     abandoned = {key for key, held in mine.items() if not held.sealed}
-    if (snapshot, rank) in mine and (snapshot, rank) not in abandoned:
-        return shelf, None
     shelf = _keep(shelf, {k: h for k, h in shelf.shards.items() if k not in abandoned})
     fitting = [(capacity, buffer) for buffer, capacity in shelf.free.items() if capacity >= nbytes]
     if fitting:

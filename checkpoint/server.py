@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -37,8 +38,12 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(slots=True)
 class _Shard:
-    index: ShardIndex
-    entries: dict[str, Entry]
+    """A sealed shard: where its index lies in its buffer, and what that says once somebody has asked."""
+
+    index_offset: int
+    index_nbytes: int
+    index: ShardIndex | None = None
+    entries: dict[str, Entry] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -115,7 +120,7 @@ class SnapshotServer:
     def index(self, snapshot: Snapshot, rank: int) -> ShardIndex:
         """Return what a sealed local shard holds. Raises SnapshotUnavailable if it is not here."""
         with self._lock:
-            return self._shard(snapshot, rank).index
+            return self._indexed(snapshot, rank)[0]
 
     def memory(self, snapshot: Snapshot, rank: int) -> Arena:
         """Return a sealed local shard's memory; pin the snapshot first if it is used after the lock is gone."""
@@ -182,7 +187,7 @@ class SnapshotServer:
         if verb == "begin":
             self._begin(wire, request, snapshot, began)
         elif verb == "seal":
-            self._seal(snapshot, request["rank"], ShardIndex.from_json(request["index"]))
+            self._seal(snapshot, request["rank"], *request["index"])
             began.discard((snapshot, request["rank"]))
             wire.send({})
             self.tell(
@@ -209,9 +214,6 @@ class SnapshotServer:
         with self._lock:
             contents = self._contents
             contents.shelf, held = retention.begin(contents.shelf, snapshot, rank, request["nbytes"], available)
-            if held is None:
-                wire.send({"busy": True})
-                return
             if held.buffer not in contents.arenas:
                 contents.arenas[held.buffer] = Arena.create(held.capacity)
             self._sweep()
@@ -224,11 +226,10 @@ class SnapshotServer:
             descriptor = None if held.buffer in mapped else contents.arenas[held.buffer].descriptor
             wire.send(reply, descriptor=descriptor)
 
-    def _seal(self, snapshot: Snapshot, rank: int, index: ShardIndex) -> None:
+    def _seal(self, snapshot: Snapshot, rank: int, index_offset: int, index_nbytes: int) -> None:
         with self._lock:
             self._contents.shelf = retention.seal(self._contents.shelf, snapshot, rank)
-            entries = {entry.key: entry for entry in index.entries}
-            self._contents.shards[snapshot, rank] = _Shard(index, entries)
+            self._contents.shards[snapshot, rank] = _Shard(index_offset, index_nbytes)
 
     def _read(self, wire: Wire, snapshot: Snapshot, pieces: list[Any]) -> None:
         """Send boxes; those that lie in one piece go from memory to socket inside the kernel."""
@@ -239,9 +240,8 @@ class SnapshotServer:
             arenas = set()
             for rank, key, offset, shape in pieces:
                 with self._lock:
-                    shard, arena = self._shard(snapshot, rank), self._arena(snapshot, rank)
+                    entry, arena = self._indexed(snapshot, rank)[1][key], self._arena(snapshot, rank)
                 box = Box(tuple(offset), tuple(shape))
-                entry = shard.entries[key]
                 arenas.add(arena)
                 views.append(box_bytes(entry, arena.bytes, box))
                 found = contiguous_range(entry, box)
@@ -300,6 +300,15 @@ class SnapshotServer:
                 f"rank {rank}'s part of step {snapshot.step} (generation {snapshot.generation}) is not held here"
             )
         return shard
+
+    def _indexed(self, snapshot: Snapshot, rank: int) -> tuple[ShardIndex, dict[str, Entry]]:
+        """Return a shard's index, whole and by key, read from its buffer the first time. Under the lock."""
+        shard = self._shard(snapshot, rank)
+        if shard.index is None:
+            encoded = self._arena(snapshot, rank).buffer[shard.index_offset : shard.index_offset + shard.index_nbytes]
+            shard.index = ShardIndex.from_json(json.loads(bytes(encoded)))
+            shard.entries = shard.index.by_key
+        return shard.index, shard.entries
 
     def _arena(self, snapshot: Snapshot, rank: int) -> Arena:
         self._shard(snapshot, rank)

@@ -16,15 +16,18 @@ from pathlib import Path
 
 from elastic.crew import Crew
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
-from elastic.links import Links, answer
+from elastic.links import Gate, Links
 from elastic.membership import Membership
-from elastic.records import Generation, NodeRecord, PersistedPart, Phase, SnapshotId
+from elastic.records import Generation, NodeRecord, PersistedPart, Phase, Report, SnapshotId
 from elastic.rendezvous import Policy, Publish, may_leave
 from elastic.snapshots import SnapshotProcess
 from elastic.store.contract import Store
 from elastic.worker import Command
 
 log = logging.getLogger("keepstep")
+
+# How far a node is matters to people only, unless something else is to be said: this many writes a second over all nodes.
+_PROGRESS_WRITES_PER_S = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Agent:
         self._committed: SnapshotId | None = None
         self._stored = -1
         self._persisting: SnapshotId | None = None
+        self._progress_due_s = 0.0
 
     def ask_to_leave(self) -> None:
         """Begin a graceful departure (a preemption notice, Ctrl-C): hand over the state, then leave."""
@@ -75,19 +79,18 @@ class Agent:
             JobFailed: the job failed; the message names the first failing rank and why.
             UsageError, StoreUnavailable: the job could not be joined, or the coordinator is gone.
         """
-        server = await answer(self._config.node, self._config.host)
+        gate = await Gate.open(self._config.node, self._config.host)
         try:
-            address = f"{self._config.host}:{server.sockets[0].getsockname()[1]}"
             while True:
                 try:
-                    return await self._take_part(address)
+                    return await self._take_part(gate)
                 except LeaseLost as lost:
                     log.error("%s; its workers are stopped, joining again", lost)
         finally:
             self._listener.close()
-            server.close()
+            gate.close()
 
-    async def _take_part(self, address: str) -> bool:
+    async def _take_part(self, gate: Gate) -> bool:
         """One membership, from lease to lease's end."""
         config = self._config
         self._drained_generation, self._committed, self._stored, self._persisting = 0, None, -1, None
@@ -95,7 +98,7 @@ class Agent:
             node=config.node,
             host=config.host,
             nproc=config.workers,
-            agent=address,
+            agent=f"{config.host}:{gate.port}",
             server="",
             store_port=self._listener.getsockname()[1],
             lease=0,
@@ -111,8 +114,9 @@ class Agent:
             self._publish,
         )
         self._membership = membership
-        links = Links(membership.revoke)
         secret = await membership.join()
+        gate.admit(secret, membership.hear)
+        links = self._links = Links(secret, membership.revoke)
         self._crew = Crew(config.command, config.workers, config.spares, config.environment, self._wake.set)
         try:
             self._snapshots = await SnapshotProcess.start(
@@ -165,7 +169,7 @@ class Agent:
         return [view.nodes[view.leader].record] if view.leader else []
 
     def _next_deadline_s(self) -> float | None:
-        deadlines = [self._crew.drain_until_s]
+        deadlines = [self._crew.drain_until_s, self._progress_due_s if self._crew.workers else None]
         if self._leaving_since_s is not None:
             deadlines.append(self._leaving_since_s + self._config.grace_s)
         present = [deadline for deadline in deadlines if deadline is not None]
@@ -202,9 +206,11 @@ class Agent:
             finishing=crew.finishing,
             checkpoint_url=crew.checkpoint_url,
             checkpoint_every=crew.checkpoint_every,
-            step=crew.step,
             phase=self._phase(),
         )
+        if membership.has_news or time.monotonic() >= self._progress_due_s:
+            self._progress_due_s = time.monotonic() + max(1.0, len(view.nodes) / _PROGRESS_WRITES_PER_S)
+            membership.update(step=crew.step, memory_nbytes=self._snapshots.memory_nbytes)
         return False
 
     def _phase(self) -> Phase:
@@ -294,11 +300,7 @@ class Agent:
     def _on_snapshot_event(self, event: Mapping[str, object]) -> None:
         """The snapshot server has sealed or stored something, or has failed to."""
         if event["event"] == "complete":
-            self._membership.update(
-                sealed=self._snapshots.known_complete,
-                step=max(self._membership.record.step, self._crew.step),
-                memory_nbytes=self._snapshots.memory_nbytes,
-            )
+            self._report()
         elif event["event"] in ("persisted", "persist_failed") and self._persisting is not None:
             part = event["part"] if event["event"] == "persisted" else {"error": event["reason"]}
             assert isinstance(part, Mapping)
@@ -306,6 +308,15 @@ class Agent:
         elif event["event"] == "died":
             self._crew.fail("the snapshot server of this node died")
         self._wake.set()
+
+    def _report(self) -> None:
+        """Tell the leader what is sealed here."""
+        record = self._membership.record
+        sealed = self._snapshots.known_complete
+        report = Report(record.node, record.lease, record.generation, self._crew.step, sealed)
+        self._membership.hear(report)
+        if not self._membership.leads:
+            self._links.report(report)
 
     async def _publish(self, action: Publish) -> None:
         await self._snapshots.publish(action.request, action.parts)

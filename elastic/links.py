@@ -1,48 +1,95 @@
-"""Noticing a dead agent at once, instead of when its lease ends.
+"""Connections between agents: noticing a dead agent at once, and telling the leader what was sealed.
 
-Each agent listens on a port and says its node's name to whoever connects. The leader keeps a connection to every other agent and every
-other agent one to the leader: linear in nodes. When a process dies its kernel closes the connection; if the port then refuses (or another
-name answers), the agent is certainly dead, and its lease can be revoked by whoever noticed. A host that merely does not answer
-proves nothing: that case is left to the lease.
+Each agent listens on a port and says its node's name and a nonce to whoever connects. The leader keeps a connection to every other agent
+and every other agent one to the leader: linear in nodes. When a process dies its kernel closes the connection; if the port then refuses
+(or another name answers), the agent is certainly dead, and its lease can be revoked by whoever noticed. A host that merely does not
+answer proves nothing: that case is left to the lease.
+
+What a node has sealed changes at every step and matters to the leader only, so it goes over these connections and not through the
+coordinator, to which every write costs a majority's disks and an event to every agent. Whoever reports proves first that it knows the
+job's secret. The newest report is sent again on every new connection: a new leader hears it all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Iterable
 
-from elastic.errors import StoreUnavailable
-from elastic.records import NodeRecord
+from elastic.errors import StoreUnavailable, UsageError
+from elastic.records import NodeRecord, Report
 
 log = logging.getLogger("keepstep")
 
 _CONNECT_TIMEOUT_S = 2.0
 _RETRY_S = 0.5
+_LINE_NBYTES = 2**20
 
 
-async def answer(node: str, host: str) -> asyncio.Server:
-    """Listen on a free port of `host`, saying `node` to whoever connects, until closed."""
+class Gate:
+    """Where an agent is reached by others. Made by `open`; `close` ends it.
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    `admit` sets whose reports are heard: until then, and without the secret, they are refused.
+    """
+
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._secret: bytes | None = None
+        self._hear: Callable[[Report], None] = lambda _: None
+        self._server: asyncio.Server | None = None
+
+    @classmethod
+    async def open(cls, node: str, host: str) -> Gate:
+        """Listen on a free port of `host`."""
+        self = cls(node)
+        self._server = await asyncio.start_server(self._greet, host, 0, limit=_LINE_NBYTES)
+        return self
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def admit(self, secret: bytes, hear: Callable[[Report], None]) -> None:
+        """Hear reports of those who know the secret."""
+        self._secret, self._hear = secret, hear
+
+    def close(self) -> None:
+        """Refuse newcomers."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonce = secrets.token_hex(32)
         try:
-            writer.write(node.encode() + b"\n")
+            writer.write(f"{self._node} {nonce}\n".encode())
             await writer.drain()
-            await reader.read()
-        except ConnectionError:
-            pass  # The peer went away, which is all that this connection is for.
+            proof = await reader.readline()
+            if self._secret is None or not hmac.compare_digest(proof.strip(), _prove(self._secret, nonce)):
+                # It may stay connected, for that is how a watcher without reports notices this agent's death.
+                await reader.read()
+                return
+            while line := await reader.readline():
+                self._hear(Report.decode(line))
+        except (ConnectionError, ValueError, UsageError) as error:
+            log.debug("a link to this agent ended: %s", error)
         finally:
             writer.close()
 
-    return await asyncio.start_server(greet, host, 0)
-
 
 class Links:
-    """Connections to other agents. `watch` sets whom to watch; `close` ends all of them."""
+    """Connections to other agents. `watch` sets whom to watch, `report` what they are told; `close` ends all of them."""
 
-    def __init__(self, declare_dead: Callable[[NodeRecord], Awaitable[None]]) -> None:
+    def __init__(self, secret: bytes, declare_dead: Callable[[NodeRecord], Awaitable[None]]) -> None:
+        self._secret = secret
         self._declare_dead = declare_dead
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._writers: dict[tuple[str, int], asyncio.StreamWriter] = {}
+        self._report: bytes | None = None
 
     def watch(self, peers: Iterable[NodeRecord]) -> None:
         """Watch exactly these agents."""
@@ -51,7 +98,13 @@ class Links:
             self._tasks.pop(key).cancel()
         for key, peer in wanted.items():
             if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._follow(peer))
+                self._tasks[key] = asyncio.create_task(self._follow(key, peer))
+
+    def report(self, report: Report) -> None:
+        """Tell those who are watched; those who cannot be reached hear it when they can."""
+        self._report = report.encode() + b"\n"
+        for writer in self._writers.values():
+            writer.write(self._report)
 
     async def close(self) -> None:
         """End all connections."""
@@ -59,8 +112,8 @@ class Links:
         self.watch(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, peer: NodeRecord) -> None:
-        while not await _is_dead(peer):  # noqa: ASYNC110 - a remote process is waited for, which sets no event here
+    async def _follow(self, key: tuple[str, int], peer: NodeRecord) -> None:
+        while not await self._is_dead(key, peer):  # noqa: ASYNC110 - a remote process is waited for, which sets no event here
             await asyncio.sleep(_RETRY_S)
         log.warning("the agent of node %s is dead", peer.node)
         try:
@@ -68,26 +121,32 @@ class Links:
         except StoreUnavailable as error:
             log.warning("could not declare %s gone (%s); its lease will end by itself", peer.node, error)
 
+    async def _is_dead(self, key: tuple[str, int], peer: NodeRecord) -> bool:
+        """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
+        host, _, port = peer.agent.rpartition(":")
+        for attempt in range(2):
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    reader, writer = await asyncio.open_connection(host, int(port))
+            except ConnectionRefusedError:
+                return True
+            except (OSError, TimeoutError):
+                return False
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                    name, _, nonce = (await reader.readline()).decode().strip().partition(" ")
+                if name != peer.node:
+                    return attempt > 0 or bool(name)
+                writer.write(_prove(self._secret, nonce) + b"\n" + (self._report or b""))
+                self._writers[key] = writer
+                await reader.read()
+            except (OSError, TimeoutError, UnicodeDecodeError):
+                continue
+            finally:
+                self._writers.pop(key, None)
+                writer.close()
+        return False
 
-async def _is_dead(peer: NodeRecord) -> bool:
-    """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
-    host, _, port = peer.agent.rpartition(":")
-    for attempt in range(2):
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(host, int(port))
-        except ConnectionRefusedError:
-            return True
-        except (OSError, TimeoutError):
-            return False
-        try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                name = await reader.readline()
-            if name.strip() != peer.node.encode():
-                return attempt > 0 or bool(name)
-            await reader.read()
-        except (OSError, TimeoutError):
-            continue
-        finally:
-            writer.close()
-    return False
+
+def _prove(secret: bytes, nonce: str) -> bytes:
+    return hmac.new(secret, b"link" + nonce.encode(), hashlib.sha256).hexdigest().encode()

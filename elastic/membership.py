@@ -17,10 +17,10 @@ from typing import Any
 
 from elastic import rendezvous
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
-from elastic.records import NodeRecord, StoredCheckpoint, StoreFailure
+from elastic.records import NodeRecord, Report, StoredCheckpoint, StoreFailure
 from elastic.rendezvous import Deliberation, Policy
 from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
-from elastic.view import Keys, View, apply, from_listing
+from elastic.view import Keys, View, apply, from_listing, with_reports
 
 log = logging.getLogger("keepstep")
 
@@ -56,6 +56,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._created = 0
         self._written: NodeRecord | None = None
+        self._reports: dict[str, Report] = {}
         self._lease_until_s = 0.0
         self.record = record
         self.view = View()
@@ -122,6 +123,23 @@ class Membership:
         if record != self.record:
             self.record = record
             self._dirty.set()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the record is about to be written."""
+        return self._dirty.is_set()
+
+    def hear(self, report: Report) -> None:
+        """Take note of a node's report, this one's own among them. It matters while this node leads."""
+        self._reports[report.node] = report
+        generation = self.view.generation
+        if generation is None or not self.leads or not report.sealed:
+            return
+        newest = report.sealed[-1]
+        heard = (self._reports.get(member.node) for member in generation.members)
+        # To decide costs time linear in nodes: not at every report, but once the last one has it.
+        if all(other is not None and newest in other.sealed for other in heard):
+            self._changed.set()
 
     async def revoke(self, record: NodeRecord) -> None:
         """Declare another node gone, because its agent's process is certainly dead."""
@@ -210,7 +228,8 @@ class Membership:
             self._changed.clear()
             again_at_s = None
             if self.leads:
-                decision = rendezvous.decide(self._policy, self.view, deliberation, time.monotonic(), time.time())
+                view = with_reports(self.view, self._reports)
+                decision = rendezvous.decide(self._policy, view, deliberation, time.monotonic(), time.time())
                 deliberation, again_at_s = decision.deliberation, decision.again_at_s
                 if decision.message and decision.message != self.message:
                     log.info("%s", decision.message)

@@ -169,6 +169,17 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Report(Record):
+    """What an agent tells the leader directly, because it changes at every step: the newest it has, by lease and generation."""
+
+    node: str
+    lease: int
+    generation: int
+    step: int
+    sealed: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Member(Record):
     """A node's place in a generation: its workers are ranks `first_rank` to `first_rank + nproc - 1`."""
 

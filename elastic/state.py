@@ -126,12 +126,12 @@ class Keeper:
 
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
-        self._snapshotter.wait()
+        if not self._is_committed(self._taken):
+            return False
         live = self._whole(position)
-        started = self._snapshotter.start(position.step, live.tensors, live.documents)
-        if started:
-            self._taken = position.step
-        return started
+        self._snapshotter.start(position.step, live.tensors, live.documents)
+        self._taken = position.step
+        return True
 
     def snapshot_finally(self, position: Position, wait_for_commit: Callable[[int], bool]) -> bool:
         """Have the state at `position` snapshot and committed; False if the generation closes before that."""

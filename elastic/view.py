@@ -15,7 +15,9 @@ from elastic.records import (
     History,
     NodeRecord,
     PersistRequest,
+    Phase,
     Record,
+    Report,
     Result,
     SnapshotCommit,
     StoredCheckpoint,
@@ -115,6 +117,21 @@ def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     for change in changes:
         view = replace(_with(keys, view, change.key, change.value), revision=change.revision)
     return view
+
+
+def with_reports(view: View, reports: Mapping[str, Report]) -> View:
+    """Fold in what nodes have told directly: newer than their records until they drain, for then the record is the last word."""
+    nodes = dict(view.nodes)
+    for node, report in reports.items():
+        joined = nodes.get(node)
+        if joined is None:
+            continue
+        record = joined.record
+        is_of_now = (record.lease, record.generation) == (report.lease, report.generation)
+        if is_of_now and record.phase in (Phase.STARTING, Phase.RUNNING):
+            newer = replace(record, sealed=report.sealed, step=max(record.step, report.step))
+            nodes[node] = Joined(newer, joined.created)
+    return replace(view, nodes=nodes)
 
 
 def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:

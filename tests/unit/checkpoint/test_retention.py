@@ -11,17 +11,16 @@ PLENTY = 2**40
 
 
 def taken(shelf: Shelf, step: int, generation: int = 1, rank: int = 0) -> Shelf:
-    shelf, held = begin(shelf, Snapshot(generation, step), rank, 100, PLENTY)
-    assert held is not None
+    shelf, _ = begin(shelf, Snapshot(generation, step), rank, 100, PLENTY)
     return seal(shelf, Snapshot(generation, step), rank)
 
 
 def test_second_snapshot_waits_until_the_first_is_committed() -> None:
     shelf = taken(open_generation(Shelf(), 1), 1)
-    shelf, held = begin(shelf, Snapshot(1, 2), 0, 100, PLENTY)
-    assert held is None
-    shelf, held = begin(commit(shelf, Snapshot(1, 1)), Snapshot(1, 2), 0, 100, PLENTY)
-    assert held is not None
+    with pytest.raises(SnapshotUnavailable, match="step 1 is sealed and not committed"):
+        begin(shelf, Snapshot(1, 2), 0, 100, PLENTY)
+    _, held = begin(commit(shelf, Snapshot(1, 1)), Snapshot(1, 2), 0, 100, PLENTY)
+    assert held.capacity == 100
 
 
 def test_older_generation_can_neither_begin_nor_seal() -> None:
@@ -53,8 +52,11 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(schedul
         if kind in ("take", "begin"):
             step += 1
             snapshot = Snapshot(shelf.generation, step)
-            shelf, held = begin(shelf, snapshot, rank, 100, PLENTY)
-            if held is not None and kind == "take":
+            try:
+                shelf, _ = begin(shelf, snapshot, rank, 100, PLENTY)
+            except SnapshotUnavailable:
+                continue  # The last one is not committed yet.
+            if kind == "take":
                 shelf = seal(shelf, snapshot, rank)
         elif kind == "abandon":
             shelf = abandon(shelf, snapshot, rank)
