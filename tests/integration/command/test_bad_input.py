@@ -76,7 +76,8 @@ def test_script_that_knows_nothing_of_keepstep_gets_torchruns_environment_and_is
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "if attempt == 0 and os.environ['LOCAL_RANK'] == '1': sys.exit(3)\n"
         "dist.barrier()\n"
-        "print('total', int(total.item()), 'of', os.environ['WORLD_SIZE'], 'attempt', attempt, flush=True)\n",
+        # In one piece, for the ranks share the terminal.
+        "sys.stdout.write(f\"total {int(total.item())} of {os.environ['WORLD_SIZE']} attempt {attempt}\\n\")\n",
     )
     done = keepstep("run", "--nproc-per-node", "2", plain)
     assert done.returncode == 0, done.stderr
