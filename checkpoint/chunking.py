@@ -1,9 +1,13 @@
-"""Which chunks a stored tensor has, and who writes each: the storage side of a layout.
+"""Which chunks a stored tensor has, who writes each, and into which objects: the storage side of a layout.
 
 Pure. Zarr chunks form a regular grid, so the grid is chosen to follow the shards: FSDP's split of a dimension
 (pieces of ceil(n / ranks), the last smaller) *is* a regular grid, and so is a tensor-parallel split of
 another dimension. Where shards form no grid, one of about their size is laid over them, and a chunk's writer
 collects the pieces that others hold.
+
+A chunk is cut into cells, each with a checksum of its own, so that a reader who needs a part reads and verifies
+little more than that part. A large chunk is an object; the cells of small chunks of one writer share objects, called
+packs, for thousands of small tensors must not become thousands of objects.
 
 Every chunk has exactly one writer, chosen among those who hold most of it, the one with the least to write so
 far: replicas are written once, and the work is balanced. All ranks compute the same plan from the same
@@ -24,6 +28,18 @@ from checkpoint.layout import Box, Entry, ShardIndex
 from checkpoint.names import check_keys
 
 CHUNK_NBYTES = 64 * 2**20
+"""A chunk is at most this large, if its shard can be cut so."""
+
+PACKED_NBYTES = 2**20
+"""A chunk below this size goes into a pack."""
+
+PACK_NBYTES = 64 * 2**20
+"""A pack is closed once it is this large."""
+
+CELL_NBYTES = (32 * 2**10, 2**20)
+"""Cells are about an eighth of a chunk, within these bounds: at most 1/16 more than is needed is read at either edge."""
+
+_CELLS_PER_CHUNK = 8
 
 # A common step of the shards' boundaries is followed if it cuts the longest shard into at most this many
 # pieces; for the same reason a chunk may be this much smaller than CHUNK_NBYTES to keep its edges on shard
@@ -33,11 +49,21 @@ _MOST_PIECES = 4
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it will be stored: its data type, shape, and the shape of its chunks."""
+    """A tensor as it will be stored: data type, shape, shapes of its chunks and of the cells that these consist of.
+
+    The cells of a packed tensor may lie anywhere in packs; those of another lie one after the other in their chunk's object.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
+    cell: tuple[int, ...]
+    is_packed: bool
+
+    @property
+    def cell_nbytes(self) -> int:
+        """Size of a cell's payload, also at the tensor's edges, where it is padded."""
+        return math.prod(self.cell) * numpy_dtype(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +72,15 @@ class Chunk:
 
     key: str
     place: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell: its place in the grid of all cells, its number within its chunk, and the box it covers."""
+
+    place: tuple[int, ...]
+    number: int
     box: Box
 
 
@@ -81,7 +116,7 @@ def plan_chunks(indexes: Sequence[ShardIndex]) -> ChunkPlan:
         shape, dtype = _agreed(key, held)
         itemsize = numpy_dtype(dtype).itemsize
         grid = chunk_shape(shape, [entry.box for _, entry in held], itemsize)
-        tensors[key] = StoredTensor(dtype, shape, grid)
+        tensors[key] = stored_tensor(dtype, shape, grid)
         shares = _shares(shape, grid, held)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
             share = shares.get(chunk.place)
@@ -94,6 +129,64 @@ def plan_chunks(indexes: Sequence[ShardIndex]) -> ChunkPlan:
             load[writer] += chunk.box.size * itemsize
             chunks[writer].append(chunk)
     return ChunkPlan(tensors, tuple(tuple(mine) for mine in chunks))
+
+
+def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:
+    """Return how a tensor with chunks of this shape is stored."""
+    itemsize = numpy_dtype(dtype).itemsize
+    is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES
+    return StoredTensor(dtype, shape, chunk, cell_shape(chunk, itemsize), is_packed)
+
+
+def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Return the shape of a chunk's cells, which divide it evenly and lie in it in one piece each.
+
+    Among the numbers of cells that are possible, one near the wanted size is chosen, and powers of two before others: halves and
+    quarters of a shard then end where cells do.
+    """
+    least, most = CELL_NBYTES
+    wanted = min(max(math.prod(chunk) * itemsize // _CELLS_PER_CHUNK, least), most)
+    cell = list(chunk)
+    for axis, extent in enumerate(chunk):
+        nbytes = math.prod(cell) * itemsize
+        if nbytes <= wanted:
+            break
+        inner = nbytes // extent
+        if inner >= wanted:
+            cell[axis] = 1
+            continue
+        count = _power_of_two(nbytes // wanted)
+        while extent % count:
+            count //= 2
+        if count * 4 < nbytes // wanted:
+            count = _divisor_near(extent, nbytes / wanted)
+        cell[axis] = extent // count
+        break
+    return tuple(cell)
+
+
+def _power_of_two(at_most: int) -> int:
+    return 1 << max(0, at_most.bit_length() - 1)
+
+
+def _divisor_near(number: int, wanted: float) -> int:
+    """Return the divisor nearest to `wanted` by ratio, at most 4 times more; 1 if there is none that near."""
+    near = range(int(wanted / 4) or 1, min(number, int(wanted * 4)) + 1)
+    divisors = [n for n in near if number % n == 0]
+    return min(divisors, key=lambda n: abs(math.log(n / wanted)), default=1)
+
+
+def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
+    """Yield the cells of a chunk that share elements with a box, in C order."""
+    common = chunk.box.intersect(box)
+    if common is None:
+        return
+    per_chunk = [whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True)]
+    for found in chunks_over(chunk.key, tensor.shape, tensor.cell, common):
+        number = 0
+        for place, count in zip(found.place, per_chunk, strict=True):
+            number = number * count + place % count
+        yield Cell(found.place, number, found.box)
 
 
 def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int) -> tuple[int, ...]:
@@ -121,6 +214,11 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int) -> tu
             chunk[axis] = next(divisors, chunk[axis])
         else:
             chunk[axis] = -(-extent // -(-extent // wanted))
+    if shape and not is_split[0]:
+        # A vocabulary's prime number of rows would be one indivisible cell; a chunk may reach over the tensor's edge.
+        cells = _power_of_two(math.prod(chunk) * itemsize // CELL_NBYTES[1])
+        if cells * _CELLS_PER_CHUNK <= chunk[0]:
+            chunk[0] = -(-chunk[0] // cells) * cells
     return tuple(chunk)
 
 

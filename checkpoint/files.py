@@ -8,9 +8,11 @@ files are flushed as they are written, the rest and all directories by `settle`.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import uuid
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissi
 
 _FLUSH_AT_ONCE_NBYTES = 2**20
 _UNFINISHED = ".unfinished"
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,18 @@ class FileStorage:
         with self._explained(f"read {name}"):
             return (self.root / name).read_bytes()
 
-    def read_into(self, name: str, buffers: Sequence[memoryview]) -> int:
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """See `Storage.read_into`."""
+        rest = deque(buffer for buffer in buffers if buffer.nbytes)
+        total = 0
         with self._explained(f"read {name}"), (self.root / name).open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            for buffer in buffers if nbytes == sum(buffer.nbytes for buffer in buffers) else ():
-                filled = 0
-                while filled < buffer.nbytes:
-                    count = file.readinto(buffer[filled:])
-                    if not count:
-                        return nbytes - 1  # It was cut while it was read.
-                    filled += count
-            return nbytes
+            while rest:
+                count = os.preadv(file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total)
+                if count == 0:
+                    break
+                total += count
+                _advance(rest, count)
+        return total
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
@@ -130,11 +133,10 @@ class FileStorage:
             unfinished.unlink(missing_ok=True)
 
     def _fill(self, path: Path, pieces: Sequence[bytes | memoryview], *, flush: bool) -> None:
+        rest = deque(view for piece in pieces if (view := memoryview(piece).cast("B")).nbytes)
         with path.open("wb", buffering=0) as file:
-            for piece in pieces:
-                rest = memoryview(piece).cast("B")
-                while rest.nbytes:
-                    rest = rest[file.write(rest) :]
+            while rest:
+                _advance(rest, os.writev(file.fileno(), list(itertools.islice(rest, _IOV_MAX))))
             if flush:
                 os.fsync(file.fileno())
 
@@ -152,6 +154,15 @@ class FileStorage:
                 errno.EROFS: "mount it writable, or choose another place",
             }.get(error.errno or 0, "check that the place exists and is a directory")
             raise CheckpointError(f"{self.url}: could not {what}: {error.strerror}; {remedy}") from error
+
+
+def _advance(rest: deque[memoryview], count: int) -> None:
+    """Drop the first `count` bytes."""
+    while count:
+        first = rest.popleft()
+        if count < first.nbytes:
+            rest.appendleft(first[count:])
+        count -= min(count, first.nbytes)
 
 
 def _flush(path: Path) -> None:

@@ -6,10 +6,14 @@ Pure. Whatever is read from outside is checked here before anything acts on it.
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import crc32c
 
 from checkpoint.chunking import StoredTensor
 from checkpoint.dtypes import numpy_dtype
@@ -23,6 +27,9 @@ DOCUMENTS = "documents.json"
 ROOT = "zarr.json"
 
 _PARTS = "parts"
+_PACKS = "packs"
+
+_ABSENT = 2**64 - 1
 
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
 
@@ -53,10 +60,7 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object as it must be found: name under the step's directory, size in bytes, crc32c.
-
-    A chunk's crc32c is that of its payload, without the four bytes of it that Zarr's codec appends.
-    """
+    """An object as it must be found: name under the step's directory, size in bytes, crc32c."""
 
     name: str
     nbytes: int
@@ -79,6 +83,82 @@ class StoredObject:
         if not (_is_count(nbytes) and _is_count(crc) and crc < 2**32) or ".." in name.split("/"):
             raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
         return cls(name, nbytes, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkObject:
+    """A chunk that is an object of its own: the crc32c of each of its cells, None for one beyond the tensor's edge."""
+
+    name: str
+    nbytes: int
+    checksums: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCell:
+    """A cell in a pack: whose it is, its place in the grid of cells, its crc32c."""
+
+    key: str
+    place: tuple[int, ...]
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """An object with cells of several tensors, one after the other."""
+
+    name: str
+    nbytes: int
+    cells: tuple[PackedCell, ...]
+
+
+DataObject = ChunkObject | Pack
+
+
+def encode_part(objects: Sequence[DataObject]) -> bytes:
+    """Return the listing of what one writer wrote, as JSON."""
+    listing: list[Json] = []
+    for item in objects:
+        if isinstance(item, ChunkObject):
+            listing.append([item.name, item.nbytes, list(item.checksums)])
+            continue
+        # Cells of one tensor follow each other: its name is written once.
+        groups: list[list[Json]] = []
+        for cell in item.cells:
+            if not groups or groups[-1][0] != cell.key:
+                groups.append([cell.key])
+            groups[-1].append([*cell.place, cell.crc32c])
+        listing.append([item.name, item.nbytes, groups])
+    return encode(listing)
+
+
+def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
+    """Parse what `encode_part` returned.
+
+    Raises:
+        CheckpointDamaged: it is something else.
+    """
+    listing = decode(data, where)
+    try:
+        return tuple(_parse_object(*item) for item in listing)
+    except (TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{where} is not a listing: {error}; load an older step") from error
+
+
+def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
+    if not (isinstance(name, str) and ".." not in name.split("/") and _is_count(nbytes) and isinstance(content, list)):
+        raise ValueError(f"not an object's entry: {name!r:.200}")
+    if not name.startswith(f"{_PACKS}/"):
+        if not all(crc is None or (_is_count(crc) and crc < 2**32) for crc in content):
+            raise ValueError(f"{name}: checksums {content!r:.200}")
+        return ChunkObject(name, nbytes, tuple(content))
+    cells = []
+    for key, *placed in content:
+        for one in placed:
+            if not (isinstance(key, str) and one and all(_is_count(number) for number in one) and one[-1] < 2**32):
+                raise ValueError(f"{name}: cell {one!r:.200} of {key!r:.200}")
+            cells.append(PackedCell(key, tuple(one[:-1]), one[-1]))
+    return Pack(name, nbytes, tuple(cells))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +238,48 @@ def part_name(writer: int) -> str:
     return f"{_PARTS}/{writer:06d}.json"
 
 
-def array_metadata(tensor: StoredTensor) -> Json:
+def pack_name(writer: int, number: int) -> str:
+    """Return the name of one of a writer's packs."""
+    return f"{_PACKS}/{writer:06d}-{number:04d}"
+
+
+def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
+    """Return what ends a chunk's object, by Zarr's codec `sharding_indexed`: each cell's offset and size, then their crc32c."""
+    size = tensor.cell_nbytes + 4
+    numbers: list[int] = []
+    offset = 0
+    for crc in checksums:
+        numbers += [_ABSENT, _ABSENT] if crc is None else [offset, size]
+        offset += 0 if crc is None else size
+    index = struct.pack(f"<{len(numbers)}Q", *numbers)
+    checksum: int = crc32c.crc32c(index)
+    return index + checksum.to_bytes(4, "little")
+
+
+def cells_per_chunk(tensor: StoredTensor) -> int:
+    """Return the number of cells in a chunk, those beyond the tensor's edge included."""
+    return math.prod(whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True))
+
+
+def array_metadata(key: str, tensor: StoredTensor) -> Json:
     """Return the Zarr v3 metadata of a tensor's array."""
+    cell_codecs: list[Json] = [
+        {"name": "bytes", "configuration": {"endian": "little"}}
+        if numpy_dtype(tensor.dtype).itemsize > 1
+        else {"name": "bytes"},
+        {"name": "crc32c"},
+    ]
+    codec: Json = {"name": "keepstep.packed", "configuration": {"key": key, "codecs": cell_codecs}}
+    if not tensor.is_packed:
+        codec = {
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": list(tensor.cell),
+                "codecs": cell_codecs,
+                "index_codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+                "index_location": "end",
+            },
+        }
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -167,16 +287,11 @@ def array_metadata(tensor: StoredTensor) -> Json:
         "data_type": tensor.dtype,
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(tensor.chunk)},
+            "configuration": {"chunk_shape": list(tensor.cell if tensor.is_packed else tensor.chunk)},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": _fill_value(tensor.dtype),
-        "codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}}
-            if numpy_dtype(tensor.dtype).itemsize > 1
-            else {"name": "bytes"},
-            {"name": "crc32c"},
-        ],
+        "codecs": [codec],
         "attributes": {},
     }
 
@@ -188,7 +303,7 @@ def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor
         parts = key.split("/")
         for depth in range(1, len(parts)):
             nodes.setdefault("/".join(parts[:depth]), group_metadata("/".join(parts[:depth])))
-        nodes[key] = array_metadata(tensors[key])
+        nodes[key] = array_metadata(key, tensors[key])
     return {
         "zarr_format": 3,
         "node_type": "group",
@@ -236,9 +351,16 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
         raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
     if not (all(_is_count(n) for n in (*shape, *chunk)) and all(chunk)):
         raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
-    tensor = StoredTensor(str(node["data_type"]), tuple(shape), tuple(chunk))
+    (codec,) = node["codecs"]
+    is_packed = codec["name"] == "keepstep.packed"
+    cell = chunk if is_packed else codec["configuration"]["chunk_shape"]
+    if not (isinstance(cell, list) and len(cell) == len(chunk) and all(_is_count(n) and n for n in cell)):
+        raise ValueError(f"{key}: cells {cell}")
+    if any(whole % part for whole, part in zip(chunk, cell, strict=True)):
+        raise ValueError(f"{key}: cells {cell} do not divide chunks {chunk}")
+    tensor = StoredTensor(str(node["data_type"]), tuple(shape), tuple(chunk), tuple(cell), is_packed)
     numpy_dtype(tensor.dtype)
-    expected = array_metadata(tensor)
+    expected = array_metadata(key, tensor)
     for field in ("zarr_format", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs"):
         if node[field] != expected[field]:
             raise ValueError(f"{key}: {field} is {node[field]!r:.200}, this format has {expected[field]!r:.200}")

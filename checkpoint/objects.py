@@ -32,14 +32,25 @@ class ObjectStorage:
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         return bytes(result.value)
 
-    def read_into(self, name: str, buffers: Sequence[memoryview]) -> int:
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """See `Storage.read_into`."""
-        data = memoryview(self.read(name))
-        if data.nbytes == sum(buffer.nbytes for buffer in buffers):
-            start = 0
-            for buffer in buffers:
-                buffer[:] = data[start : start + buffer.nbytes]
-                start += buffer.nbytes
+        end = offset + sum(buffer.nbytes for buffer in buffers)
+        try:
+            result = self.store.read(name, byte_range=slice(offset, end)).result()
+        except ValueError as error:
+            if "OUT_OF_RANGE" in str(error):
+                return 0
+            raise self._explained(f"read {name}", error) from error
+        except OSError as error:
+            raise self._explained(f"read {name}", error) from error
+        if result.state != "value":
+            raise CheckpointMissing(f"{self.url}: there is no object {name}")
+        data = memoryview(result.value)
+        start = 0
+        for buffer in buffers:
+            piece = data[start : start + buffer.nbytes]
+            buffer[: piece.nbytes] = piece
+            start += piece.nbytes
         return data.nbytes
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -95,10 +106,13 @@ class ObjectStorage:
         try:
             return act()
         except (ValueError, OSError) as error:
-            raise CheckpointError(
-                f"{self.url}: could not {what}: {_reason(error)}; check bucket, "
-                "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"
-            ) from error
+            raise self._explained(what, error) from error
+
+    def _explained(self, what: str, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.url}: could not {what}: {_reason(error)}; check bucket, "
+            "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"
+        )
 
 
 def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:

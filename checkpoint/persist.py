@@ -7,6 +7,7 @@ nodes hold are read from them. One server then publishes. A generation that ends
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from checkpoint.client import SnapshotClient
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError
 from checkpoint.format import StoredObject, StoredStep
-from checkpoint.layout import Box, Json, ShardIndex
+from checkpoint.layout import Box, Entry, Json, ShardIndex
 from checkpoint.planner import Read, plan_reads
 from checkpoint.retention import Snapshot
 from checkpoint.storage import open_storage
@@ -55,11 +56,11 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """A snapshot's indexes in the order of ranks, its plan, and its documents."""
+    """A snapshot's ranks, who of them holds which entries of a tensor, its plan, and its documents."""
 
     snapshot: Snapshot
     ranks: tuple[int, ...]
-    indexes: tuple[ShardIndex, ...]
+    held: Mapping[str, tuple[tuple[int, Entry], ...]]
     plan: ChunkPlan
     documents: Mapping[str, Json]
 
@@ -160,7 +161,12 @@ class Persistence:
         ranks = tuple(sorted(found))
         indexes = tuple(found[rank] for rank in ranks)
         documents = {name: content for index in indexes for name, content in index.documents.items()}
-        self._whole = _Whole(snapshot, ranks, indexes, plan_chunks(indexes), documents)
+        held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+        for rank, index in zip(ranks, indexes, strict=True):
+            for entry in index.entries:
+                held[entry.key].append((rank, entry))
+        by_key = {key: tuple(entries) for key, entries in held.items()}
+        self._whole = _Whole(snapshot, ranks, by_key, plan_chunks(indexes), documents)
         return self._whole
 
     def _box(
@@ -172,9 +178,9 @@ class Persistence:
         box: Box,
     ) -> npt.NDArray[np.uint8]:
         """Return a box's bytes, straight from local memory where it lies there whole, else put together."""
-        near = sorted(range(len(whole.ranks)), key=lambda i: addresses[whole.ranks[i]] is not None)
-        reads = plan_reads([(key, box)], [whole.indexes[i] for i in near])
-        ranks = [whole.ranks[near[read.source]] for read in reads]
+        near = sorted(whole.held[key], key=lambda item: addresses[item[0]] is not None)
+        reads = plan_reads([(key, box)], [ShardIndex(0, (entry,), {}) for _, entry in near])
+        ranks = [near[read.source][0] for read in reads]
         if len(reads) == 1 and addresses[ranks[0]] is None:
             return self._local(whole, ranks[0], reads[0])
         itemsize = numpy_dtype(whole.plan.tensors[key].dtype).itemsize

@@ -1,40 +1,48 @@
 """Reading a checkpoint: which steps are there, and any boxes of one of them, every byte verified.
 
-Only a directory with a manifest is a checkpoint. A chunk is read whole, for its checksum covers it whole;
+Only a directory with a manifest is a checkpoint. A cell is read whole, for its checksum covers it whole;
 where it fills a part of the caller's memory that lies in one piece, it is read straight into that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
 
 import crc32c
 import numpy as np
+import numpy.typing as npt
 
-from checkpoint.chunking import Chunk, StoredTensor, chunks_over
+from checkpoint.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
+from checkpoint.directory import Directory, Span, runs
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
 from checkpoint.format import (
     DOCUMENTS,
     MANIFEST,
     ROOT,
+    DataObject,
     Manifest,
-    StoredObject,
     StoredStep,
+    array_metadata,
     chunk_name,
     decode,
+    decode_part,
+    encode,
     parse_root,
 )
-from checkpoint.layout import Json
+from checkpoint.layout import Box, Json
 from checkpoint.source import BoxRequest, TensorSpec
 from checkpoint.storage import Storage, open_storage
 
 # Threads mostly wait for storage; many small tensors need many reads under way.
 _PARALLEL_READS = 16
+
+_Uses = dict[Span, tuple[Box, Sequence[BoxRequest]]]
+"""What a reader wants: for each cell that it needs, the cell's box and the requests that overlap it."""
 
 
 def list_steps(url: str) -> tuple[StoredStep, ...]:
@@ -98,36 +106,39 @@ class StoredCheckpoint:
         return {key: TensorSpec(tensor.dtype, tensor.shape) for key, tensor in self.stored_tensors.items()}
 
     @cached_property
-    def objects(self) -> Mapping[str, StoredObject]:
-        """Every chunk's entry by name, from the verified listings.
+    def directory(self) -> Directory:
+        """Where every cell lies, from the verified listings.
 
         Raises:
             CheckpointDamaged: a listing is not what was written.
         """
-        found: dict[str, StoredObject] = {}
+        objects: list[DataObject] = []
         for name in self.manifest.part_names():
             where = f"{self.storage.url}/{self.stored.directory}/{name}"
-            listing = decode(_verified(self.storage, self.stored, self.manifest, name), where)
-            if not isinstance(listing, list):
-                raise CheckpointDamaged(f"{where} is not a listing; load an older step")
-            found.update((entry.name, entry) for entry in map(StoredObject.from_json, listing))
-        return found
+            objects += decode_part(_verified(self.storage, self.stored, self.manifest, name), where)
+        return Directory.of(self.stored_tensors, objects)
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
-        """See `Source.read`. Each chunk is read once, whoever needs parts of it."""
-        wanted: dict[Chunk, list[BoxRequest]] = defaultdict(list)
+        """See `Source.read`. Each cell is read once, whoever needs parts of it; neighbours in one go."""
+        wanted: dict[tuple[Chunk, Cell], list[BoxRequest]] = defaultdict(list)
         for request in requests:
             tensor = self.stored_tensors.get(request.key)
             if tensor is None:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
             for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
-                wanted[chunk].append(request)
-        objects = self.objects
+                for cell in cells_over(tensor, chunk, request.box):
+                    wanted[chunk, cell].append(request)
+        uses: _Uses = {}
+        for (chunk, cell), wanting in wanted.items():
+            span = self.directory.find(chunk, cell)
+            if span is None:
+                raise CheckpointDamaged(
+                    f"{self.storage.url}/{self.stored.directory}/{chunk_name(chunk.key, chunk.place)}: {chunk.key} needs "
+                    "this chunk and no listing has it; load an older step"
+                )
+            uses[span] = (cell.box, wanting)
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            futures = [
-                pool.submit(self._fill, chunk, wanting, objects.get(chunk_name(chunk.key, chunk.place)))
-                for chunk, wanting in wanted.items()
-            ]
+            futures = [pool.submit(self._fetch, run, uses) for run in runs(uses)]
             try:
                 for future in futures:
                     future.result()
@@ -135,45 +146,96 @@ class StoredCheckpoint:
                 for future in futures:
                     future.cancel()
 
-    def _fill(self, chunk: Chunk, requests: Sequence[BoxRequest], entry: StoredObject | None) -> None:
-        """Read a chunk, and copy from it what it is needed for."""
-        tensor = self.stored_tensors[chunk.key]
-        itemsize = numpy_dtype(tensor.dtype).itemsize
-        targets = []
-        for request in requests:
-            common = chunk.box.intersect(request.box)
-            assert common is not None, "only chunks that overlap a request are read"
-            whole = np.frombuffer(request.into, np.uint8).reshape(*request.box.shape, itemsize)
-            targets.append((common, whole[common.within(request.box).slices]))
-        common, target = targets[0]
-        if len(targets) == 1 and common.shape == tensor.chunk and target.flags.c_contiguous:
-            self._read_chunk(chunk, entry, target.reshape(-1).data)
-            return
-        values = np.empty((*tensor.chunk, itemsize), np.uint8)
-        self._read_chunk(chunk, entry, values.reshape(-1).data)
-        for common, target in targets:
-            target[...] = values[common.within(chunk.box).slices]
+    def verify(self, report: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Read every byte and compare it with what was written; `report` hears of the bytes done.
 
-    def _read_chunk(self, chunk: Chunk, entry: StoredObject | None, payload: memoryview) -> None:
-        name = chunk_name(chunk.key, chunk.place)
-        where = f"{self.storage.url}/{self.stored.directory}/{name}"
-        if entry is None:
-            raise CheckpointDamaged(f"{where}: {chunk.key} needs this chunk and no listing has it; load an older step")
-        trailer = bytearray(4)
+        Raises:
+            CheckpointDamaged: something is not as it was written, or a data object is there that no listing has.
+        """
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            futures = {pool.submit(self._fetch, run, {}): run for run in runs(self.directory.spans())}
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    report(sum(span.nbytes for span in futures[future]))
+            finally:
+                for future in futures:
+                    future.cancel()
+        for item in self.directory.objects:
+            # A byte more than there should be must not be there.
+            if self._read(item.name, [memoryview(bytearray(1))], item.nbytes):
+                raise CheckpointDamaged(
+                    f"{self._where(item.name)} is longer than the manifest says; load an older step"
+                )
+        for key, tensor in self.stored_tensors.items():
+            name = f"{key}/{ROOT}"
+            if not tensor.is_packed and self._whole(name) != encode(array_metadata(key, tensor)):
+                raise CheckpointDamaged(f"{self._where(name)} was changed; load an older step")
+
+    def _fetch(self, run: Sequence[Span], uses: _Uses) -> None:
+        """Read neighbouring spans of one object, and copy from them what they are needed for."""
+        buffers: list[memoryview] = []
+        copies: list[tuple[Span, npt.NDArray[np.uint8]]] = []
+        for span in run:
+            into = self._straight(span, uses)
+            if into is None:
+                tensor = self.stored_tensors[span.key]
+                values = np.empty((*tensor.cell, numpy_dtype(tensor.dtype).itemsize), np.uint8)
+                copies.append((span, values))
+                into = values.reshape(-1).data
+            buffers += [into, memoryview(bytearray(len(span.trailer)))]
+        count = self._read(run[0].object_name, buffers, run[0].offset)
+        start = 0
+        for span, payload, trailer in zip(run, buffers[::2], buffers[1::2], strict=True):
+            start += span.nbytes
+            if count < start:
+                raise CheckpointDamaged(
+                    f"{self._where(span.object_name)} ends at byte {run[0].offset + count}, within what it holds of "
+                    f"{span.key}; load an older step"
+                )
+            if crc32c.crc32c(payload) != span.crc32c or trailer != span.trailer:
+                raise CheckpointDamaged(
+                    f"{self._where(span.object_name)}: what it holds of {span.key} does not match its checksum, its bytes "
+                    "were changed; load an older step"
+                )
+        for span, values in copies:
+            if span in uses:
+                box, requests = uses[span]
+                for common, target in _targets(box, requests, values.shape[-1]):
+                    target[...] = values[common.within(box).slices]
+
+    def _straight(self, span: Span, uses: _Uses) -> memoryview | None:
+        """Return the caller's memory if the cell is one piece of it and nobody else needs the cell."""
+        tensor = self.stored_tensors[span.key]
+        box, requests = uses.get(span, (None, ()))
+        if box is None or len(requests) != 1 or box.shape != tensor.cell:
+            return None
+        ((common, target),) = _targets(box, requests, numpy_dtype(tensor.dtype).itemsize)
+        return target.reshape(-1).data if common == box and target.flags.c_contiguous else None
+
+    def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            nbytes = self.storage.read_into(f"{self.stored.directory}/{name}", [payload, memoryview(trailer)])
+            return self.storage.read_into(f"{self.stored.directory}/{name}", buffers, offset)
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{where}: this chunk of {chunk.key} is gone; load an older step") from None
-        if nbytes != payload.nbytes + len(trailer) or nbytes != entry.nbytes:
-            raise CheckpointDamaged(
-                f"{where}: this chunk of {chunk.key} has {nbytes} bytes, the manifest says {entry.nbytes}; "
-                "load an older step"
-            )
-        if not crc32c.crc32c(payload) == entry.crc32c == int.from_bytes(trailer, "little"):
-            raise CheckpointDamaged(
-                f"{where}: this chunk of {chunk.key} does not match its checksum, its bytes were changed; "
-                "load an older step"
-            )
+            raise CheckpointDamaged(f"{self._where(name)} is gone; load an older step") from None
+
+    def _whole(self, name: str) -> bytes:
+        try:
+            return self.storage.read(f"{self.stored.directory}/{name}")
+        except CheckpointMissing:
+            raise CheckpointDamaged(f"{self._where(name)} is gone; load an older step") from None
+
+    def _where(self, name: str) -> str:
+        return f"{self.storage.url}/{self.stored.directory}/{name}"
+
+
+def _targets(box: Box, requests: Sequence[BoxRequest], itemsize: int) -> Iterator[tuple[Box, npt.NDArray[np.uint8]]]:
+    """Yield what each request needs of a cell, with the part of its memory that this fills."""
+    for request in requests:
+        common = box.intersect(request.box)
+        assert common is not None, "only cells that overlap a request are read"
+        whole = np.frombuffer(request.into, np.uint8).reshape(*request.box.shape, itemsize)
+        yield common, whole[common.within(request.box).slices]
 
 
 def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str) -> bytes:

@@ -33,10 +33,10 @@ class Storage(Protocol):
         """
         ...
 
-    def read_into(self, name: str, buffers: Sequence[memoryview]) -> int:
-        """Fill the buffers, in order, from an object; return its size in bytes.
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
+        """Fill the buffers, in order, with an object's bytes from an offset on; return how many there were.
 
-        If that is not the buffers' size together, what they hold is undefined.
+        If these are fewer than the buffers take, what the buffers hold is undefined.
 
         Raises:
             CheckpointMissing: there is no such object.

@@ -6,34 +6,43 @@ renamed: a crash at any instant leaves objects without a manifest, which nobody 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import TypeVar
 
 import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from checkpoint.chunking import Chunk, ChunkPlan, StoredTensor
+from checkpoint.chunking import PACK_NBYTES, Cell, Chunk, ChunkPlan, StoredTensor, cells_over
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError, CheckpointExists
 from checkpoint.format import (
     DOCUMENTS,
     MANIFEST,
     ROOT,
+    ChunkObject,
+    DataObject,
     Manifest,
+    Pack,
+    PackedCell,
     StoredObject,
     StoredStep,
     array_metadata,
+    cells_per_chunk,
     chunk_name,
     encode,
+    encode_part,
+    pack_name,
     part_name,
     root_metadata,
+    shard_index,
 )
 from checkpoint.layout import Box, Json
 from checkpoint.storage import Storage
 
-# A chunk that must be put together or padded is held in memory once per writing thread.
+# A pack, or a chunk that must be put together or padded, is held in memory once per writing thread.
 _PARALLEL_WRITES = 4
 
 _Item = TypeVar("_Item")
@@ -41,6 +50,8 @@ _Result = TypeVar("_Result")
 
 ReadBox = Callable[[str, Box], npt.NDArray[np.uint8]]
 """Returns a box's bytes: the box's shape plus a last axis of one element's bytes."""
+
+Piece = bytes | memoryview
 
 
 def write_part(
@@ -70,19 +81,20 @@ def write_part(
     """
     _refuse_committed(storage, step)
 
-    def one(chunk: Chunk) -> StoredObject:
+    def write(job: _Job) -> DataObject:
+        made, pieces = _chunk_object(plan, job, cells) if isinstance(job, Chunk) else _pack(plan, job, cells)
+        storage.write(f"{step.directory}/{made.name}", pieces)
+        return made
+
+    def cells(chunk: Chunk) -> Iterator[tuple[Cell, memoryview]]:
         if stop():
             raise CheckpointError(
                 f"step {step.step}: the attempt to store it was given up, its generation {step.generation} is over"
             )
-        payload = _payload(plan.tensors[chunk.key], chunk, read_box)
-        crc = crc32c.crc32c(payload)
-        stored = StoredObject(chunk_name(chunk.key, chunk.place), payload.nbytes + 4, crc)
-        storage.write(f"{step.directory}/{stored.name}", [payload, crc.to_bytes(4, "little")])
-        return stored
+        return _cells(plan.tensors[chunk.key], chunk, read_box)
 
-    written = _all(one, [chunk for writer in writers for chunk in plan.chunks[writer]])
-    listing = encode([stored.to_json() for stored in written])
+    written = _all(write, [job for writer in writers for job in _jobs(plan, writer)])
+    listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
     storage.write(f"{step.directory}/{part.name}", [listing])
     storage.settle([f"{step.directory}/{stored.name}" for stored in (*written, part)])
@@ -110,7 +122,7 @@ def publish(
         CheckpointError: a write failed.
     """
     metadata: dict[str, Json] = {
-        f"{key}/{ROOT}": array_metadata(tensor) for key, tensor in tensors.items()
+        f"{key}/{ROOT}": array_metadata(key, tensor) for key, tensor in tensors.items() if not tensor.is_packed
     }  # For readers that do not know consolidated metadata; ours needs only the root.
     metadata[ROOT] = root_metadata(step.step, step.generation, tensors)
     metadata[DOCUMENTS] = dict(documents)
@@ -147,12 +159,70 @@ def _all(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Resul
         return [future.result() for future in futures]
 
 
-def _payload(tensor: StoredTensor, chunk: Chunk, read_box: ReadBox) -> memoryview:
-    """Return a chunk's bytes as Zarr's codec `bytes` has them, padded with zeros at the tensor's edge."""
-    itemsize = numpy_dtype(tensor.dtype).itemsize
+@dataclass(frozen=True, slots=True)
+class _PackJob:
+    """Chunks whose cells go into one pack."""
+
+    name: str
+    chunks: tuple[Chunk, ...]
+
+
+_Job = Chunk | _PackJob
+_Cells = Callable[[Chunk], Iterator[tuple[Cell, memoryview]]]
+
+
+def _jobs(plan: ChunkPlan, writer: int) -> Iterator[_Job]:
+    """Yield the objects that a writer writes."""
+    batch: list[Chunk] = []
+    nbytes, number = 0, 0
+    for chunk in plan.chunks[writer]:
+        tensor = plan.tensors[chunk.key]
+        if not tensor.is_packed:
+            yield chunk
+            continue
+        batch.append(chunk)
+        nbytes += chunk.box.size * numpy_dtype(tensor.dtype).itemsize
+        if nbytes >= PACK_NBYTES:
+            yield _PackJob(pack_name(writer, number), tuple(batch))
+            batch, nbytes, number = [], 0, number + 1
+    if batch:
+        yield _PackJob(pack_name(writer, number), tuple(batch))
+
+
+def _chunk_object(plan: ChunkPlan, chunk: Chunk, cells: _Cells) -> tuple[ChunkObject, list[Piece]]:
+    tensor = plan.tensors[chunk.key]
+    checksums: list[int | None] = [None] * cells_per_chunk(tensor)
+    pieces: list[Piece] = []
+    for cell, payload in cells(chunk):
+        crc = crc32c.crc32c(payload)
+        checksums[cell.number] = crc
+        pieces += [payload, crc.to_bytes(4, "little")]
+    pieces.append(shard_index(tensor, checksums))
+    return ChunkObject(chunk_name(chunk.key, chunk.place), _nbytes(pieces), tuple(checksums)), pieces
+
+
+def _pack(plan: ChunkPlan, job: _PackJob, cells: _Cells) -> tuple[Pack, list[Piece]]:
+    packed: list[PackedCell] = []
+    pieces: list[Piece] = []
+    for chunk in job.chunks:
+        for cell, payload in cells(chunk):
+            crc = crc32c.crc32c(payload)
+            packed.append(PackedCell(chunk.key, cell.place, crc))
+            pieces += [payload, crc.to_bytes(4, "little")]
+    return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
+
+
+def _cells(tensor: StoredTensor, chunk: Chunk, read_box: ReadBox) -> Iterator[tuple[Cell, memoryview]]:
+    """Yield a chunk's cells with their bytes as Zarr's codec `bytes` has them, padded with zeros at the tensor's edge."""
     values = read_box(chunk.key, chunk.box)
-    if chunk.box.shape != tensor.chunk:
-        padded = np.zeros((*tensor.chunk, itemsize), np.uint8)
-        padded[tuple(slice(0, n) for n in chunk.box.shape)] = values
-        values = padded
-    return np.ascontiguousarray(values).reshape(-1).data
+    for cell in cells_over(tensor, chunk, chunk.box):
+        payload = values[cell.box.within(chunk.box).slices]
+        if cell.box.shape != tensor.cell:
+            padded = np.zeros((*tensor.cell, payload.shape[-1]), np.uint8)
+            padded[tuple(slice(0, n) for n in cell.box.shape)] = payload
+            payload = padded
+        yield cell, np.ascontiguousarray(payload).reshape(-1).data
+
+
+def _nbytes(pieces: Sequence[Piece]) -> int:
+    return sum(memoryview(piece).nbytes for piece in pieces)

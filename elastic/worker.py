@@ -7,11 +7,13 @@ time that importing PyTorch needs.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import runpy
 import subprocess
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,22 @@ def main() -> None:
         os.execvp(command.target, [command.target, *command.arguments])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     _run(session, command)
+    _end()
+
+
+def _end() -> None:
+    """End the process as the interpreter would, but for native threads.
+
+    Those of process groups that the script still refers to abort some interpreters that end in good order, which would look
+    like a failure.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _warm_up() -> None:
@@ -102,7 +120,7 @@ def _run(session: Session, command: Command) -> None:
     except SystemExit as stop:
         if stop.code not in (None, 0):
             session.say("failed", traceback=f"exited with status {stop.code}")
-        raise
+            raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
         # The frames of runpy and of this bootstrap say nothing to the script's author.
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_ours(frame.filename)]

@@ -6,12 +6,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tensorstore
 import torch
-import zarr
 from torch import nn
 
 import checkpoint
@@ -25,9 +28,10 @@ from checkpoint.errors import (
 )
 from checkpoint.format import StoredStep
 from checkpoint.layout import Box, Entry, ShardIndex
-from checkpoint.live import Capturer
-from checkpoint.reader import list_steps, newest
-from checkpoint.storage import open_storage
+from checkpoint.live import Capturer, as_bytes
+from checkpoint.reader import StoredCheckpoint, list_steps, newest
+from checkpoint.source import BoxRequest
+from checkpoint.storage import Storage, open_storage
 from checkpoint.writer import write_part
 
 
@@ -38,6 +42,22 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
+
+
+class CountingStorage:
+    """A storage that counts the bytes read from it."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.nbytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
+        count = self.storage.read_into(name, buffers, offset)
+        self.nbytes += count
+        return count
 
 
 def trained(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.AdamW]:
@@ -76,21 +96,54 @@ def test_tied_weights_are_stored_once_even_under_two_parameters(tmp_path: Path) 
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     model[1].weight = nn.Parameter(model[0].weight.data)
     checkpoint.save(str(tmp_path), {"model": model}, step=1)
-    arrays = [path.parent.name for path in tmp_path.rglob("*.weight/zarr.json")]
-    assert arrays == ["0.weight"]
+    assert list(StoredCheckpoint.open(str(tmp_path)).tensors) == ["model/0.weight"]
 
 
 def test_zarr_reads_a_checkpoint_by_itself(tmp_path: Path) -> None:
+    """In a process that imports nothing of ours: what zarr needs it finds by entry points."""
     model, optimizer = trained(0)
-    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=3)
-    group = zarr.open_group(tmp_path / StoredStep(3, 0).directory, mode="r")
-    assert group.attrs["keepstep"]["step"] == 3
-    read = group["model/embedding.weight"][:]
-    assert torch.equal(torch.from_numpy(read), model.embedding.weight.detach())
-    assert group["optim/embedding.weight/step"][()] == 1.0
-    assert group["model/norm.num_batches_tracked"][()] == 0
-    without = zarr.open_array(tmp_path / StoredStep(3, 0).directory / "optim/norm.bias/exp_avg", mode="r")
-    assert without.shape == (6,)
+    state = {
+        "model": model,
+        "optimizer": optimizer,
+        "large": torch.randn(1301, 577),
+        "half": torch.randn(1301, 577).bfloat16(),
+        "eighth": torch.randn(7).to(torch.float8_e4m3fn),
+    }
+    checkpoint.save(str(tmp_path), state, step=3)
+    code = (
+        "import sys, numpy, zarr\n"
+        "group = zarr.open(sys.argv[1], mode='r')\n"
+        "assert group.attrs['keepstep']['step'] == 3\n"
+        "assert not any(name == 'torch' or name == 'checkpoint.reader' for name in sys.modules)\n"
+        "arrays = {name: node[...] for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}\n"
+        "assert (group['large'][700:702, 5:9] == arrays['large'][700:702, 5:9]).all()\n"
+        "numpy.savez(sys.argv[2], **{name: numpy.asarray(a, 'float64') for name, a in arrays.items()})\n"
+    )
+    root = tmp_path / StoredStep(3, 0).directory
+    subprocess.run([sys.executable, "-c", code, str(root), str(tmp_path / "read.npz")], check=True)
+    read = {name: torch.from_numpy(values) for name, values in np.load(tmp_path / "read.npz").items()}
+    assert torch.equal(read["model/embedding.weight"], model.embedding.weight.detach().double())
+    assert read["optim/embedding.weight/step"].item() == 1.0
+    assert read["model/norm.num_batches_tracked"].item() == 0
+    for name in ("large", "half", "eighth"):
+        assert torch.equal(read[name], state[name].double()), name
+
+
+def test_tensorstore_reads_a_large_tensor_from_its_own_directory(tmp_path: Path) -> None:
+    large = torch.randn(1301, 577)
+    checkpoint.save(str(tmp_path), {"large": large}, step=3)
+    path = str(tmp_path / StoredStep(3, 0).directory / "large")
+    array = tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    assert torch.equal(torch.from_numpy(array.read().result()), large)
+
+
+def test_thousands_of_small_tensors_make_a_handful_of_objects(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.full((3,), float(i)) for i in range(3000)}
+    checkpoint.save(str(tmp_path), state, step=1)
+    assert len(objects(tmp_path)) == 5
+    filled = {name: torch.zeros(3) for name in state}
+    checkpoint.load(str(tmp_path), filled)
+    assert all(torch.equal(filled[name], state[name]) for name in state)
 
 
 def test_scalars_empty_tensors_and_padded_chunks_come_back(tmp_path: Path) -> None:
@@ -154,42 +207,72 @@ def test_the_newest_generation_of_a_step_is_the_one_that_loads(tmp_path: Path) -
     assert [stored.generation for stored in list_steps(str(tmp_path))] == [2, 1, 0]
 
 
-@pytest.mark.parametrize("harm", ["flip", "cut", "delete", "swap"])
-def test_harm_to_any_object_that_loading_relies_on_is_found_and_named(tmp_path: Path, harm: str) -> None:
-    state = {"x": torch.arange(4.0), "y": torch.arange(4.0) + 1}
+HARMS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
+    "flip first": lambda data, other: bytes([data[0] ^ 1]) + data[1:],
+    "flip middle": lambda data, other: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 64]) + data[len(data) // 2 + 1 :],
+    "flip last": lambda data, other: data[:-1] + bytes([data[-1] ^ 128]),
+    "cut": lambda data, other: data[:-1],
+    "empty": lambda data, other: b"",
+    "delete": lambda data, other: None,
+    "swap": lambda data, other: other,
+    "append": lambda data, other: data + b"\0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> None:
+    """By `verify` every harm, by `load` every one to what it relies on."""
+    state = {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1, "small": torch.arange(4.0), "other": torch.ones(7)}
     checkpoint.save(f"{tmp_path}/good", state, step=1)
     good = tmp_path / "good" / StoredStep(1, 0).directory
-    # The arrays' own metadata is for other readers; ours has it in the root.
-    names = [p.relative_to(good) for p in objects(good) if p.parent.name not in state]
+    names = [path.relative_to(good) for path in objects(good)]
+    assert len(names) == 9
     for number, name in enumerate(names):
         if str(name) == "manifest.json" and harm == "delete":
             continue  # Then it is no checkpoint, which another test shows.
         bad = tmp_path / f"bad-{number}"
         shutil.copytree(tmp_path / "good", bad)
         path = bad / StoredStep(1, 0).directory / name
-        data = path.read_bytes()
-        match harm:
-            case "flip":
-                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-            case "cut":
-                path.write_bytes(data[:-1])
-            case "delete":
-                path.unlink()
-            case "swap":
-                other = next(p for p in names if p != name)
-                path.write_bytes((good / other).read_bytes())
+        # Swapped for the one most alike.
+        other = min((n for n in names if n != name), key=lambda n: (n.parts[1:] != name.parts[1:], n))
+        harmed = HARMS[harm]((good / name).read_bytes(), (good / other).read_bytes())
+        if harmed == path.read_bytes():
+            continue  # Two arrays' metadata are alike.
+        path.unlink() if harmed is None else path.write_bytes(harmed)
         with pytest.raises(CheckpointDamaged, match=str(name)):
-            checkpoint.load(str(bad), {"x": torch.zeros(4), "y": torch.zeros(4)})
+            StoredCheckpoint.open(str(bad)).verify()
+        # The arrays' own metadata is for other readers; ours has it in the root. What follows a chunk is not read.
+        if not (len(name.parts) == 2 and name.name == "zarr.json") and harm != "append":
+            with pytest.raises(CheckpointDamaged, match=str(name)):
+                checkpoint.load(str(bad), {key: torch.zeros_like(value) for key, value in state.items()})
+        shutil.rmtree(bad)
 
 
-def test_two_chunks_of_one_tensor_exchanged_are_found(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), {"x": torch.arange(4.0), "y": torch.arange(4.0) + 1}, step=1)
+def test_chunks_of_two_tensors_exchanged_are_found(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1}, step=1)
     x, y = (tmp_path / StoredStep(1, 0).directory / name / "c/0" for name in "xy")
     first, second = x.read_bytes(), y.read_bytes()
     x.write_bytes(second)
     y.write_bytes(first)
     with pytest.raises(CheckpointDamaged, match="does not match its checksum"):
-        checkpoint.load(str(tmp_path), {"x": torch.zeros(4)}, strict=False)
+        checkpoint.load(str(tmp_path), {"x": torch.zeros(400_000)}, strict=False)
+
+
+def test_a_part_of_a_tensor_costs_little_more_than_that_part(tmp_path: Path) -> None:
+    values = torch.randn(4096, 512)
+    checkpoint.save(str(tmp_path), {"x": values}, step=1)
+    source = StoredCheckpoint.open(str(tmp_path))
+    counting = CountingStorage(source.storage)
+    into = torch.zeros(1024, 512)
+    box = Box((1030, 0), (1024, 512))
+    replace(source, storage=counting).read([BoxRequest("x", box, as_bytes(into))])
+    assert torch.equal(into, values[1030:2054])
+    listings = 4096
+    assert counting.nbytes < into.nbytes + 2 * 2**20 + listings
+    counting.nbytes = 0
+    into = torch.zeros(1024, 512)
+    replace(source, storage=counting).read([BoxRequest("x", Box((1024, 0), (1024, 512)), as_bytes(into))])
+    assert counting.nbytes < 1.01 * into.nbytes + listings
 
 
 def test_a_copied_step_directory_is_no_checkpoint_of_another_step(tmp_path: Path) -> None:

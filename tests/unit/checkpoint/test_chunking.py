@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from checkpoint.chunking import CHUNK_NBYTES, chunk_shape, chunks_over, plan_chunks
+from checkpoint.chunking import (
+    CELL_NBYTES,
+    CHUNK_NBYTES,
+    StoredTensor,
+    cell_shape,
+    cells_over,
+    chunk_shape,
+    chunks_over,
+    plan_chunks,
+    stored_tensor,
+)
 from checkpoint.errors import LayoutMismatch
 from checkpoint.layout import Box, Entry, ShardIndex
 
@@ -73,6 +83,45 @@ def test_chunks_over_a_box_are_those_that_share_elements_with_it(axes, data: st.
     every = chunks_over("w", shape, grid, Box.whole(shape))
     expected = [chunk for chunk in every if chunk.box.intersect(box)]
     assert list(chunks_over("w", shape, grid, box)) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), min_size=0, max_size=3), st.data())
+def test_the_cells_over_a_box_are_those_that_share_elements_with_it(axes, data: st.DataObject) -> None:
+    shape = tuple(n for n, _, _ in axes)
+    cell = tuple(c for _, c, _ in axes)
+    tensor = StoredTensor("float32", shape, tuple(c * m for _, c, m in axes), cell, False)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)))
+    count = np.zeros(shape, int)
+    for chunk in chunks_over("w", shape, tensor.chunk, box):
+        found = list(cells_over(tensor, chunk, box))
+        every = list(cells_over(tensor, chunk, chunk.box))
+        assert found == [one for one in every if one.box.intersect(box)]
+        # In a chunk's object cells lie in C order.
+        assert [one.number for one in every] == sorted({one.number for one in every})
+        for one in found:
+            count[one.box.slices] += 1
+    assert (count <= 1).all()
+    assert (count[box.slices] == 1).all()
+
+
+@given(st.lists(st.integers(1, 6000), max_size=3), st.sampled_from([1, 2, 4, 8]))
+def test_cells_divide_a_chunk_and_lie_in_it_in_one_piece(chunk: list[int], itemsize: int) -> None:
+    cell = cell_shape(chunk, itemsize)
+    assert all(whole % part == 0 for whole, part in zip(chunk, cell, strict=True))
+    cut = [axis for axis, (whole, part) in enumerate(zip(chunk, cell, strict=True)) if whole != part]
+    assert all(cell[axis] == 1 for axis in cut[:-1])
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [((50257, 1600), 1), ((50257, 1600), 4), ((4096, 4096), 8), ((151936, 896), 2), ((4, 2**24), 4)]
+)
+def test_cells_of_common_shards_are_small_and_end_at_their_halves(shape: tuple[int, int], ranks: int) -> None:
+    boxes = fsdp(shape, ranks)
+    tensor = stored_tensor("float32", shape, chunk_shape(shape, boxes, 4))
+    assert CELL_NBYTES[0] / 5 <= tensor.cell_nbytes <= 5 * CELL_NBYTES[1]
+    if boxes[0].shape[0] % 2 == 0:
+        assert boxes[0].shape[0] // 2 % tensor.cell[0] == 0
 
 
 def test_replicas_share_the_writing_evenly() -> None:

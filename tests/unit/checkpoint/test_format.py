@@ -16,10 +16,12 @@ from checkpoint.dtypes import _NUMPY
 from checkpoint.errors import CheckpointDamaged
 from checkpoint.format import Manifest, StoredObject, StoredStep, encode, parse_root, root_metadata
 
-TENSORS = {f"model/{name}": StoredTensor(name, (5, 3), (2, 3)) for name in _NUMPY} | {
-    "optim/w/step": StoredTensor("float32", (), ()),
-    "model/empty": StoredTensor("float32", (0, 3), (1, 3)),
-}
+TENSORS = {f"model/{name}": StoredTensor(name, (5, 3), (2, 3), (2, 3), True) for name in _NUMPY} | {
+    f"large/{name}": StoredTensor(name, (5, 3), (4, 3), (2, 3), False) for name in _NUMPY
+} | {
+    "optim/w/step": StoredTensor("float32", (), (), (), True),
+    "model/empty": StoredTensor("float32", (0, 3), (1, 3), (1, 3), True),
+}  # fmt: skip
 
 
 def test_metadata_round_trips_for_every_data_type() -> None:

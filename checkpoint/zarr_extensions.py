@@ -1,0 +1,223 @@
+"""What zarr-python needs to open our checkpoints by itself: the codec of packed arrays, and data types that it does not know.
+
+Registered by entry points, so that where keepstep is installed `zarr.open(path)` works and nothing has to be imported. FORMAT.md
+says what they mean. Only for reading.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
+
+import crc32c
+import ml_dtypes
+import numpy as np
+from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
+from zarr.abc.store import RangeByteRequest, Store
+from zarr.core.buffer import Buffer, BufferPrototype, NDBuffer, default_buffer_prototype
+from zarr.core.dtype import data_type_registry
+from zarr.core.dtype.common import DataTypeValidationError, HasItemSize
+from zarr.core.dtype.wrapper import ZDType
+
+from checkpoint.dtypes import numpy_dtype
+from checkpoint.errors import CheckpointDamaged
+from checkpoint.format import MANIFEST, Manifest, Pack, decode_part
+
+_LISTINGS_KEPT = 4
+
+
+class _Listings:
+    """The packs' contents of the checkpoints read last: where each cell begins, in cells of its pack before it."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str, bytes], dict[tuple[str, tuple[int, ...]], _Place]] = OrderedDict()
+
+    async def of(self, store: Store, root: str) -> dict[tuple[str, tuple[int, ...]], _Place]:
+        """Return the cells of the checkpoint below `root`."""
+        manifest = await _get(store, f"{root}{MANIFEST}")
+        key = (str(store), root, manifest)
+        if key not in self._kept:
+            found: dict[tuple[str, tuple[int, ...]], _Place] = {}
+            nodes = json.loads(await _get(store, f"{root}zarr.json"))["consolidated_metadata"]["metadata"]
+            for name in Manifest.decode(manifest, f"{root}{MANIFEST}").part_names():
+                for item in decode_part(await _get(store, f"{root}{name}"), f"{root}{name}"):
+                    if isinstance(item, Pack):
+                        found.update(_places(item, nodes))
+            self._kept[key] = found
+            while len(self._kept) > _LISTINGS_KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    pack: str
+    offset: int
+    nbytes: int
+    crc32c: int
+
+
+_listings = (
+    _Listings()
+)  # Codecs have nothing of their own to keep it in: zarr makes one per array, and makes them again.
+
+
+@dataclass(frozen=True)
+class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
+    """Finds a chunk in a pack (`keepstep.packed`). `key` is the array's path below the checkpoint."""
+
+    is_fixed_size = True
+
+    key: str
+    codecs: tuple[Any, ...]
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Make the codec from its metadata."""
+        configuration = data["configuration"]
+        return cls(configuration["key"], tuple(json.dumps(codec) for codec in configuration["codecs"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the codec's metadata."""
+        codecs = [json.loads(codec) for codec in self.codecs]
+        return {"name": "keepstep.packed", "configuration": {"key": self.key, "codecs": codecs}}
+
+    def compute_encoded_size(self, input_byte_length: int, _chunk_spec: Any) -> int:
+        """Return a cell's size with its checksum."""
+        return input_byte_length + 4
+
+    async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: Any) -> NDBuffer:
+        raise NotImplementedError("a packed chunk is no object of its own")
+
+    async def _decode_partial_single(self, byte_getter: Any, selection: Any, chunk_spec: Any) -> NDBuffer:
+        path = byte_getter.path
+        root, found, place = path.rpartition(f"{self.key}/c")
+        if not found:
+            raise CheckpointDamaged(f"{path} is not a chunk of {self.key}; was the array moved?")
+        numbers = tuple(int(number) for number in place.split("/") if number)
+        where = (await _listings.of(byte_getter.store, root)).get((self.key, numbers))
+        if where is None:
+            raise CheckpointDamaged(f"{path}: no listing has this chunk; load an older step")
+        data = await _get(byte_getter.store, f"{root}{where.pack}", where.offset, where.nbytes)
+        if len(data) != where.nbytes or crc32c.crc32c(data[:-4]) != where.crc32c:
+            raise CheckpointDamaged(f"{root}{where.pack}: what it holds of {self.key} was changed; load an older step")
+        dtype = chunk_spec.dtype.to_native_dtype()
+        values = np.frombuffer(data[:-4], dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(chunk_spec.shape)
+        return cast(NDBuffer, chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(values[selection])))
+
+
+def _places(pack: Pack, nodes: dict[str, Any]) -> Iterable[tuple[tuple[str, tuple[int, ...]], _Place]]:
+    offset = 0
+    for cell in pack.cells:
+        node = nodes[cell.key]
+        elements = int(np.prod(node["chunk_grid"]["configuration"]["chunk_shape"], dtype=np.int64))
+        nbytes = elements * numpy_dtype(node["data_type"]).itemsize + 4
+        yield (cell.key, cell.place), _Place(pack.name, offset, nbytes, cell.crc32c)
+        offset += nbytes
+
+
+async def _get(store: Store, path: str, offset: int | None = None, nbytes: int = 0) -> bytes:
+    prototype: BufferPrototype = default_buffer_prototype()
+    part = RangeByteRequest(offset, offset + nbytes) if offset is not None else None
+    found = await store.get(path, prototype, part)
+    if found is None:
+        raise CheckpointDamaged(f"{path} is gone; load an older step")
+    return bytes(found.to_bytes())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Extension(ZDType[Any, Any], HasItemSize):
+    """A floating-point type of ml_dtypes, by its name."""
+
+    _zarr_v3_name: ClassVar[str]
+    _scalar: ClassVar[Any]
+
+    @classmethod
+    def from_native_dtype(cls, dtype: Any) -> Self:
+        if dtype != np.dtype(cls._scalar):
+            raise DataTypeValidationError(f"{dtype} is not {cls._zarr_v3_name}")
+        return cls()
+
+    def to_native_dtype(self) -> Any:
+        return np.dtype(self._scalar)
+
+    @classmethod
+    def _from_json_v2(cls, data: Any) -> Self:
+        raise DataTypeValidationError(f"{cls._zarr_v3_name} is a data type of Zarr v3 only")
+
+    @classmethod
+    def _from_json_v3(cls, data: Any) -> Self:
+        if data != cls._zarr_v3_name:
+            raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name}")
+        return cls()
+
+    def to_json(self, zarr_format: Any) -> Any:
+        if zarr_format != 3:
+            raise ValueError(f"{self._zarr_v3_name} is a data type of Zarr v3 only")
+        return self._zarr_v3_name
+
+    def _check_scalar(self, data: object) -> bool:
+        return isinstance(data, int | float | np.number | self._scalar)
+
+    def cast_scalar(self, data: object) -> Any:
+        if not self._check_scalar(data):
+            raise TypeError(f"{data!r} is no {self._zarr_v3_name}")
+        return self._scalar(data)
+
+    def default_scalar(self) -> Any:
+        return self._scalar(0)
+
+    def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        return self.cast_scalar(float(data))
+
+    def to_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        number = float(data)
+        return number if np.isfinite(number) else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
+
+    @property
+    def item_size(self) -> int:
+        return int(np.dtype(self._scalar).itemsize)
+
+
+class BFloat16(_Extension):
+    """`bfloat16`."""
+
+    _zarr_v3_name = "bfloat16"
+    _scalar = ml_dtypes.bfloat16
+
+
+class Float8E4M3FN(_Extension):
+    """`float8_e4m3fn`."""
+
+    _zarr_v3_name = "float8_e4m3fn"
+    _scalar = ml_dtypes.float8_e4m3fn
+
+
+class Float8E4M3FNUZ(_Extension):
+    """`float8_e4m3fnuz`."""
+
+    _zarr_v3_name = "float8_e4m3fnuz"
+    _scalar = ml_dtypes.float8_e4m3fnuz
+
+
+class Float8E5M2(_Extension):
+    """`float8_e5m2`."""
+
+    _zarr_v3_name = "float8_e5m2"
+    _scalar = ml_dtypes.float8_e5m2
+
+
+class Float8E5M2FNUZ(_Extension):
+    """`float8_e5m2fnuz`."""
+
+    _zarr_v3_name = "float8_e5m2fnuz"
+    _scalar = ml_dtypes.float8_e5m2fnuz
+
+
+# zarr 3.1 collects the entry points of data types and never loads them; it does load those of buffers before it reads any
+# metadata, so this module is named there too, and registers the types itself.
+for _kind in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ):
+    data_type_registry.register(_kind._zarr_v3_name, _kind)
