@@ -34,7 +34,7 @@ _INDEX_ROOM_NBYTES = 64 * 2**10
 class _Layout:
     """Where each tensor goes; the same for every snapshot of an unchanged state."""
 
-    signature: tuple[tuple[str, torch.Size, torch.dtype], ...]
+    signature: tuple[tuple[torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
     encoded: str
     nbytes: int
@@ -60,6 +60,7 @@ class Snapshotter:
         self._rank = rank
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layout: _Layout | None = None
+        self._laid: tuple[LiveTensor, ...] = ()
         self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
         self._locked: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -156,9 +157,10 @@ class Snapshotter:
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(copy.index))
 
     def _laid_out(self, tensors: Sequence[LiveTensor]) -> _Layout:
-        signature = tuple((tensor.key, tensor.data.shape, tensor.data.dtype) for tensor in tensors)
-        if self._layout is not None and self._layout.signature == signature:
+        if self._layout is not None and len(tensors) == len(self._laid) and self._is_alike(tensors):
             return self._layout
+        self._laid = tuple(tensors)
+        signature = tuple((tensor.data.shape, tensor.data.dtype) for tensor in tensors)
         entries, offset = [], 0
         for tensor in tensors:
             nbytes = tensor.data.numel() * tensor.data.element_size()
@@ -167,6 +169,15 @@ class Snapshotter:
         encoded = json.dumps([entry.to_json() for entry in entries], separators=(",", ":"))
         self._layout = _Layout(signature, tuple(entries), encoded, offset)
         return self._layout
+
+    def _is_alike(self, tensors: Sequence[LiveTensor]) -> bool:
+        """Whether these go where the last ones went; nearly all are the very same objects."""
+        return all(
+            new is old
+            or (new.key, new.box, new.global_shape, new.data.shape, new.data.dtype)
+            == (old.key, old.box, old.global_shape, old.data.shape, old.data.dtype)
+            for new, old in zip(tensors, self._laid, strict=True)
+        )
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
         """Return tensors over the arena, one per entry; made once per buffer and layout."""
@@ -181,7 +192,7 @@ class Snapshotter:
             self._locked[number] = pointer
         whole = torch.from_numpy(arena.bytes)
         views = []
-        for entry, (_, shape, dtype) in zip(layout.entries, layout.signature, strict=True):
+        for entry, (shape, dtype) in zip(layout.entries, layout.signature, strict=True):
             flat = whole[entry.byte_offset : entry.byte_offset + entry.nbytes]
             views.append(flat.view(dtype).reshape(shape))
         self._targets[number] = (layout, views)

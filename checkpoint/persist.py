@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -54,13 +54,17 @@ class Host(Protocol):
         ...
 
 
+_Layout = tuple[tuple[int, ...], tuple[tuple[Entry, ...], ...]]
+_Held = Mapping[str, tuple[tuple[int, Entry], ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Whole:
     """A snapshot's ranks, who of them holds which entries of a tensor, its plan, and its documents."""
 
     snapshot: Snapshot
     ranks: tuple[int, ...]
-    held: Mapping[str, tuple[tuple[int, Entry], ...]]
+    held: _Held
     plan: ChunkPlan
     documents: Mapping[str, Json]
 
@@ -74,6 +78,8 @@ class Persistence:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-persist")
         self._attempt = threading.Event()
         self._whole: _Whole | None = None
+        # The plan of the last checkpoint, good for the next one of an unchanged layout.
+        self._planned: tuple[_Layout, _Held, ChunkPlan] | None = None
 
     def start(self, request: Message) -> None:
         """Write this server's part; the agent hears `persisted` or `persist_failed`.
@@ -161,12 +167,11 @@ class Persistence:
         ranks = tuple(sorted(found))
         indexes = tuple(found[rank] for rank in ranks)
         documents = {name: content for index in indexes for name, content in index.documents.items()}
-        held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
-        for rank, index in zip(ranks, indexes, strict=True):
-            for entry in index.entries:
-                held[entry.key].append((rank, entry))
-        by_key = {key: tuple(entries) for key, entries in held.items()}
-        self._whole = _Whole(snapshot, ranks, by_key, plan_chunks(indexes), documents)
+        layout = (ranks, tuple(index.entries for index in indexes))
+        if self._planned is None or self._planned[0] != layout:
+            self._planned = (layout, _held(ranks, indexes), plan_chunks(indexes))
+        _, held, plan = self._planned
+        self._whole = _Whole(snapshot, ranks, held, plan, documents)
         return self._whole
 
     def _box(
@@ -178,6 +183,9 @@ class Persistence:
         box: Box,
     ) -> npt.NDArray[np.uint8]:
         """Return a box's bytes, straight from local memory where it lies there whole, else put together."""
+        for rank, entry in whole.held[key]:
+            if entry.box == box and addresses[rank] is None:
+                return self._local(whole, rank, Read(0, 0, entry, box))
         near = sorted(whole.held[key], key=lambda item: addresses[item[0]] is not None)
         reads = plan_reads([(key, box)], [ShardIndex(0, (entry,), {}) for _, entry in near])
         ranks = [near[read.source][0] for read in reads]
@@ -207,6 +215,14 @@ class Persistence:
         if address not in clients:
             clients[address] = SnapshotClient(address, self._secret)
         return clients[address]
+
+
+def _held(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _Held:
+    held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+    for rank, index in zip(ranks, indexes, strict=True):
+        for entry in index.entries:
+            held[entry.key].append((rank, entry))
+    return {key: tuple(entries) for key, entries in held.items()}
 
 
 def _reason(error: Exception) -> str:

@@ -1,8 +1,9 @@
 """The snapshot server: a process per node that owns the memory snapshots live in, so that a worker's death loses nothing.
 
-`python -m checkpoint.server --directory DIR --host ADDRESS --control FD`, the job's secret on the first line of standard input. Workers
-of the node connect to `DIR/snapshots.sock` and get memory by descriptor; other nodes read boxes over TCP; the agent speaks on the control
-descriptor and hears of every seal at once. The server ends when the agent's end of the control connection closes.
+`python -m checkpoint.server --directory DIR --host ADDRESS --control FD --ranks N`, the job's secret on the first line of standard
+input. Workers of the node connect to `DIR/snapshots.sock` and get memory by descriptor; other nodes read boxes over TCP; the agent
+speaks on the control descriptor and hears at once when all ranks of the node have sealed a snapshot. The server ends when the agent's
+end of the control connection closes.
 
 What is kept is decided in `checkpoint.retention`; this module only locks, maps and answers. One thread per connection.
 """
@@ -58,8 +59,9 @@ class _Contents:
 class SnapshotServer:
     """Serves one node. `run` returns when the agent has gone; `close` is called by it on every path."""
 
-    def __init__(self, directory: Path, host: str, control: socket.socket, secret: bytes) -> None:
+    def __init__(self, directory: Path, host: str, control: socket.socket, secret: bytes, ranks: int) -> None:
         self._secret = secret
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._contents = _Contents()
         self._control = Wire(control, "agent")
@@ -190,14 +192,7 @@ class SnapshotServer:
             self._seal(snapshot, request["rank"], *request["index"])
             began.discard((snapshot, request["rank"]))
             wire.send({})
-            self.tell(
-                {
-                    "event": "sealed",
-                    "snapshot": request["snapshot"],
-                    "rank": request["rank"],
-                    "nbytes": self._contents.shelf.nbytes,
-                }
-            )
+            self._report(snapshot)
         elif verb == "index":
             wire.send({"index": self.index(snapshot, request["rank"]).to_json()})
         elif verb == "open":
@@ -230,6 +225,14 @@ class SnapshotServer:
         with self._lock:
             self._contents.shelf = retention.seal(self._contents.shelf, snapshot, rank)
             self._contents.shards[snapshot, rank] = _Shard(index_offset, index_nbytes)
+
+    def _report(self, snapshot: Snapshot) -> None:
+        """Tell the agent once the last of its ranks has sealed."""
+        with self._lock:
+            sealed, nbytes = self._contents.shelf.sealed(), self._contents.shelf.nbytes
+        if len(sealed.get(snapshot, ())) == self._ranks:
+            name = [snapshot.generation, snapshot.step]
+            self.tell({"event": "complete", "snapshot": name, "nbytes": nbytes})
 
     def _read(self, wire: Wire, snapshot: Snapshot, pieces: list[Any]) -> None:
         """Send boxes; those that lie in one piece go from memory to socket inside the kernel."""
@@ -326,6 +329,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
     options = parser.parse_args()
     # Should the agent die between fork and here, its end of the control connection says so.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -335,7 +339,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline().strip())
     control = socket.socket(fileno=options.control)
-    SnapshotServer(options.directory, options.host, control, secret).run()
+    SnapshotServer(options.directory, options.host, control, secret, options.ranks).run()
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
         self._socket = connection
+        self._is_unix = connection.family == socket.AF_UNIX
         self.peer = peer
         self._descriptors: list[int] = []
 
@@ -153,10 +154,9 @@ class Wire:
 
     def _fill(self, buffer: memoryview, *, may_end: bool = False) -> bool:
         filled = 0
-        is_unix = self._socket.family == socket.AF_UNIX
         try:
             while filled < buffer.nbytes:
-                if is_unix and may_end and not filled:
+                if self._is_unix and may_end and not filled:
                     # A descriptor rides on a frame's first bytes.
                     data, descriptors, _, _ = socket.recv_fds(self._socket, buffer.nbytes, 1)
                     self._descriptors += descriptors

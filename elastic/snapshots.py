@@ -41,7 +41,7 @@ class SnapshotProcess:
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._published: asyncio.Future[Message] | None = None
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._ranks: dict[SnapshotId, set[int]] = {}
+        self._complete: set[SnapshotId] = set()
         self._closing = False
         self._listener = asyncio.create_task(self._listen())
         self.local_address = f"unix:{directory / 'snapshots.sock'}"
@@ -73,6 +73,7 @@ class SnapshotProcess:
                 [
                     sys.executable, "-m", "checkpoint.server", "--directory", str(directory),
                     "--host", host, "--control", str(theirs.fileno()), "--parent", str(os.getpid()),
+                    "--ranks", str(workers),
                 ],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
@@ -94,7 +95,7 @@ class SnapshotProcess:
     @property
     def known_complete(self) -> tuple[SnapshotId, ...]:
         """Snapshots that all local ranks have sealed, as far as the server has told."""
-        return tuple(sorted(s for s, ranks in self._ranks.items() if len(ranks) == self._workers))
+        return tuple(sorted(self._complete))
 
     async def complete(self) -> tuple[SnapshotId, ...]:
         """Ask the server which snapshots all local ranks have sealed, and still has."""
@@ -164,7 +165,7 @@ class SnapshotProcess:
         reply = await answer
         if "error" in reply:
             raise SnapshotUnavailable(reply["error"])
-        self._ranks = {SnapshotId(*name): set(ranks) for name, ranks in reply["sealed"]}
+        self._complete = {SnapshotId(*name) for name, ranks in reply["sealed"] if len(ranks) == self._workers}
         self.memory_nbytes = reply["nbytes"]
         return reply
 
@@ -187,13 +188,10 @@ class SnapshotProcess:
         match message["event"]:
             case "serving":
                 self._serving.set_result(message["address"])
-            case "sealed":
-                snapshot = SnapshotId(*message["snapshot"])
-                ranks = self._ranks.setdefault(snapshot, set())
-                ranks.add(message["rank"])
+            case "complete":
+                self._complete.add(SnapshotId(*message["snapshot"]))
                 self.memory_nbytes = message["nbytes"]
-                if len(ranks) == self._workers:
-                    self._on_event({"event": "complete"})
+                self._on_event(message)
             case "published" | "publish_failed":
                 if self._published is not None and not self._published.done():
                     self._published.set_result(message)

@@ -7,7 +7,6 @@ step to a file, from which the gaps are read.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -34,6 +33,7 @@ from examples.local_cluster import LocalCluster, read_steps  # noqa: E402
 
 WORKER = ROOT / "ops" / "bench" / "recovery_worker.py"
 WORLD, KILL_AT = 4, 40
+WINDOW = 25
 DEADLINE_S = 120.0
 TORCHRUN_PORT, LIGHTHOUSE_PORT, GROUP_PORT = 29417, 29518, 29600
 
@@ -60,9 +60,9 @@ def main(as_json: bool, quick: bool) -> None:
             "node": median(torchrun_node, 1, console),
         },
     }
-    plain, ours = healthy(2 if quick else 4)
+    plain, ours, ratio = healthy(3 if quick else 9)
     results["step_s"] = {"plain": round(plain, 4), "keepstep": round(ours, 4)}
-    results["healthy_ratio"] = round(ours / plain, 4)
+    results["healthy_ratio"] = round(ratio, 4)
     table = Table(title="seconds (medians)")
     for name in ("contender", "killed", "gap_s", "full_s", "lost_steps"):
         table.add_column(name)
@@ -70,7 +70,7 @@ def main(as_json: bool, quick: bool) -> None:
         for killed, measure in results[contender].items():
             table.add_row(contender, killed, *(str(measure.get(k)) for k in ("gap_s", "full_s", "lost_steps")))
     console.print(table)
-    console.print(f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s")
+    console.print(f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s, ratio {ratio:.4f}")
     print(json.dumps(results))
 
 
@@ -264,31 +264,51 @@ def keepstep_node(directory: Path) -> Measure:
         return judge(wait_for(directory, recovered(at_s)), at_s)
 
 
-def healthy(rounds: int) -> tuple[float, float]:
-    """Return the median step time of plain torch, and of keepstep with a snapshot every step, measured in turn."""
-    found: dict[str, list[float]] = {"plain": [], "keepstep": []}
-    for _ in range(rounds):
-        for mode, times in found.items():
-            directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
-            try:
-                times += step_times(mode, directory)
-            finally:
-                shutil.rmtree(directory, ignore_errors=True)
-    return statistics.median(found["plain"]), statistics.median(found["keepstep"])
+def healthy(pairs: int) -> tuple[float, float, float]:
+    """Return the step time of plain torch, that of keepstep with a snapshot every step, and the ratio.
 
-
-def step_times(mode: str, directory: Path) -> list[float]:
-    if mode == "plain":
-        with processes() as started:
+    Both jobs are started, and their workers stopped and continued in turn, so that both see the machine's drift alike. A window is
+    as long as keepstep goes from one stored checkpoint to the next; the ratio is the median over pairs of windows.
+    """
+    places = {mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")}
+    try:
+        with processes() as started, keepstep(places["keepstep"], 1) as cluster:
             options = ("--standalone", "--nproc-per-node", str(WORLD))
-            started.append(start(torchrun(directory, "plain", *options), directory, "plain"))
-            lines = wait_for(directory, steps_reached(120))
-    else:
-        with keepstep(directory, 1) as cluster:
+            started.append(start(torchrun(places["plain"], "plain", *options), places["plain"], "plain"))
             cluster.start("node-0", "--spares", "0")
-            lines = wait_for(directory, steps_reached(120))
-    times = [line["at_s"] for line in lines if line["rank"] == 0 and 30 <= line["step"] <= 120]
-    return [after - before for before, after in itertools.pairwise(times)]
+            for place in places.values():
+                wait_for(place, steps_reached(10))
+            workers = {mode: pids(place) for mode, place in places.items()}
+            signal_all(workers["keepstep"], signal.SIGSTOP)
+            found: dict[str, list[float]] = {mode: [] for mode in places}
+            for _ in range(pairs):
+                for mode, other in (("plain", "keepstep"), ("keepstep", "plain")):
+                    signal_all(workers[other], signal.SIGSTOP)
+                    signal_all(workers[mode], signal.SIGCONT)
+                    found[mode].append(window(places[mode]))
+            signal_all([*workers["plain"], *workers["keepstep"]], signal.SIGCONT)
+    finally:
+        for place in places.values():
+            shutil.rmtree(place, ignore_errors=True)
+    ratios = [ours / plain for plain, ours in zip(found["plain"], found["keepstep"], strict=True)]
+    return statistics.median(found["plain"]), statistics.median(found["keepstep"]), statistics.median(ratios)
+
+
+def window(directory: Path) -> float:
+    """Return the mean step time over the next window, after two steps to settle."""
+    begin = max(line["step"] for line in read_steps(directory)) + 2
+    lines = wait_for(directory, steps_reached(int(begin) + WINDOW))
+    at_s = {line["step"]: line["at_s"] for line in lines if line["rank"] == 0}
+    return (at_s[begin + WINDOW] - at_s[begin]) / WINDOW
+
+
+def pids(directory: Path) -> list[int]:
+    return sorted({int(line["pid"]) for line in read_steps(directory)})
+
+
+def signal_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 if __name__ == "__main__":
