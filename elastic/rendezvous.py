@@ -29,9 +29,9 @@ from elastic.records import (
     Recovery,
     Result,
     SnapshotCommit,
-    SnapshotId,
     Trouble,
 )
+from elastic.succession import eligible, newest_restorable, place, present_members
 from elastic.view import View
 
 _HISTORY_LENGTH = 32
@@ -149,7 +149,7 @@ def decide(policy: Policy, view: View, deliberation: Deliberation, now_s: float,
         return _gather(policy, view, deliberation, now_s, wall_s)
     if view.is_closing:
         return _reopen(policy, view, generation, deliberation, now_s, wall_s)
-    present = _present(view, generation)
+    present = present_members(view, generation)
     if len(present) == len(generation.members) and all(r.phase is Phase.DONE for r in present):
         if view.persist is not None:
             return _persist_progress(view, view.persist) or quiet
@@ -194,65 +194,6 @@ def may_leave(policy: Policy, view: View, node: str) -> bool:
     stored = view.checkpoint.step if view.checkpoint else 0
     tried = max(stored, view.store_failure.step if view.store_failure else 0)
     return resume is None or record.checkpoint_url is None or tried >= resume.snapshot.step
-
-
-def eligible(view: View) -> tuple[NodeRecord, ...]:
-    """Nodes that may be members of the next generation, those that joined first in front."""
-    return tuple(
-        joined.record
-        for joined in sorted(view.nodes.values(), key=lambda joined: joined.created)
-        if joined.record.warm and not joined.record.leaving and joined.record.node not in view.evictions
-    )
-
-
-def place(previous: Sequence[Member], nodes: Iterable[NodeRecord], max_nodes: int) -> tuple[Member, ...]:
-    """Choose the members and give them ranks: old members keep their place where it still exists.
-
-    Old members come before spares, and among equals those first that joined first. A place freed by a lost member goes to
-    the first node without one; ranks follow the places in order.
-    """
-    old = {member.node: position for position, member in enumerate(previous)}
-    by_right = sorted(enumerate(nodes), key=lambda item: (item[1].node not in old, item[0]))
-    chosen = [record for _, record in by_right][:max_nodes]
-    places: list[NodeRecord | None] = [None] * len(chosen)
-    homeless = []
-    for record in chosen:
-        position = old.get(record.node, len(places))
-        if position < len(places):
-            places[position] = record
-        else:
-            homeless.append(record)
-    waiting = iter(homeless)
-    members = []
-    first_rank = 0
-    for occupant in places:
-        record = occupant if occupant is not None else next(waiting)
-        members.append(Member(record.node, record.host, record.nproc, first_rank, record.agent, record.server))
-        first_rank += record.nproc
-    return tuple(members)
-
-
-def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
-    """Return the newest snapshot whose every holder is present and still holds it, committed or sealed by all."""
-
-    def held(snapshot: SnapshotId, holders: Sequence[Member]) -> bool:
-        return all(
-            member.node in view.nodes and snapshot in view.nodes[member.node].record.sealed for member in holders
-        )
-
-    found = [view.snapshot] if view.snapshot and held(view.snapshot.snapshot, view.snapshot.holders) else []
-    sealed = {
-        snapshot
-        for record in _present(view, generation)
-        for snapshot in record.sealed
-        if snapshot.generation == generation.generation
-    }
-    found += [SnapshotCommit(snapshot, generation.members) for snapshot in sealed if held(snapshot, generation.members)]
-    return max(found, key=lambda commit: (commit.snapshot.step, commit.snapshot.generation), default=None)
-
-
-def _present(view: View, generation: Generation) -> list[NodeRecord]:
-    return [view.nodes[m.node].record for m in generation.members if m.node in view.nodes]
 
 
 def _current(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
@@ -323,7 +264,7 @@ def _reason_to_close(
 def _reopen(
     policy: Policy, view: View, old: Generation, deliberation: Deliberation, now_s: float, wall_s: float
 ) -> Decision:
-    present = _present(view, old)
+    present = present_members(view, old)
     draining = [
         record.node
         for record in present

@@ -10,6 +10,7 @@ import torch
 from gpt import GPT, GPTConfig, initialize
 from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
 import elastic
@@ -23,6 +24,8 @@ def build(world: elastic.World) -> elastic.State:
     with torch.device("meta"):
         model = GPT(config)
     for block in model.blocks:
+        if "tp" in options.get("mesh", ()):
+            parallelize_module(block, world.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=world.mesh["dp"])
     return elastic.State(
         fully_shard(model, mesh=world.mesh["dp"]),
@@ -33,7 +36,9 @@ def build(world: elastic.World) -> elastic.State:
 
 
 assert not [name for name in sys.modules if name.startswith(("etcd3", "google.protobuf"))]
-with elastic.join(build, checkpoint=options.get("checkpoint"), checkpoint_every=options.get("every")) as job:
+with elastic.join(
+    build, checkpoint=options.get("checkpoint"), checkpoint_every=options.get("every"), mesh=options.get("mesh")
+) as job:
     for batch in job.batches(Windows(standard_library(), 32), global_batch=8, steps=options["steps"]):
         with job.step() as step:
             loss = job.model(batch) * step.loss_scale

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -118,21 +120,68 @@ def test_lost_node_is_outlived_from_storage_and_taken_in_again_from_memory(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(tmp_path: Path, without_dropout: Lines) -> None:
+@pytest.mark.parametrize("leaver", ["a", "b"])
+def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
+    tmp_path: Path, without_dropout: Lines, leaver: str
+) -> None:
+    """Also if it leads and has rank 0: then the other's ranks move, and DTensor must not remember their old places."""
+    other = "b" if leaver == "a" else "a"
     with cluster(tmp_path) as running:
         running.start("a")
+        running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 6, 60)
-        running.terminate("b")
-        assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
+        running.terminate(leaver)
+        assert running.wait(leaver, 60) == 128 + signal.SIGTERM, running.output()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
-        assert running.wait("a", 60) == 0, running.output()
+        assert view.leader == other
+        assert running.wait(other, 60) == 0, running.output()
     recovery = view.history.recoveries[1]
     assert "memory" in recovery.source
     assert (recovery.world_size, recovery.lost_steps) == (2, 0)
     disturbed = last_run_of_each_step(tmp_path)
     assert samples(disturbed) == samples(without_dropout)
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+
+
+def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(tmp_path: Path, without_dropout: Lines) -> None:
+    with cluster(tmp_path, mesh={"dp": -1, "tp": 2}) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 8, 60)
+        running.workers_of("a")[0].kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    assert view.history.recoveries[1].source == "memory"
+    disturbed = last_run_of_each_step(tmp_path)
+    assert disturbed.keys() == set(range(1, STEPS + 1))
+    for step, lines in disturbed.items():
+        # Two ranks of one tensor-parallel group have the same samples and the same loss.
+        assert (lines[0]["samples"], lines[2]["samples"]) == (lines[1]["samples"], lines[3]["samples"]), step
+        assert lines[0]["loss"] == lines[1]["loss"], step
+    one_of_each = {step: {0: lines[0], 1: lines[2]} for step, lines in disturbed.items()}
+    assert samples(one_of_each) == samples(without_dropout)
+    assert mean_losses(one_of_each) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+
+
+def test_evicted_node_hands_over_leaves_and_is_seen_to_have_left(tmp_path: Path) -> None:
+    def keepstep(*arguments: str) -> str:
+        command = [sys.executable, "-m", "elastic.cli", *arguments, "--store", running.url, "--job", "job"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    with cluster(tmp_path) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 4, 60)
+        before = json.loads(keepstep("status", "--once", "--json"))
+        assert (before["world_size"], [node["node"] for node in before["nodes"]]) == (4, ["a", "b"])
+        keepstep("evict", "b", "--reason", "its fan is loud")
+        running.wait_until(lambda view: view.number == 2 and "b" not in view.nodes, 60)
+        assert running.wait("b", 60) != 0
+        after = json.loads(keepstep("status", "--once", "--json"))
+        assert (after["generation"], after["world_size"]) == (2, 2)
+        assert "its fan is loud" in keepstep("status", "--once")
+        assert running.wait("a", 60) == 0, running.output()
 
 
 def test_agent_killed_alone_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""A snapshot server in a process of its own, with writers beside it and readers elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoint.client import SnapshotClient
+from checkpoint.copier import Snapshotter
+from checkpoint.errors import SnapshotUnavailable
+from checkpoint.layout import Box
+from checkpoint.live import LiveTensor, as_bytes
+from checkpoint.recall import Holder, MemorySnapshot
+from checkpoint.retention import Snapshot
+from checkpoint.source import BoxRequest
+from checkpoint.wire import Message, Wire
+
+SECRET = b"s" * 32
+SHAPE = (12, 5)
+RANKS = 2
+
+
+class Server:
+    """A server, and the agent's end of its control connection."""
+
+    def __init__(self, directory: Path) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "checkpoint.server", "--directory", str(directory), "--host", "127.0.0.1",
+                    "--control", str(theirs.fileno()), "--parent", str(os.getpid()), "--ranks", str(RANKS),
+                ],
+                stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),),
+            )  # fmt: skip
+        assert self.process.stdin is not None
+        with self.process.stdin as pipe:
+            pipe.write(SECRET.hex().encode() + b"\n")
+        self.control = Wire(ours, "server")
+        self.events: list[Message] = []
+        self.address = self.hear("serving")["address"]
+        self.local = f"unix:{directory / 'snapshots.sock'}"
+
+    def hear(self, event: str) -> Message:
+        while True:
+            message = self.control.receive()
+            assert message is not None
+            if message.get("event") == event:
+                return message
+
+    def ask(self, **request: object) -> Message:
+        self.control.send({"id": 1, **request})
+        while True:
+            message = self.control.receive()
+            assert message is not None
+            if "id" in message:
+                return message
+
+    def close(self) -> None:
+        self.control.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server
+    server.close()
+
+
+_generations = iter(range(1, 10**6))
+
+
+def new_generation(server: Server) -> int:
+    """Begin one that resumes from nothing, as an agent does."""
+    number = next(_generations)
+    server.ask(verb="open_generation", generation=number)
+    server.ask(verb="commit", snapshot=[number, -1])
+    return number
+
+
+@pytest.fixture
+def generation(server: Server) -> int:
+    return new_generation(server)
+
+
+def take(server: Server, generation: int, step: int, rank: int, data: torch.Tensor, box: Box) -> None:
+    client = SnapshotClient(server.local, SECRET)
+    with contextlib.closing(client):
+        snapshotter = Snapshotter(client, generation, rank, torch.device("cpu"))
+        snapshotter.start(step, [LiveTensor("w", SHAPE, box, data)], {f"rank/{rank}/note": "x" * step})
+        try:
+            snapshotter.wait()
+        finally:
+            snapshotter.close()
+
+
+def halves(value: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
+    return [(value[:6].clone(), Box((0, 0), (6, 5))), (value[6:].clone(), Box((6, 0), (6, 5)))]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), near=st.sampled_from(["both", "first", "none"]))
+def test_any_box_is_read_back_from_here_and_from_elsewhere(server: Server, data: st.DataObject, near: str) -> None:
+    number = new_generation(server)
+    value = torch.randn(SHAPE)
+    for rank, (part, box) in enumerate(halves(value)):
+        take(server, number, 3, rank, part, box)
+    offset = tuple(data.draw(st.integers(0, n)) for n in SHAPE)
+    box = Box(offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(SHAPE, offset, strict=True)))
+    holders = [
+        Holder(server.local if near == "both" or (near == "first" and rank == 0) else server.address, (rank,))
+        for rank in range(RANKS)
+    ]
+    source = MemorySnapshot(Snapshot(number, 3), holders, SECRET, rank=0)
+    with contextlib.closing(source):
+        into = torch.zeros(box.shape)
+        source.read([BoxRequest("w", box, as_bytes(into))])
+        assert torch.equal(into, value[box.slices])
+        assert source.documents["rank/1/note"] == "xxx"
+        assert source.local_nbytes + source.peer_nbytes == into.nbytes
+
+
+def test_the_agent_hears_once_all_its_ranks_have_sealed(server: Server, generation: int) -> None:
+    (first, box), (second, other) = halves(torch.zeros(SHAPE))
+    take(server, generation, 1, 0, first, box)
+    assert server.ask(verb="holdings")["sealed"] == [[[generation, 1], [0]]]
+    take(server, generation, 1, 1, second, other)
+    assert server.hear("complete")["snapshot"] == [generation, 1]
+
+
+def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation: int) -> None:
+    data, box = halves(torch.ones(SHAPE))[0]
+    take(server, generation, 1, 0, data, box)
+    with pytest.raises(SnapshotUnavailable, match="step 1 is sealed and not committed"):
+        take(server, generation, 2, 0, data, box)
+    server.ask(verb="commit", snapshot=[generation, 1])
+    take(server, generation, 2, 0, data, box)
+
+
+def test_an_older_generation_is_refused(server: Server, generation: int) -> None:
+    data, box = halves(torch.ones(SHAPE))[0]
+    server.ask(verb="open_generation", generation=next(_generations))
+    with pytest.raises(SnapshotUnavailable, match="it is over"):
+        take(server, generation, 1, 0, data, box)
+
+
+@pytest.mark.parametrize("where", ["local", "address"])
+def test_who_does_not_know_the_secret_gets_nothing(server: Server, where: str) -> None:
+    with pytest.raises(SnapshotUnavailable):
+        SnapshotClient(getattr(server, where), b"t" * 32).holdings()
+
+
+@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"KSP1" + b"\xff" * 60])
+def test_whoever_talks_nonsense_is_dropped_and_the_server_goes_on(server: Server, generation: int, junk: bytes) -> None:
+    host, _, port = server.address.removeprefix("tcp:").rpartition(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(junk)
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+    data, box = halves(torch.ones(SHAPE))[0]
+    take(server, generation, 1, 0, data, box)
+
+
+def test_a_wrong_question_is_answered_with_an_error(server: Server) -> None:
+    client = SnapshotClient(server.address, SECRET)
+    with contextlib.closing(client):
+        with pytest.raises(SnapshotUnavailable, match="is not held here"):
+            client.index(Snapshot(1, 999), 0)
+        with pytest.raises(SnapshotUnavailable, match="unknown verb"):
+            client._ask(verb="sing", snapshot=[1, 1])
+        assert isinstance(client.holdings(), dict)
+
+
+def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(server: Server, generation: int) -> None:
+    code = (
+        "import sys, os; from checkpoint.client import SnapshotClient; from checkpoint.retention import Snapshot\n"
+        f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
+        f"number, arena = client.begin(Snapshot({generation}, 1), 0, 4096)\n"
+        "arena.buffer[:100] = b'x' * 100\n"
+        "print('begun', flush=True); sys.stdin.read()\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "begun\n"
+        writer.send_signal(signal.SIGKILL)
+    assert server.ask(verb="holdings")["sealed"] == []
+    data, box = halves(torch.full(SHAPE, 2.0))[0]
+    take(server, generation, 1, 0, data, box)
+    source = MemorySnapshot(Snapshot(generation, 1), [Holder(server.local, (0,))], SECRET, rank=0)
+    with contextlib.closing(source):
+        into = torch.zeros(6, 5)
+        source.read([BoxRequest("w", Box((0, 0), (6, 5)), as_bytes(into))])
+    assert torch.equal(into, data)
+
+
+def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(server: Server, generation: int) -> None:
+    data = torch.zeros(2**20)
+    box = Box((0,), (2**20,))
+    for step in range(1, 6):
+        client = SnapshotClient(server.local, SECRET)
+        with contextlib.closing(client):
+            snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"))
+            snapshotter.start(step, [LiveTensor("big", (2**20,), box, data)], {})
+            snapshotter.wait()
+            snapshotter.close()
+        held = server.ask(verb="commit", snapshot=[generation, step])["nbytes"]
+    assert held <= 2 * (data.nbytes + 2**17)
+
+
+def test_the_server_ends_with_its_agent(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    server.control.close()
+    assert server.process.wait(10) == 0
+    assert not psutil.pid_exists(server.process.pid)
+    server.close()
