@@ -1,0 +1,107 @@
+"""A writer that dies at any storage operation leaves the previous checkpoint the newest, whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import checkpoint
+from checkpoint import api
+from checkpoint.errors import CheckpointError, CheckpointExists
+from checkpoint.format import StoredStep
+from checkpoint.reader import StoredCheckpoint, list_steps
+from checkpoint.storage import Storage, open_storage
+
+
+class Died(BaseException):
+    """The process is gone: nothing may catch this and go on."""
+
+
+class MortalStorage:
+    """Dies at its n-th operation: before it, in its middle (half of the bytes, under the unfinished name), or after it."""
+
+    def __init__(self, storage: Storage, dies_at: int, how: str) -> None:
+        self.storage = storage
+        self.operations = 0
+        self._dies_at = dies_at
+        self._how = how
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self.storage, name)
+        if not callable(attribute):
+            return attribute
+
+        def act(*arguments: Any, **options: Any) -> Any:
+            self.operations += 1
+            if self.operations > self._dies_at:
+                raise Died
+            if self.operations == self._dies_at:
+                if self._how == "middle" and name in ("write", "create"):
+                    half(self.storage, *arguments)
+                if self._how == "after":
+                    attribute(*arguments, **options)
+                raise Died
+            return attribute(*arguments, **options)
+
+        return act
+
+
+def half(storage: Any, name: str, content: Any) -> None:
+    """Leave what a killed process leaves of a file: a part, beside its place."""
+    data = content if isinstance(content, bytes) else b"".join(content)
+    storage.write(f"{name}.0123456789ab.unfinished", [data[: len(data) // 2]])
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "large": torch.full((700, 600), value),
+        "small": torch.full((7,), value),
+        "more": torch.full((3, 3), value).bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("how", ["before", "middle", "after"])
+def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    made: list[MortalStorage] = []
+
+    def mortal(dies_at: int) -> Callable[[str], Any]:
+        def open_mortal(url: str) -> Any:
+            made.append(MortalStorage(open_storage(url), dies_at, how))
+            return made[-1]
+
+        return open_mortal
+
+    monkeypatch.setattr(api, "open_storage", mortal(10**9))
+    checkpoint.save(str(tmp_path / "count"), state(0.0), step=1)
+    total = made[-1].operations
+    assert total >= 10
+    committed = 0
+    for dies_at in range(1, total + 1):
+        root = tmp_path / f"{how}-{dies_at}"
+        monkeypatch.setattr(api, "open_storage", open_storage)
+        checkpoint.save(str(root), state(1.0), step=1)
+        monkeypatch.setattr(api, "open_storage", mortal(dies_at))
+        with pytest.raises((Died, CheckpointError)):
+            checkpoint.save(str(root), state(2.0), step=2)
+        monkeypatch.setattr(api, "open_storage", open_storage)
+        filled = state(0.0)
+        step = checkpoint.load(str(root), filled)
+        assert all(torch.equal(filled[name], value) for name, value in state(float(step)).items()), dies_at
+        for stored in list_steps(str(root)):
+            StoredCheckpoint.open(str(root), stored.step).verify()
+        committed += step == 2
+        # Another attempt, with or without the leftovers' names, succeeds.
+        try:
+            checkpoint.save(str(root), state(2.0), step=2)
+        except CheckpointExists:
+            assert step == 2
+        assert list_steps(str(root))[0] == StoredStep(2, 0)
+        StoredCheckpoint.open(str(root), 2).verify()
+    # Only the last operation commits.
+    assert committed == (1 if how == "after" else 0)
