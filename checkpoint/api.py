@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from checkpoint.chunking import plan_chunks
 from checkpoint.collective import box_of, collect, exchange, rank
+from checkpoint.documents import merged_documents
 from checkpoint.errors import CheckpointError, LayoutMismatch
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Entry, Json, ShardIndex
@@ -71,7 +72,7 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
         )
     )
     parts = [StoredObject.from_json(one) for one in exchange(part.to_json())]
-    documents = {name: value for index in indexes for name, value in index.documents.items()}
+    documents = merged_documents(index.documents for index in indexes)
     _together(lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None)
 
 
@@ -94,11 +95,21 @@ def load(url: str, state: State, *, step: int | None = None, strict: bool = True
     found = _together(lambda: newest(url) if step is None and rank() == 0 else None)
     chosen = exchange([found.step, found.generation] if found else [step, None])[0]
 
-    def fill() -> StoredCheckpoint:
+    def prepare() -> tuple[StoredCheckpoint, LiveState]:
         source = StoredCheckpoint.open(url, *chosen)
         for model, optimizers in _modules(state):
             allocate(model, optimizers, source.tensors)
-        restore(_capture(state), source, strict=strict)
+        return source, _capture(state)
+
+    source, live = _together(prepare)
+    elsewhere: set[str] = set()
+    mine = {tensor.key for tensor in live.tensors}
+    # Only where a rank lacks something, as a pipeline stage does, must all say what they have.
+    if any(exchange(not mine.issuperset(key for key in source.tensors if key.startswith("model/")))):
+        elsewhere = {key for keys in exchange(sorted(mine)) for key in keys}
+
+    def fill() -> StoredCheckpoint:
+        restore(live, source, strict=strict, elsewhere=elsewhere)
         for model, optimizers in _modules(state):
             restore_options(model, optimizers, source.documents)
         _fill_values(state, source.documents.get(_VALUES, {}))

@@ -8,7 +8,7 @@ state, which is keyed by the parameter's name and the slot's, never by position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from checkpoint.documents import GROUPS, SCALARS, TIED
 from checkpoint.errors import LayoutMismatch
 from checkpoint.layout import Box, Json
 from checkpoint.options import (
-    GROUPS,
-    SCALARS,
     name_of,
     options_of,
     parameter_names,
@@ -43,8 +42,6 @@ __all__ = [
     "restore",
     "restore_options",
 ]
-
-_TIED = "model/tied"
 
 _STAGING_NBYTES = 256 * 2**20
 
@@ -194,7 +191,7 @@ class Capturer:
             bound = self._bound = self._bind()
         scalars = {key: storable(key, slots[slot]) for key, slots, slot in bound.scalars}
         groups = [{"parameters": names, "options": options_of(group)} for group, names in bound.groups]
-        return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, _TIED: self._tied})
+        return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
 
     def _bind(self) -> _Bound:
         # Calling this first also makes FSDP put its sharded parameters back in place.
@@ -265,7 +262,7 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
                     optimizer.state[parameter][slot] = made
 
 
-def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
+def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere: Collection[str] = frozenset()) -> None:
     """Fill live tensors from a source.
 
     CPU tensors that lie in one piece are read straight into; others go through buffers of bounded size,
@@ -276,6 +273,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
         source: where from.
         strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill
             what both have.
+        elsewhere: tensors that other ranks fill, such as those of other pipeline stages.
 
     Raises:
         LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
@@ -292,7 +290,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True) -> None:
         wrong += [
             f"{key}: in the source, but not in the model"
             for key in source.tensors
-            if key not in mine and key.startswith("model/")
+            if key not in mine and key not in elsewhere and key.startswith("model/")
         ]
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -9,11 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from checkpoint.documents import GROUPS, SCALARS
 from checkpoint.errors import LayoutMismatch
 from checkpoint.layout import Json
-
-GROUPS = "optim/groups"
-SCALARS = "optim/scalars"
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:

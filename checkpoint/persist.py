@@ -19,6 +19,7 @@ import numpy.typing as npt
 from checkpoint.arena import Arena, box_bytes
 from checkpoint.chunking import ChunkPlan, plan_chunks
 from checkpoint.client import SnapshotClient
+from checkpoint.documents import merged_documents
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError
 from checkpoint.format import StoredObject, StoredStep
@@ -166,7 +167,7 @@ class Persistence:
                     found[rank] = self._client(address, clients).index(snapshot, rank)
         ranks = tuple(sorted(found))
         indexes = tuple(found[rank] for rank in ranks)
-        documents = {name: content for index in indexes for name, content in index.documents.items()}
+        documents = merged_documents(index.documents for index in indexes)
         layout = (ranks, tuple(index.entries for index in indexes))
         if self._planned is None or self._planned[0] != layout:
             self._planned = (layout, _held(ranks, indexes), plan_chunks(indexes))

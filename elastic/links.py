@@ -148,5 +148,25 @@ class Links:
         return False
 
 
+async def probe(peer: NodeRecord) -> bool | None:
+    """Return whether an agent lives: True if it answers by its name, False if its process is certainly gone, None if unknown."""
+    host, _, port = peer.agent.rpartition(":")
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, int(port))
+    except ConnectionRefusedError:
+        return False
+    except (OSError, TimeoutError):
+        return None
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            name = (await reader.readline()).decode(errors="replace").partition(" ")[0]
+    except (OSError, TimeoutError):
+        return None
+    finally:
+        writer.close()
+    return (name == peer.node) if name else None
+
+
 def _prove(secret: bytes, nonce: str) -> bytes:
     return hmac.new(secret, b"link" + nonce.encode(), hashlib.sha256).hexdigest().encode()

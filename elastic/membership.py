@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic import rendezvous
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
+from elastic.links import probe
 from elastic.records import NodeRecord, Report, StoredCheckpoint, StoreFailure
 from elastic.rendezvous import Deliberation, Policy
 from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
@@ -26,6 +27,7 @@ log = logging.getLogger("keepstep")
 
 _RENEWALS_PER_TTL = 4
 _FAREWELL_S = 10.0
+_PREDECESSOR_S = 0.2
 
 
 class Membership:
@@ -87,8 +89,7 @@ class Membership:
                     f"job {keys.job!r} is already running something else on node {joined.record.node}; "
                     "choose another --job name, or start every node with the same command and --nnodes"
                 )
-        if self.record.node in view.nodes:
-            raise UsageError(f"node {self.record.node!r} is already in job {keys.job!r}; choose another --node name")
+        await self._outlive_predecessor(view)
         key = keys.single("secret")
         await self._store.commit((Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),))
         asked_s = time.monotonic()
@@ -105,6 +106,21 @@ class Membership:
         self._created = self.view.nodes[self.record.node].created
         assert self.view.secret is not None, "the secret was written before the node joined"
         return bytes.fromhex(self.view.secret.decode())
+
+    async def _outlive_predecessor(self, view: View) -> None:
+        """Wait until an agent of this node's name that has died is gone; an agent that lives has the right to the name."""
+        node = self.record.node
+        until_s = time.monotonic() + 2 * self._ttl_s
+        while node in view.nodes:
+            joined = view.nodes[node].record
+            lives = await probe(joined)
+            if lives or time.monotonic() > until_s:
+                raise UsageError(f"node {node!r} is already in job {self._keys.job!r}; choose another --node name")
+            if lives is False:
+                await self._store.revoke(joined.lease)
+            else:
+                await asyncio.sleep(_PREDECESSOR_S)
+            view = from_listing(self._keys, await self._store.read(self._keys.prefix))
 
     async def run(self) -> None:
         """Keep the lease, mirror the view, write the record, and lead if it falls to this node."""

@@ -213,3 +213,15 @@ def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Pa
         for process in tree:
             if process.is_running():
                 process.resume()
+
+
+def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(tmp_path: Path) -> None:
+    with cluster(tmp_path, steps=10**6, checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
+        for node in ("a", "b"):
+            # So long that it would not have ended by itself.
+            running.start(node, "--lease-ttl", "60")
+        running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 4, 60)
+        running.kill("b")
+        running.start("b", "--lease-ttl", "60")
+        view = running.wait_until(lambda view: view.number >= 3 and view.generation.world_size == 4, 60)
+        assert "b" in view.nodes
