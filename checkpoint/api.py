@@ -6,8 +6,9 @@ straight to storage, or by way of one other rank where shards form no regular gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from checkpoint.chunking import plan_chunks
 from checkpoint.collective import box_of, collect, exchange, rank
 from checkpoint.documents import merged_documents
-from checkpoint.errors import CheckpointError, LayoutMismatch
+from checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Entry, Json, ShardIndex
 from checkpoint.live import (
@@ -29,9 +30,11 @@ from checkpoint.live import (
     restore_options,
 )
 from checkpoint.options import is_json
-from checkpoint.reader import StoredCheckpoint, newest
+from checkpoint.reader import StoredCheckpoint, list_steps
 from checkpoint.storage import open_storage
 from checkpoint.writer import publish, write_part
+
+log = logging.getLogger("keepstep")
 
 _VALUES = "values"
 
@@ -76,15 +79,25 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
     _together(lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None)
 
 
-def load(url: str, state: State, *, step: int | None = None, strict: bool = True) -> int:
+def load(
+    url: str,
+    state: State,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    convert: bool = False,
+    fallback: bool = False,
+) -> int:
     """Fill `state` from a checkpoint under `url`, whatever layout it was saved in; return its step.
 
     Args:
         url: as for `save`.
         state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings get their
-            JSON values.
+            JSON values. A module alone is loaded alone, for inference.
         step: which one; None: the newest.
         strict: refuse if names do not agree; else fill what both have.
+        convert: convert tensors that were saved in another data type.
+        fallback: if it is damaged, take the newest one that is intact; what is wrong is logged.
 
     Raises:
         CheckpointMissing: there is none.
@@ -92,11 +105,21 @@ def load(url: str, state: State, *, step: int | None = None, strict: bool = True
         CheckpointDamaged: stored bytes were changed or lost.
     """
     # Rank 0 looks, so that all load the same one whatever appears meanwhile.
-    found = _together(lambda: newest(url) if step is None and rank() == 0 else None)
-    chosen = exchange([found.step, found.generation] if found else [step, None])[0]
+    found = _together(lambda: list_steps(url) if rank() == 0 else ())
+    listed = exchange([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
+    for position, chosen in enumerate(listed or [[step, None]]):
+        try:
+            return _load(url, state, *chosen, strict=strict, convert=convert)
+        except CheckpointDamaged as error:
+            if not fallback or position == len(listed) - 1:
+                raise
+            log.warning("%s: going back behind it", error)
+    raise AssertionError("unreachable: the last one loads or raises")
 
+
+def _load(url: str, state: State, step: int | None, generation: int | None, *, strict: bool, convert: bool) -> int:
     def prepare() -> tuple[StoredCheckpoint, LiveState]:
-        source = StoredCheckpoint.open(url, *chosen)
+        source = StoredCheckpoint.open(url, step, generation)
         for model, optimizers in _modules(state):
             allocate(model, optimizers, source.tensors)
         return source, _capture(state)
@@ -108,28 +131,34 @@ def load(url: str, state: State, *, step: int | None = None, strict: bool = True
     if any(exchange(not mine.issuperset(key for key in source.tensors if key.startswith("model/")))):
         elsewhere = {key for keys in exchange(sorted(mine)) for key in keys}
 
-    def fill() -> StoredCheckpoint:
-        restore(live, source, strict=strict, elsewhere=elsewhere)
+    def fill() -> int:
+        restore(live, source, strict=strict, convert=convert, elsewhere=elsewhere)
         for model, optimizers in _modules(state):
             restore_options(model, optimizers, source.documents)
         _fill_values(state, source.documents.get(_VALUES, {}))
-        return source
+        return source.step
 
-    return _together(fill).step
+    return _together(fill)
 
 
 def _together(act: Callable[[], _Result]) -> _Result:
-    """Do something on every rank; if it fails on any, it fails on all, with the first one's reason."""
+    """Do something on every rank; if it fails on any, it fails on all, with the first one's reason and in the same way."""
+    own: Exception | None = None
+    result: _Result | None = None
     try:
         result = act()
-    except Exception as error:
-        # The others wait for this rank's word: they must hear of whatever it was.
-        exchange({"error": f"rank {rank()}: {error}"})
-        raise
-    failures = [outcome["error"] for outcome in exchange({}) if "error" in outcome]
-    if failures:
-        raise CheckpointError(failures[0])
-    return result
+    except Exception as error:  # noqa: BLE001 - the others wait for this rank's word: they must hear of whatever it was
+        own = error
+    outcome = {} if own is None else {"error": str(own), "damaged": isinstance(own, CheckpointDamaged)}
+    failures = {number: one for number, one in enumerate(exchange(outcome)) if one}
+    if not failures:
+        return cast(_Result, result)
+    # Whether to fall back must be the same question everywhere: damage is damage only if nothing else is wrong.
+    is_damage = all(one["damaged"] for one in failures.values())
+    if own is not None and isinstance(own, CheckpointDamaged) == is_damage:
+        raise own
+    number, first = next((n, one) for n, one in failures.items() if one["damaged"] == is_damage)
+    raise (CheckpointDamaged if is_damage else CheckpointError)(f"rank {number}: {first['error']}") from own
 
 
 def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:

@@ -92,8 +92,13 @@ class ChunkPlan:
     chunks: tuple[tuple[Chunk, ...], ...]
 
 
-def plan_chunks(indexes: Sequence[ShardIndex]) -> ChunkPlan:
+def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -> ChunkPlan:
     """Plan how the state that these holders have together is stored. Deterministic.
+
+    Args:
+        indexes: what each holder has.
+        within_shards: let no chunk need pieces of two holders, however small that makes it; for holders that cannot
+            give each other any.
 
     Raises:
         LayoutMismatch: holders disagree about a tensor, part of one is held by nobody, or a name cannot be
@@ -115,7 +120,7 @@ def plan_chunks(indexes: Sequence[ShardIndex]) -> ChunkPlan:
         held = holders[key]
         shape, dtype = _agreed(key, held)
         itemsize = numpy_dtype(dtype).itemsize
-        grid = chunk_shape(shape, [entry.box for _, entry in held], itemsize)
+        grid = chunk_shape(shape, [entry.box for _, entry in held], itemsize, within_shards=within_shards)
         tensors[key] = stored_tensor(dtype, shape, grid)
         shares = _shares(shape, grid, held)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
@@ -181,6 +186,9 @@ def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
     common = chunk.box.intersect(box)
     if common is None:
         return
+    if tensor.cell == tensor.chunk:
+        yield Cell(chunk.place, 0, chunk.box)
+        return
     per_chunk = [whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True)]
     for found in chunks_over(chunk.key, tensor.shape, tensor.cell, common):
         number = 0
@@ -189,7 +197,9 @@ def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
         yield Cell(found.place, number, found.box)
 
 
-def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int) -> tuple[int, ...]:
+def chunk_shape(
+    shape: Sequence[int], boxes: Sequence[Box], itemsize: int, *, within_shards: bool = False
+) -> tuple[int, ...]:
     """Return the shape of the chunks that follow the boxes best, of at most `CHUNK_NBYTES` where possible.
 
     Every number is at least 1, also where the tensor has no elements.
@@ -201,7 +211,8 @@ def chunk_shape(shape: Sequence[int], boxes: Sequence[Box], itemsize: int) -> tu
         inner = edges - {0, extent}
         step = math.gcd(*inner) if inner else extent
         longest = max((box.shape[axis] for box in present), default=extent)
-        chunk.append(max(1, step if step * _MOST_PIECES >= longest else longest))
+        follows = within_shards or step * _MOST_PIECES >= longest
+        chunk.append(max(1, step if follows else longest))
         is_split.append(bool(inner))
     for axis, extent in enumerate(shape):
         excess = math.prod(chunk) * itemsize / CHUNK_NBYTES

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from checkpoint.chunking import Cell, Chunk, StoredTensor
+from checkpoint.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
 from checkpoint.errors import CheckpointDamaged
 from checkpoint.format import ChunkObject, DataObject, Pack, chunk_name, shard_index
+from checkpoint.layout import Box
 
 _RUN_NBYTES = 8 * 2**20
 _RUN_SPANS = 256
@@ -66,26 +66,41 @@ class Directory:
         return _span_of_chunk(chunk.key, tensor, found, cell.number) if found is not None else None
 
     def spans(self) -> Iterator[Span]:
-        """Yield every cell of every object."""
-        yield from self._packed.values()
-        for key, tensor in self.tensors.items():
-            if tensor.is_packed:
-                continue
-            grid = [range(-(-extent // step)) for extent, step in zip(tensor.shape, tensor.chunk, strict=True)]
-            for number in range(math.prod(len(axis) for axis in grid)):
-                place, rest = [], number
-                for axis in reversed(grid):
-                    rest, position = divmod(rest, len(axis))
-                    place.append(position)
-                name = chunk_name(key, place[::-1])
-                found = self._chunks.get(name)
-                if found is None:
+        """Yield every cell of every tensor."""
+        for key in self.tensors:
+            yield from self.spans_of_tensor(key)
+
+    def spans_of_tensor(self, key: str) -> Iterator[Span]:
+        """Yield a tensor's cells, in C order of their chunks and within them.
+
+        Raises:
+            CheckpointDamaged: one is in no listing.
+        """
+        tensor = self.tensors[key]
+        for chunk in chunks_over(key, tensor.shape, tensor.chunk, Box.whole(tensor.shape)):
+            for cell in cells_over(tensor, chunk, chunk.box):
+                span = self.find(chunk, cell)
+                if span is None:
+                    name = chunk_name(key, chunk.place)
                     raise CheckpointDamaged(f"{key} needs {name} and no listing has it; load an older step")
-                for position, crc in enumerate(found.checksums):
-                    if crc is not None:
-                        span = _span_of_chunk(key, tensor, found, position)
-                        assert span is not None, "its checksum is there"
-                        yield span
+                yield span
+
+    def spans_of_object(self, item: DataObject) -> Iterator[Span]:
+        """Yield what an object holds, in order."""
+        if not isinstance(item, ChunkObject):
+            yield from (span for span, _ in _spans_of_pack(self.tensors, item))
+            return
+        key = next((key for key in self._keys if item.name.startswith(f"{key}/c/") or item.name == f"{key}/c"), None)
+        if key is None:
+            raise CheckpointDamaged(f"{item.name} belongs to no tensor; load an older step")
+        for number in range(len(item.checksums)):
+            span = _span_of_chunk(key, self.tensors[key], item, number)
+            if span is not None:
+                yield span
+
+    @property
+    def _keys(self) -> Iterator[str]:
+        return (key for key, tensor in self.tensors.items() if not tensor.is_packed)
 
 
 def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:

@@ -41,6 +41,7 @@ __all__ = [
     "parameter_names",
     "restore",
     "restore_options",
+    "torch_dtype",
 ]
 
 _STAGING_NBYTES = 256 * 2**20
@@ -87,6 +88,18 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     except KeyError:
         raise LayoutMismatch(f"{dtype} cannot be stored; known are {', '.join(map(str, _NAMES))}") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a Zarr v3 data type name.
+
+    Raises:
+        LayoutMismatch: torch has none.
+    """
+    for dtype, known in _NAMES.items():
+        if known == name:
+            return dtype
+    raise LayoutMismatch(f"torch has no dtype for {name}")
 
 
 def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
@@ -245,7 +258,6 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
         if key.startswith("optim/"):
             name, _, slot = key.removeprefix("optim/").rpartition("/")
             slots.setdefault(name, {})[slot] = spec
-    dtypes = {name: dtype for dtype, name in _NAMES.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -253,7 +265,7 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
                 for slot, spec in slots.get(name_of(parameter, names), {}).items():
                     if slot in optimizer.state[parameter]:
                         continue
-                    dtype = dtypes[spec.dtype]
+                    dtype = torch_dtype(spec.dtype)
                     if spec.shape == tuple(parameter.shape) and slot != "step":
                         made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
@@ -262,7 +274,14 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
                     optimizer.state[parameter][slot] = made
 
 
-def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere: Collection[str] = frozenset()) -> None:
+def restore(
+    state: LiveState,
+    source: Source,
+    *,
+    strict: bool = True,
+    convert: bool = False,
+    elsewhere: Collection[str] = frozenset(),
+) -> None:
     """Fill live tensors from a source.
 
     CPU tensors that lie in one piece are read straight into; others go through buffers of bounded size,
@@ -273,6 +292,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere:
         source: where from.
         strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill
             what both have.
+        convert: convert where the source has another data type.
         elsewhere: tensors that other ranks fill, such as those of other pipeline stages.
 
     Raises:
@@ -283,7 +303,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere:
         f"{key}: the source holds {spec.dtype} {spec.shape}, the model expects {tensor.dtype} {tensor.global_shape}"
         for key, tensor in mine.items()
         if (spec := source.tensors.get(key)) is not None
-        and (spec.shape, spec.dtype) != (tensor.global_shape, tensor.dtype)
+        and (spec.shape != tensor.global_shape or (spec.dtype != tensor.dtype and not convert))
     ]
     if strict:
         wrong += [f"{key}: missing in the source" for key in mine if key not in source.tensors]
@@ -296,7 +316,7 @@ def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(wrong[:8])}{more}. "
-            "Pass strict=False to fill only what fits by name; shapes and dtypes must agree"
+            "Pass strict=False to fill only what fits by name, convert=True to convert data types; shapes must agree"
         )
     straight: list[BoxRequest] = []
     staged: list[LiveTensor] = []
@@ -305,7 +325,8 @@ def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere:
             continue
         if tensor.data.device.type == "meta":
             raise LayoutMismatch(f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first")
-        if tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
+        is_alike = source.tensors[tensor.key].dtype == tensor.dtype
+        if is_alike and tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
             straight.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
         else:
             staged.append(tensor)
@@ -313,7 +334,10 @@ def restore(state: LiveState, source: Source, *, strict: bool = True, elsewhere:
         source.read(straight)
     for batch in _batches(staged):
         buffers = [
-            torch.empty(tensor.box.shape, dtype=tensor.data.dtype, pin_memory=tensor.data.is_cuda) for tensor in batch
+            torch.empty(
+                tensor.box.shape, dtype=torch_dtype(source.tensors[tensor.key].dtype), pin_memory=tensor.data.is_cuda
+            )
+            for tensor in batch
         ]
         source.read([BoxRequest(t.key, t.box, as_bytes(buffer)) for t, buffer in zip(batch, buffers, strict=True)])
         with torch.no_grad():

@@ -172,6 +172,14 @@ class StoredCheckpoint:
             if not tensor.is_packed and self._whole(name) != encode(array_metadata(key, tensor)):
                 raise CheckpointDamaged(f"{self._where(name)} was changed; load an older step")
 
+    def verified(self, name: str) -> bytes:
+        """Return an object that the manifest names, checked against it.
+
+        Raises:
+            CheckpointDamaged: it is not what was written.
+        """
+        return _verified(self.storage, self.stored, self.manifest, name)
+
     def _fetch(self, run: Sequence[Span], uses: _Uses) -> None:
         """Read neighbouring spans of one object, and copy from them what they are needed for."""
         buffers: list[memoryview] = []

@@ -216,7 +216,7 @@ def _cells(tensor: StoredTensor, chunk: Chunk, read_box: ReadBox) -> Iterator[tu
     """Yield a chunk's cells with their bytes as Zarr's codec `bytes` has them, padded with zeros at the tensor's edge."""
     values = read_box(chunk.key, chunk.box)
     for cell in cells_over(tensor, chunk, chunk.box):
-        payload = values[cell.box.within(chunk.box).slices]
+        payload = values if cell.box == chunk.box else values[cell.box.within(chunk.box).slices]
         if cell.box.shape != tensor.cell:
             padded = np.zeros((*tensor.cell, payload.shape[-1]), np.uint8)
             padded[tuple(slice(0, n) for n in cell.box.shape)] = payload

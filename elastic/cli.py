@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from checkpoint.errors import CheckpointError
 from elastic.errors import ElasticError, UsageError
 
 _EXIT_FAILURE = 1
@@ -15,7 +16,20 @@ _EXIT_USAGE = 2
 
 
 class _Commands(click.Group):
-    """A group whose commands' own errors become one line and an exit status."""
+    """A group whose commands' own errors become one line and an exit status.
+
+    `ckpt` is imported when it is asked for: an agent that starts in a hurry has no use for what it needs.
+    """
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), "ckpt"])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name != "ckpt":
+            return super().get_command(context, name)
+        from checkpoint.cli import ckpt
+
+        return ckpt
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -23,7 +37,7 @@ class _Commands(click.Group):
         except UsageError as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_USAGE)
-        except ElasticError as error:
+        except (ElasticError, CheckpointError) as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_FAILURE)
 

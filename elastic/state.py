@@ -62,7 +62,11 @@ class Keeper:
         self._is_intact = True
         self._is_committed = is_committed
         self._agreement: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._hook = self.optimizer.register_step_pre_hook(lambda *_: self._before_write())
+        self._in_step = False
+        self._hooks = (
+            self.optimizer.register_step_pre_hook(lambda *_: self._before_write()),
+            state.model.register_forward_hook(lambda *_: self._after_forward()),
+        )
 
     def resume(self, seed: int) -> tuple[Position, str]:
         """Fill the state from memory, else from storage, else leave it as built; return the position and the source's name."""
@@ -93,15 +97,14 @@ class Keeper:
         """Note that the optimizer has written all that it writes in this step, and begin a snapshot if it is time for one.
 
         Ranks must take the same snapshots or none would ever be complete: they take one if all know, by the time the optimizer
-        runs, that the last one is committed. They agree by a reduction of one number that runs beside the optimizer.
+        runs, that the last one is committed. They agree by a reduction of one number that runs beside the backward pass; if the
+        commit was not known then, by another beside the optimizer.
         """
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            ready, work = agreement
-            if work is not None:
-                work.wait()
+        self._in_step = False
+        if self._agreement is not None:
+            agreed, self._agreement = self._agreed(), None
             self._is_intact = True
-            if is_due and ready.item():
+            if is_due and agreed:
                 self.snapshot(position)
 
     def seal_last(self, position: Position, wait_for_commit: Callable[[int], bool]) -> None:
@@ -116,13 +119,34 @@ class Keeper:
                 return
         self._snapshotter.wait()
 
+    def begin_step(self) -> None:
+        """Note that all ranks do the same from here on, until the step is complete."""
+        self._in_step = True
+
+    def _after_forward(self) -> None:
+        # Outside of steps ranks may well do different things, such as one of them evaluating.
+        if self._in_step and self._agreement is None:
+            self._agree()
+
     def _before_write(self) -> None:
         self._snapshotter.wait()
-        self._is_intact = False
-        if self._agreement is None:
-            ready = torch.tensor([int(self._is_committed(self._taken))])
-            work = dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-            self._agreement = (ready, work)
+        first_write, self._is_intact = self._is_intact, False
+        if self._agreement is None or (first_write and not self._agreed()):
+            self._agree()
+
+    def _agree(self) -> None:
+        """Begin to ask all ranks whether they know that the last snapshot is committed."""
+        ready = torch.tensor([int(self._is_committed(self._taken))])
+        work = dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
+        self._agreement = (ready, work)
+
+    def _agreed(self) -> bool:
+        """Wait for the answer, which is the same on every rank."""
+        assert self._agreement is not None
+        ready, work = self._agreement
+        if work is not None:
+            work.wait()
+        return bool(ready.item())
 
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
@@ -140,7 +164,8 @@ class Keeper:
 
     def close(self) -> None:
         """Let a copy under way complete, then let go of everything."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         self._snapshotter.close()
         self._client.close()
 

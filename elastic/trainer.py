@@ -233,6 +233,7 @@ class Job:
 
     def begin_step(self) -> None:
         """Forget old gradients. Called by `Step`."""
+        self._kept.begin_step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def end_step(self, error: BaseException | None) -> bool:

@@ -108,14 +108,14 @@ def judge(lines: list[Line], killed_at_s: float) -> Measure:
     }
 
 
-def wait_for(directory: Path, holds: Callable[[list[Line]], bool]) -> list[Line]:
+def wait_for(directory: Path, holds: Callable[[list[Line]], bool], every_s: float = 0.05) -> list[Line]:
     """Follow what the ranks write until something holds of it."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
         lines = read_steps(directory)
         if holds(lines):
             return lines
-        time.sleep(0.05)
+        time.sleep(every_s)
     raise TimeoutError(f"not within {DEADLINE_S:.0f} s")
 
 
@@ -268,7 +268,7 @@ def healthy(pairs: int) -> tuple[float, float, float]:
     """Return the step time of plain torch, that of keepstep with a snapshot every step, and the ratio.
 
     Both jobs are started, and their workers stopped and continued in turn, so that both see the machine's drift alike. A window is
-    as long as keepstep goes from one stored checkpoint to the next; the ratio is the median over pairs of windows.
+    as long as keepstep goes from one stored checkpoint to the next, the first of a pair alternates, and the ratio is the median over pairs.
     """
     places = {mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")}
     try:
@@ -281,8 +281,9 @@ def healthy(pairs: int) -> tuple[float, float, float]:
             workers = {mode: pids(place) for mode, place in places.items()}
             signal_all(workers["keepstep"], signal.SIGSTOP)
             found: dict[str, list[float]] = {mode: [] for mode in places}
-            for _ in range(pairs):
-                for mode, other in (("plain", "keepstep"), ("keepstep", "plain")):
+            for number in range(pairs):
+                order = ("plain", "keepstep") if number % 2 else ("keepstep", "plain")
+                for mode, other in (order, order[::-1]):
                     signal_all(workers[other], signal.SIGSTOP)
                     signal_all(workers[mode], signal.SIGCONT)
                     found[mode].append(window(places[mode]))
@@ -297,7 +298,8 @@ def healthy(pairs: int) -> tuple[float, float, float]:
 def window(directory: Path) -> float:
     """Return the mean step time over the next window, after two steps to settle."""
     begin = max(line["step"] for line in read_steps(directory)) + 2
-    lines = wait_for(directory, steps_reached(int(begin) + WINDOW))
+    # Looking costs what is measured, so it is done seldom.
+    lines = wait_for(directory, steps_reached(int(begin) + WINDOW), every_s=0.5)
     at_s = {line["step"]: line["at_s"] for line in lines if line["rank"] == 0}
     return (at_s[begin + WINDOW] - at_s[begin]) / WINDOW
 

@@ -1,0 +1,271 @@
+"""`keepstep ckpt`: looking at stored checkpoints, checking, comparing, copying and removing them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from checkpoint.errors import CheckpointDamaged
+from checkpoint.housekeeping import (
+    GRACE_S,
+    Contents,
+    Retention,
+    collect,
+    compare,
+    contents,
+    copy,
+    metric_of,
+    remove,
+    superfluous,
+)
+from checkpoint.reader import StoredCheckpoint, list_steps
+
+_STEP = click.option("--step", type=int, help="Which step. Default: the newest.")
+_GENERATION = click.option("--generation", type=int, help="Which generation of it. Default: the newest.")
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+@click.group()
+def ckpt() -> None:
+    """Look at stored checkpoints, check, compare, copy and remove them.
+
+    A URL is a path, file://, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: the one given to `join` or `checkpoint.save`.
+    """
+
+
+@ckpt.command()
+@click.argument("url")
+@_JSON
+def ls(url: str, as_json: bool) -> None:
+    """List the checkpoints at URL, newest first."""
+    found: list[Contents] = []
+    damaged: dict[str, str] = {}
+    for stored in list_steps(url):
+        try:
+            found.append(contents(StoredCheckpoint.open(url, stored.step, stored.generation)))
+        except CheckpointDamaged as error:
+            damaged[stored.directory] = str(error)
+    if as_json:
+        listed = [{"step": one.stored.step, "generation": one.stored.generation, **_numbers(one)} for one in found]
+        _print_json({"checkpoints": listed, "damaged": damaged})
+        return
+    table = _table("step", "generation", "size", "objects", "tensors", "elements")
+    for one in found:
+        table.add_row(
+            str(one.stored.step), str(one.stored.generation), decimal(one.nbytes), str(one.objects), str(one.tensors),
+            f"{one.elements:,}",
+        )  # fmt: skip
+    Console().print(table if found else f"no checkpoint at {url}")
+    for message in damaged.values():
+        click.echo(f"damaged: {message}", err=True)
+
+
+@ckpt.command()
+@click.argument("url")
+@_STEP
+@_GENERATION
+@click.option("--documents", is_flag=True, help="Also what is no tensor.")
+@_JSON
+def show(url: str, step: int | None, generation: int | None, documents: bool, as_json: bool) -> None:
+    """Show the tensors of a checkpoint: names, data types, shapes, how they are cut."""
+    source = StoredCheckpoint.open(url, step, generation)
+    total = contents(source)
+    if as_json:
+        tensors = {
+            key: {"dtype": t.dtype, "shape": t.shape, "chunk": t.chunk, "cell": t.cell, "packed": t.is_packed}
+            for key, t in source.stored_tensors.items()
+        }
+        extra = {"documents": source.documents} if documents else {}
+        _print_json(
+            {"step": source.stored.step, "generation": source.stored.generation, **_numbers(total), "tensors": tensors}
+            | extra
+        )
+        return
+    table = _table("tensor", "data type", "shape", "chunk", "kept")
+    for key, tensor in sorted(source.stored_tensors.items()):
+        kept = "packed" if tensor.is_packed else "own objects"
+        table.add_row(key, tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), kept)
+    console = Console()
+    console.print(table)
+    if documents:
+        console.print_json(json.dumps(source.documents))
+    console.print(
+        f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
+        f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects"
+    )
+
+
+@ckpt.command()
+@click.argument("url")
+@_STEP
+@_GENERATION
+@click.option("--all", "everything", is_flag=True, help="Every checkpoint at URL.")
+@_JSON
+def verify(url: str, step: int | None, generation: int | None, everything: bool, as_json: bool) -> None:
+    """Read every byte of a checkpoint and compare it with what was written. Status 1 if one is damaged."""
+    results: dict[str, str | None] = {}
+    wanted = [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
+    for one in wanted:
+        name = "the newest" if one[0] is None else f"step {one[0]}"
+        try:
+            source = StoredCheckpoint.open(url, *one)
+            name = source.stored.directory
+            with _progress(name, sum(item.nbytes for item in source.directory.objects), quiet=as_json) as report:
+                source.verify(report)
+            results[name] = None
+        except CheckpointDamaged as error:
+            results[name] = str(error)
+        if not as_json:
+            click.echo(f"{name}: {results[name] or 'intact'}")
+    if as_json:
+        _print_json({"checkpoints": results})
+    if any(results.values()):
+        sys.exit(1)
+
+
+@ckpt.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--first-step", type=int, help="Step at FIRST. Default: the newest.")
+@click.option("--second-step", type=int, help="Step at SECOND. Default: the newest.")
+@_JSON
+def diff(first: str, second: str, first_step: int | None, second_step: int | None, as_json: bool) -> None:
+    """Compare two checkpoints, tensor by tensor. Status 1 if they differ."""
+    found = compare(StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step))
+    if as_json:
+        _print_json(
+            {
+                "only_first": found.only_first, "only_second": found.only_second,
+                "changed": dict(found.changed), "documents": found.documents,
+            }
+        )  # fmt: skip
+    else:
+        for key in found.only_first:
+            click.echo(f"- {key}")
+        for key in found.only_second:
+            click.echo(f"+ {key}")
+        for key, how in found.changed.items():
+            click.echo(f"~ {key}: {how}")
+        for name in found.documents:
+            click.echo(f"~ document {name}")
+    if found.only_first or found.only_second or found.changed or found.documents:
+        sys.exit(1)
+
+
+@ckpt.command()
+@click.argument("url")
+@click.option("--step", "steps", type=int, multiple=True, help="Remove this step; may be given several times.")
+@click.option("--keep-last", type=int, help="Remove all but the newest so many.")
+@click.option("--keep-every", type=int, help="... but keep the steps that are multiples of this.")
+@click.option(
+    "--keep-best", nargs=3, metavar="N NAME min|max", help="... but keep the N best by a value saved as NAME."
+)
+@click.option("--pin", type=int, multiple=True, help="... but keep this step; may be given several times.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@_JSON
+def rm(
+    url: str, steps: tuple[int, ...], keep_last: int | None, keep_every: int | None,
+    keep_best: tuple[str, str, str] | None, pin: tuple[int, ...], dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Remove checkpoints by step, or all but those to keep. Their bytes go with the next `gc`, so that readers can finish."""
+    present = list_steps(url)
+    if bool(steps) == (keep_last is not None):
+        raise click.UsageError("give either --step or --keep-last")
+    if steps:
+        missing = set(steps) - {stored.step for stored in present}
+        if missing:
+            raise click.UsageError(f"{url} has no checkpoint of step {min(missing)}; see `keepstep ckpt ls {url}`")
+        doomed = tuple(stored for stored in present if stored.step in steps and stored.step not in pin)
+    else:
+        best, metric = None, {}
+        if keep_best is not None:
+            count, name, way = keep_best
+            if not count.isdigit() or way not in ("min", "max"):
+                raise click.UsageError("--keep-best takes a number, the name of a saved value, and min or max")
+            best = (int(count), way)
+            rated = {s: metric_of(StoredCheckpoint.open(url, s.step, s.generation), name) for s in present}
+            metric = {stored: value for stored, value in rated.items() if value is not None}
+        assert keep_last is not None
+        doomed = superfluous(present, Retention(keep_last, keep_every, best, frozenset(pin)), metric)
+    for stored in doomed:
+        if not dry_run:
+            remove(url, stored, now=time.time())
+        if not as_json:
+            click.echo(f"{'would remove' if dry_run else 'removed'} {stored.directory}")
+    if as_json:
+        _print_json({"removed": [stored.directory for stored in doomed], "dry_run": dry_run})
+
+
+@ckpt.command()
+@click.argument("url")
+@click.option("--grace", default=GRACE_S, show_default=True, help="Seconds that readers and writers have to finish.")
+@_JSON
+def gc(url: str, grace: float, as_json: bool) -> None:
+    """Delete what removed checkpoints and writers that died have left, once it has been there for some time.
+
+    What has no manifest is noted when `gc` first sees it, and deleted by a later `gc`, for a writer may be filling it now.
+    """
+    gone = collect(url, now=time.time(), grace_s=grace)
+    if as_json:
+        _print_json({"deleted": gone})
+    else:
+        for directory in gone:
+            click.echo(f"deleted {directory}")
+
+
+@ckpt.command()
+@click.argument("source")
+@click.argument("target")
+@_STEP
+@_GENERATION
+@_JSON
+def cp(source: str, target: str, step: int | None, generation: int | None, as_json: bool) -> None:
+    """Copy a checkpoint from SOURCE to TARGET, any two URLs, verifying every byte on the way."""
+    opened = StoredCheckpoint.open(source, step, generation)
+    nbytes = sum(item.nbytes for item in opened.directory.objects)
+    with _progress(opened.stored.directory, nbytes, quiet=as_json) as report:
+        copy(opened, target, report)
+    if as_json:
+        _print_json({"copied": opened.stored.directory, "nbytes": nbytes})
+    else:
+        click.echo(f"copied {opened.stored.directory} ({decimal(nbytes)}) to {target}")
+
+
+@contextmanager
+def _progress(what: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as progress:
+        task = progress.add_task(what, total=nbytes)
+        yield lambda count: progress.advance(task, count)
+
+
+def _numbers(one: Contents) -> dict[str, int]:
+    return {"nbytes": one.nbytes, "objects": one.objects, "tensors": one.tensors, "elements": one.elements}
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in names:
+        table.add_column(name, justify="left" if name in ("tensor", "data type", "kept") else "right", overflow="fold")
+    return table
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _print_json(content: Any) -> None:
+    click.echo(json.dumps(content))

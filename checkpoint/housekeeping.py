@@ -1,0 +1,274 @@
+"""Keeping a place with many checkpoints in order: what is there, what may go, copies and comparisons.
+
+Removing is done in two steps, so that whoever reads a checkpoint can finish: `remove` takes its manifest away and notes when, upon which
+it is a checkpoint no more; `collect` deletes what has been none for some time, leftovers of writers that died among it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import crc32c
+import numpy as np
+
+from checkpoint.chunking import StoredTensor
+from checkpoint.dtypes import numpy_dtype
+from checkpoint.errors import CheckpointDamaged, CheckpointError
+from checkpoint.format import DOCUMENTS, MANIFEST, ROOT, DataObject, StoredStep, encode
+from checkpoint.layout import Box, Json
+from checkpoint.reader import StoredCheckpoint, list_steps
+from checkpoint.source import BoxRequest
+from checkpoint.storage import Storage, open_storage
+
+REMOVED = "removed.json"
+GRACE_S = 3600.0
+
+_PARALLEL_COPIES = 8
+_COMPARED_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints to keep: the newest `last`, those of every `every` steps, the `best` by a metric, and `pinned` steps.
+
+    `best` is (how many, "min" or "max").
+    """
+
+    last: int = 1
+    every: int | None = None
+    best: tuple[int, str] | None = None
+    pinned: frozenset[int] = frozenset()
+
+
+def superfluous(
+    steps: Sequence[StoredStep], retention: Retention, metric: Mapping[StoredStep, float] | None = None
+) -> tuple[StoredStep, ...]:
+    """Return the checkpoints that a policy does not keep, oldest first. Pure.
+
+    Args:
+        steps: what is there.
+        retention: what to keep.
+        metric: the value that `best` goes by, where there is one.
+    """
+    newest_first = sorted(steps, key=lambda stored: (stored.step, stored.generation), reverse=True)
+    # An older generation's attempt at a step that a newer one has stored serves nobody.
+    current = {stored.step: stored for stored in reversed(newest_first)}
+    kept = set(list({stored.step: None for stored in newest_first})[: max(1, retention.last)]) | retention.pinned
+    if retention.every is not None:
+        kept |= {step for step in current if step % retention.every == 0}
+    if retention.best is not None and metric:
+        count, way = retention.best
+        rated = sorted((s for s in current.values() if s in metric), key=lambda s: metric[s], reverse=way == "max")
+        kept |= {stored.step for stored in rated[:count]}
+    return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A checkpoint in numbers: bytes and objects in all, tensors and their elements."""
+
+    stored: StoredStep
+    nbytes: int
+    objects: int
+    tensors: int
+    elements: int
+
+
+def contents(source: StoredCheckpoint) -> Contents:
+    """Count what a checkpoint consists of, from its listings."""
+    data = source.directory.objects
+    own_metadata = [key for key, tensor in source.stored_tensors.items() if not tensor.is_packed]
+    nbytes = sum(item.nbytes for item in data) + sum(item.nbytes for item in source.manifest.objects)
+    objects = len(data) + len(source.manifest.objects) + len(own_metadata) + 1
+    elements = sum(int(np.prod(tensor.shape, dtype=np.int64)) for tensor in source.stored_tensors.values())
+    return Contents(source.stored, nbytes, objects, len(source.stored_tensors), elements)
+
+
+def remove(url: str, stored: StoredStep, *, now: float) -> None:
+    """Make a checkpoint none, at once; `collect` deletes its bytes later.
+
+    Args:
+        url: where it is.
+        stored: which one.
+        now: wall-clock seconds.
+
+    Raises:
+        CheckpointError: it is not there.
+    """
+    storage = open_storage(url)
+    if stored not in list_steps(url):
+        raise CheckpointError(f"{url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`")
+    storage.write(f"{stored.directory}/{REMOVED}", [encode({"at_s": now})])
+    storage.settle([f"{stored.directory}/{REMOVED}"])
+    storage.delete(f"{stored.directory}/{MANIFEST}")
+
+
+def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
+    """Delete directories that are no checkpoints and have not been for `grace_s` seconds; return their names.
+
+    A directory without a manifest may be one that a writer is filling now: it is noted when it is first seen here, and deleted by a
+    later call, if it is still none by then. With `grace_s=0` it is deleted at once: only where nobody writes.
+
+    Args:
+        url: where to look.
+        now: wall-clock seconds.
+        grace_s: how long readers and writers may take to finish.
+    """
+    storage = open_storage(url)
+    names = storage.names()
+    present = set(names)
+    directories = {name.partition("/")[0] for name in names if "/" in name}
+    gone = []
+    for directory in sorted(directories):
+        if StoredStep.parse(directory) is None or f"{directory}/{MANIFEST}" in present:
+            continue
+        mark = f"{directory}/{REMOVED}"
+        if mark in present:
+            since_s = _noted(storage, mark, now)
+        else:
+            since_s = now
+            if grace_s > 0:
+                storage.write(mark, [encode({"at_s": now})])
+        if now - since_s >= grace_s:
+            storage.delete_directory(directory)
+            gone.append(directory)
+    return tuple(gone)
+
+
+def _noted(storage: Storage, mark: str, now: float) -> float:
+    try:
+        return float(json.loads(storage.read(mark))["at_s"])
+    except (ValueError, KeyError, TypeError):
+        return now  # Cut short by a crash: as if seen for the first time.
+
+
+def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lambda nbytes: None) -> StoredStep:
+    """Copy a checkpoint to another URL, verifying every byte; it is complete there when this returns.
+
+    Args:
+        source: what to copy.
+        url: where to.
+        report: hears of bytes copied.
+
+    Raises:
+        CheckpointDamaged: the source is damaged; the copy is then not committed.
+        CheckpointExists: the place has another checkpoint of this step and generation.
+    """
+    target = open_storage(url)
+    directory = source.stored.directory
+
+    def data(item: DataObject) -> str:
+        content = source.storage.read(f"{directory}/{item.name}")
+        check_object(source, item, content)
+        target.write(f"{directory}/{item.name}", [content])
+        report(len(content))
+        return item.name
+
+    def plain(name: str) -> str:
+        target.write(f"{directory}/{name}", [source.verified(name)])
+        return name
+
+    with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
+        names = list(pool.map(data, source.directory.objects))
+    names += [plain(name) for name in (ROOT, DOCUMENTS, *source.manifest.part_names())]
+    for key, tensor in source.stored_tensors.items():
+        if not tensor.is_packed:
+            name = f"{key}/{ROOT}"
+            target.write(f"{directory}/{name}", [source.storage.read(f"{directory}/{name}")])
+            names.append(name)
+    target.settle([f"{directory}/{name}" for name in names])
+    target.create(f"{directory}/{MANIFEST}", source.manifest.encode())
+    return source.stored
+
+
+def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> None:
+    """Compare a data object's bytes with its listing.
+
+    Raises:
+        CheckpointDamaged: they are not what was written.
+    """
+    view = memoryview(content)
+    spans = source.directory.spans_of_object(item)
+    end = 0
+    for span in spans:
+        payload = view[span.offset : span.offset + span.payload_nbytes]
+        trailer = view[span.offset + span.payload_nbytes : span.offset + span.nbytes]
+        end = span.offset + span.nbytes
+        if crc32c.crc32c(payload) != span.crc32c or trailer != span.trailer:
+            break
+    else:
+        if end == len(content) == item.nbytes:
+            return
+    raise CheckpointDamaged(
+        f"{source.storage.url}/{source.stored.directory}/{item.name} is not what was written; load an older step"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What two checkpoints do not share: tensors of one only, of both with other contents (and how), and documents."""
+
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    changed: Mapping[str, str]
+    documents: tuple[str, ...]
+
+
+def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
+    """Compare two checkpoints tensor by tensor: by checksums where both are cut alike, else by their values."""
+    mine, theirs = first.stored_tensors, second.stored_tensors
+    changed: dict[str, str] = {}
+    for key in sorted(mine.keys() & theirs.keys()):
+        one, other = mine[key], theirs[key]
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            changed[key] = f"{one.dtype} {list(one.shape)} -> {other.dtype} {list(other.shape)}"
+        elif not _is_equal(key, first, second):
+            changed[key] = "values"
+    names = first.documents.keys() | second.documents.keys()
+    documents = sorted(n for n in names if _document(first, n) != _document(second, n))
+    return Difference(
+        tuple(sorted(mine.keys() - theirs.keys())),
+        tuple(sorted(theirs.keys() - mine.keys())),
+        changed,
+        tuple(documents),
+    )
+
+
+def _document(source: StoredCheckpoint, name: str) -> Json:
+    return source.documents.get(name)
+
+
+def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:
+    tensor = first.stored_tensors[key]
+    if tensor == second.stored_tensors[key]:
+        one, other = ([span.crc32c for span in source.directory.spans_of_tensor(key)] for source in (first, second))
+        return one == other
+    return all(_values(first, key, box) == _values(second, key, box) for box in _slabs(tensor))
+
+
+def _slabs(tensor: StoredTensor) -> list[Box]:
+    """Return boxes of bounded size that together are a tensor."""
+    if not tensor.shape:
+        return [Box((), ())]
+    row = int(np.prod(tensor.shape[1:], dtype=np.int64)) * numpy_dtype(tensor.dtype).itemsize
+    rows = max(1, _COMPARED_NBYTES // max(1, row))
+    rest = tensor.shape[1:]
+    return [
+        Box((start, *(0 for _ in rest)), (min(rows, tensor.shape[0] - start), *rest))
+        for start in range(0, tensor.shape[0], rows)
+    ]
+
+
+def _values(source: StoredCheckpoint, key: str, box: Box) -> bytes:
+    into = bytearray(box.size * numpy_dtype(source.stored_tensors[key].dtype).itemsize)
+    source.read([BoxRequest(key, box, memoryview(into))])
+    return bytes(into)
+
+
+def metric_of(source: StoredCheckpoint, name: str) -> float | None:
+    """Return a number that was saved beside the tensors, under `values`, if there is one of this name."""
+    value = source.documents.get("values", {}).get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

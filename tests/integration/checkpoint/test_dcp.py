@@ -1,0 +1,90 @@
+"""`torch.distributed.checkpoint` saves to and loads from this format, between real processes and layouts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+import zarr
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from checkpoint.dcp import Reader, Writer
+from checkpoint.errors import LayoutMismatch
+from checkpoint.format import StoredStep
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(7, 30), nn.LayerNorm(30), nn.Linear(30, 7))
+    if dist.is_initialized():
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + seed)
+    for parameter in model.parameters():
+        parameter.grad = (parameter.detach() * 0.5).contiguous()
+    optimizer.step()
+    return model, optimizer
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def run(rank: int, root: str) -> None:
+    torch.set_num_threads(1)
+    for world, phase in ((3, "save"), (2, "load")):
+        if rank < world:
+            dist.init_process_group("gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world)
+            model, optimizer = trained(0 if phase == "save" else 1)
+            names, slots = get_state_dict(model, optimizer)
+            state = {"model": names, "optim": slots, "epoch": 4, "notes": {"deep": [1, None]}}
+            if phase == "save":
+                dcp.save(state, storage_writer=Writer(f"{root}/run", step=8))
+                dcp.async_save(state, storage_writer=Writer(f"{root}/run", step=9)).result()
+            else:
+                state["epoch"] = 0
+                dcp.load(state, storage_reader=Reader(f"{root}/run", step=8))
+                assert (state["epoch"], state["notes"]) == (4, {"deep": [1, None]})
+                set_state_dict(model, optimizer, model_state_dict=names, optim_state_dict=slots)
+                check(model, optimizer)
+            dist.barrier()
+            dist.destroy_process_group()
+    os._exit(0)
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        expected, theirs = trained(0)
+    for want, got in zip(expected.parameters(), model.parameters(), strict=True):
+        assert torch.equal(whole(got).detach(), want.detach())
+        for slot, value in theirs.state[want].items():
+            assert torch.equal(whole(optimizer.state[got][slot]), value), slot
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_three_ranks_save_and_two_load(tmp_path: Path) -> None:
+    mp.spawn(run, args=(str(tmp_path),), nprocs=3)
+    group = zarr.open(tmp_path / "run" / StoredStep(9, 0).directory, mode="r")
+    assert group["model.0.weight"].shape == (30, 7)
+
+
+def test_one_process_needs_no_group(tmp_path: Path) -> None:
+    state = {"x": torch.arange(6.0).reshape(2, 3), "n": 3}
+    dcp.save(state, storage_writer=Writer(tmp_path, step=1), no_dist=True)
+    filled = {"x": torch.zeros(2, 3).t().contiguous().t(), "n": 0}
+    dcp.load(filled, storage_reader=Reader(tmp_path), no_dist=True)
+    assert torch.equal(filled["x"], state["x"])
+    assert filled["n"] == 3
+
+
+def test_what_would_have_to_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises((LayoutMismatch, dcp.api.CheckpointException), match="odd"):
+        dcp.save({"odd": object()}, storage_writer=Writer(tmp_path, step=1), no_dist=True)
