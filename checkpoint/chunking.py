@@ -218,6 +218,8 @@ def chunk_shape(
         excess = math.prod(chunk) * itemsize / CHUNK_NBYTES
         if excess <= 1:
             break
+        if extent == 0:
+            continue  # A tensor without elements has no chunks, whatever their shape.
         wanted = max(1, int(chunk[axis] / excess))
         if is_split[axis]:
             # A divisor keeps chunk edges on shard edges; if there is no good one, the next dimension is cut.

@@ -90,17 +90,13 @@ class Directory:
         if not isinstance(item, ChunkObject):
             yield from (span for span, _ in _spans_of_pack(self.tensors, item))
             return
-        key = next((key for key in self._keys if item.name.startswith(f"{key}/c/") or item.name == f"{key}/c"), None)
-        if key is None:
+        key = item.name.rpartition("/")[0]
+        if key not in self.tensors or self.tensors[key].is_packed:
             raise CheckpointDamaged(f"{item.name} belongs to no tensor; load an older step")
         for number in range(len(item.checksums)):
             span = _span_of_chunk(key, self.tensors[key], item, number)
             if span is not None:
                 yield span
-
-    @property
-    def _keys(self) -> Iterator[str]:
-        return (key for key, tensor in self.tensors.items() if not tensor.is_packed)
 
 
 def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:

@@ -14,6 +14,7 @@ import shutil
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 
 _FLUSH_AT_ONCE_NBYTES = 2**20
+_PARALLEL_FLUSHES = 8
 _UNFINISHED = ".unfinished"
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 
@@ -64,9 +66,11 @@ class FileStorage:
     def settle(self, names: Sequence[str]) -> None:
         """See `Storage.settle`."""
         directories = {self.root / parent for name in names for parent in PurePosixPath(name).parents}
-        with self._explained("flush what was written"):
-            for path in (*(self.root / name for name in names), *directories):
-                _flush(path)
+        paths = [*(self.root / name for name in names), *directories]
+        # Flushes wait for the device, which takes several at a time.
+        with self._explained("flush what was written"), ThreadPoolExecutor(_PARALLEL_FLUSHES) as pool:
+            for _ in pool.map(_flush, paths):
+                pass
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""

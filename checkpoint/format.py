@@ -230,7 +230,7 @@ def decode(data: bytes, where: str) -> Any:
 
 def chunk_name(key: str, place: Sequence[int]) -> str:
     """Return a chunk's object name, by Zarr's default chunk key encoding."""
-    return "/".join([key, "c", *map(str, place)])
+    return f"{key}/{'.'.join(['c', *map(str, place)])}"
 
 
 def part_name(writer: int) -> str:
@@ -289,7 +289,7 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
             "name": "regular",
             "configuration": {"chunk_shape": list(tensor.cell if tensor.is_packed else tensor.chunk)},
         },
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _fill_value(tensor.dtype),
         "codecs": [codec],
         "attributes": {},

@@ -97,7 +97,7 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         root, found, place = path.rpartition(f"{self.key}/c")
         if not found:
             raise CheckpointDamaged(f"{path} is not a chunk of {self.key}; was the array moved?")
-        numbers = tuple(int(number) for number in place.split("/") if number)
+        numbers = tuple(int(number) for number in place.split(".") if number)
         where = (await _listings.of(byte_getter.store, root)).get((self.key, numbers))
         if where is None:
             raise CheckpointDamaged(f"{path}: no listing has this chunk; load an older step")

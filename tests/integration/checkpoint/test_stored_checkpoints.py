@@ -250,7 +250,7 @@ def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> Non
 
 def test_chunks_of_two_tensors_exchanged_are_found(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1}, step=1)
-    x, y = (tmp_path / StoredStep(1, 0).directory / name / "c/0" for name in "xy")
+    x, y = (tmp_path / StoredStep(1, 0).directory / name / "c.0" for name in "xy")
     first, second = x.read_bytes(), y.read_bytes()
     x.write_bytes(second)
     y.write_bytes(first)

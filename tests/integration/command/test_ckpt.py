@@ -59,7 +59,7 @@ def test_ls_and_show_tell_what_is_there(run7: Path) -> None:
 
 def test_verify_names_the_damaged_one_and_fails(run7: Path) -> None:
     assert keepstep("verify", run7, "--all").exit_code == 0
-    bad = run7 / StoredStep(30, 0).directory / "large/c/0/0"
+    bad = run7 / StoredStep(30, 0).directory / "large/c.0.0"
     bad.write_bytes(bad.read_bytes()[:-8] + b"12345678")
     done = keepstep("verify", run7, "--all")
     assert done.exit_code == 1
@@ -87,7 +87,7 @@ def test_rm_keeps_what_the_policy_keeps_and_gc_deletes_the_rest_later(run7: Path
     assert keepstep("rm", run7, *policy).exit_code == 0
     assert steps(run7) == [50, 40, 30, 20]
     # A reader that has opened it can finish.
-    assert (run7 / StoredStep(10, 0).directory / "large/c/0/0").exists()
+    assert (run7 / StoredStep(10, 0).directory / "large/c.0.0").exists()
     assert answer("gc", run7)["deleted"] == []
     assert answer("gc", run7, "--grace", 0)["deleted"] == [StoredStep(10, 0).directory]
     assert not (run7 / StoredStep(10, 0).directory).exists()

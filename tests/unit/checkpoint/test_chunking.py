@@ -153,6 +153,12 @@ def test_shards_without_a_common_step_get_chunks_of_their_own_size() -> None:
     assert chunk_shape((402,), boxes, 4) == (101,)
 
 
+def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_them() -> None:
+    plan = plan_chunks([ShardIndex(0, (entry("w", (0, 2**14, 2**14), Box.whole((0, 2**14, 2**14))),), {})])
+    assert plan.chunks == ((),)
+    assert all(plan.tensors["w"].chunk)
+
+
 def test_what_nobody_holds_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match=r"w: no rank holds elements at offset \(2,\)"):
         plan_chunks([ShardIndex(0, (entry("w", (4,), Box((0,), (2,))),), {})])

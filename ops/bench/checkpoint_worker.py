@@ -1,0 +1,159 @@
+"""One rank of checkpoint.py. `checkpoint_worker.py ACTION CONTENDER LAYOUT RANK WORLD DIRECTORY MEGABYTES` prints a JSON line (rank 0)."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# The benchmark beside this file is called as the package is.
+sys.path.remove(str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import checkpoint
+
+ACTION, CONTENDER, LAYOUT = sys.argv[1:4]
+RANK, WORLD = int(sys.argv[4]), int(sys.argv[5])
+DIRECTORY, MEGABYTES = sys.argv[6], int(sys.argv[7])
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    """A model of the usual proportions: matrices, and as many small vectors."""
+    found: dict[str, tuple[int, ...]] = {}
+    width = 1024
+    layers = max(1, MEGABYTES * 2**20 // (4 * 12 * width * width))
+    for layer in range(layers):
+        found |= {
+            f"blocks.{layer}.qkv": (3 * width, width), f"blocks.{layer}.out": (width, width),
+            f"blocks.{layer}.up": (4 * width, width), f"blocks.{layer}.down": (width, 4 * width),
+            f"blocks.{layer}.norm_1": (width,), f"blocks.{layer}.norm_2": (width,),
+            f"blocks.{layer}.bias": (4 * width,),
+        }  # fmt: skip
+    return found
+
+
+def state(*, fill: bool) -> dict[str, torch.Tensor]:
+    """Every tensor, split over rows (FSDP) or over columns where there are some (as tensor parallelism has it)."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    made: dict[str, torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes().items():
+        whole = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
+        placement = Replicate() if LAYOUT == "tp" and len(shape) == 1 else Shard(1 if LAYOUT == "tp" else 0)
+        made[name] = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+    return made
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_file(kind: str) -> Path:
+    return Path(DIRECTORY) / f"{kind}-{WORLD}-{RANK}"
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save(held: dict[str, torch.Tensor]) -> float:
+    """Save durably; return how long the training would have stood still."""
+    began = time.monotonic()
+    match CONTENDER:
+        case "keepstep":
+            checkpoint.save(DIRECTORY, held, step=1)
+            return time.monotonic() - began
+        case "dcp":
+            dcp.save(held, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True))
+            return time.monotonic() - began
+        case "dcp_async":
+            future = dcp.async_save(held, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True))
+            blocked = time.monotonic() - began
+            future.result()
+            return blocked
+        case "torch_save":
+            path = own_file("torch")
+            torch.save({name: local(tensor) for name, tensor in held.items()}, path)
+            flush(path)
+            return time.monotonic() - began
+        case "safetensors":
+            from safetensors.torch import save_file
+
+            path = own_file("safetensors")
+            save_file({name: local(tensor).contiguous() for name, tensor in held.items()}, path)
+            flush(path)
+            return time.monotonic() - began
+    raise AssertionError(CONTENDER)
+
+
+def load(held: dict[str, torch.Tensor]) -> None:
+    match CONTENDER:
+        case "keepstep":
+            checkpoint.load(DIRECTORY, held)
+        case "dcp" | "dcp_async":
+            dcp.load(held, storage_reader=dcp.FileSystemReader(DIRECTORY))
+        case "torch_save":
+            for name, tensor in torch.load(own_file("torch")).items():
+                local(held[name]).copy_(tensor)
+        case "safetensors":
+            from safetensors.torch import load_file
+
+            for name, tensor in load_file(own_file("safetensors")).items():
+                local(held[name]).copy_(tensor)
+
+
+def read_bytes() -> int:
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counters["rchar"])
+
+
+def total(number: float) -> float:
+    summed = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(summed)
+    return float(summed.item())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{DIRECTORY}.store-{ACTION}-{LAYOUT}-{WORLD}", WORLD), rank=RANK, world_size=WORLD
+    )
+    held = state(fill=ACTION == "save")
+    needed = total(sum(local(tensor).nbytes for tensor in held.values()))
+    result: dict[str, Any] = {}
+    dist.barrier()
+    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    read_before, began = read_bytes(), time.monotonic()
+    if ACTION == "save":
+        blocked = save(held)
+        dist.barrier()
+        result = {"blocked_s": blocked, "durable_s": time.monotonic() - began}
+    else:
+        load(held)
+        dist.barrier()
+        result = {"load_s": time.monotonic() - began, "read_ratio": total(read_bytes() - read_before) / needed}
+        expected = state(fill=True)
+        assert all(torch.equal(local(held[name]), local(tensor)) for name, tensor in expected.items())
+    result["peak_extra_bytes"] = total((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024)
+    result["nbytes"] = needed
+    if RANK == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    # Groups that tensors still refer to abort some interpreters that end in good order.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
