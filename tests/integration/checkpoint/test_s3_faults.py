@@ -1,0 +1,148 @@
+"""Object storage that fails now and then, over real HTTP: nothing is lost, nothing half-visible."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import threading
+import uuid
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import boto3
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+
+import checkpoint
+from checkpoint.errors import CheckpointError
+from checkpoint.reader import StoredCheckpoint, list_steps
+
+SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
+
+
+class Faults:
+    """What happens to which request: every `every`-th that `concerns` has the fault, at most `limit` of them."""
+
+    def __init__(self) -> None:
+        self.kind, self.every, self.limit = "none", 1, 0
+        self.seen = itertools.count(1)
+        self.done = 0
+        self.lock = threading.Lock()
+
+    def set(self, kind: str, every: int = 1, limit: int = 10**9) -> None:
+        self.kind, self.every, self.limit, self.done = kind, every, limit, 0
+        self.seen = itertools.count(1)
+
+    def strikes(self) -> bool:
+        with self.lock:
+            if self.kind == "none" or next(self.seen) % self.every or self.done >= self.limit:
+                return False
+            self.done += 1
+            return True
+
+
+class Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    faults = Faults()
+    upstream = ("", 0)
+
+    def handle_one(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        strikes = self.faults.strikes()
+        if strikes and self.faults.kind in ("500", "503"):
+            self.answer(int(self.faults.kind), SLOW_DOWN)
+            return
+        if strikes and self.faults.kind == "reset before":
+            self.close_connection = True
+            return
+        connection = http.client.HTTPConnection(*self.upstream, timeout=30)
+        connection.request(self.command, self.path, body, dict(self.headers))
+        response = connection.getresponse()
+        data = response.read()
+        connection.close()
+        if strikes and self.faults.kind == "reply lost":
+            self.close_connection = True
+            return
+        self.send_response(response.status)
+        for name, value in response.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                self.send_header(name, value)
+        length = response.getheader("Content-Length") or "0" if self.command == "HEAD" else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        if strikes and self.faults.kind == "cut":
+            self.wfile.write(data[: len(data) // 2])
+            self.close_connection = True
+            return
+        self.wfile.write(data)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_one
+
+    def answer(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    moto.start()
+    Proxy.upstream = moto.get_host_and_port()
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
+    thread = threading.Thread(target=proxy.serve_forever)
+    thread.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        boto3.client("s3").create_bucket(Bucket="faulty")
+        yield "s3://faulty"
+    proxy.shutdown()
+    thread.join()
+    proxy.server_close()
+    moto.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_fault_left() -> Iterator[None]:
+    yield
+    Proxy.faults.set("none")
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {"large": torch.full((700, 500), value), "small": torch.full((9,), value)}
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "reset before", "reply lost", "cut"])
+def test_a_fault_at_every_third_request_changes_nothing(bucket: str, kind: str) -> None:
+    url = f"{bucket}/{uuid.uuid4().hex}"
+    Proxy.faults.set(kind, every=3)
+    checkpoint.save(url, state(1.0), step=1)
+    checkpoint.save(url, state(2.0), step=2)
+    filled = state(0.0)
+    assert checkpoint.load(url, filled) == 2
+    assert Proxy.faults.done >= 4
+    Proxy.faults.set("none")
+    assert all(torch.equal(filled[name], value) for name, value in state(2.0).items())
+    assert [stored.step for stored in list_steps(url)] == [2, 1]
+    for step in (1, 2):
+        StoredCheckpoint.open(url, step).verify()
+
+
+def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(bucket: str) -> None:
+    url = f"{bucket}/{uuid.uuid4().hex}"
+    checkpoint.save(url, state(1.0), step=1)
+    Proxy.faults.set("503")
+    with pytest.raises(CheckpointError, match="check bucket"):
+        checkpoint.save(url, state(2.0), step=2)
+    Proxy.faults.set("none")
+    filled = state(0.0)
+    assert checkpoint.load(url, filled) == 1
+    assert torch.equal(filled["large"], state(1.0)["large"])
