@@ -117,6 +117,7 @@ def plot(output: Path, history: Sequence[Recovery]) -> None:
         by_step.annotate(
             f"{what}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",
             (recovery.resumed_step, by_step.get_ylim()[1]), fontsize=8, va="top",
+            ha="right" if recovery.resumed_step > by_step.get_xlim()[1] / 2 else "left",
         )  # fmt: skip
     by_step.set(xlabel="step", ylabel="loss", title="loss over steps")
     by_time.set(xlabel="seconds since the first step", ylabel="step", title="steps over time")

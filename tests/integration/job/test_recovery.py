@@ -221,6 +221,11 @@ def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(
             # So long that it would not have ended by itself.
             running.start(node, "--lease-ttl", "60")
         running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 4, 60)
+        # While an agent lives, nobody else can take its name.
+        command = list(running.agents["a"].args)
+        double = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert double.returncode == 2
+        assert "node 'a' is already in job 'job'; choose another --node name" in double.stderr
         running.kill("b")
         running.start("b", "--lease-ttl", "60")
         view = running.wait_until(lambda view: view.number >= 3 and view.generation.world_size == 4, 60)
