@@ -37,7 +37,7 @@ PACK_NBYTES = 64 * 2**20
 """A pack is closed once it is this large."""
 
 CELL_NBYTES = (32 * 2**10, 2**20)
-"""Cells are about an eighth of a chunk, within these bounds: at most 1/16 more than is needed is read at either edge."""
+"""Cells are about an eighth of a chunk, within these bounds where the chunk's extents have fitting divisors."""
 
 _CELLS_PER_CHUNK = 8
 

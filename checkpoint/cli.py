@@ -17,18 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from checkpoint.errors import CheckpointDamaged
-from checkpoint.housekeeping import (
-    GRACE_S,
-    Contents,
-    Retention,
-    collect,
-    compare,
-    contents,
-    copy,
-    metric_of,
-    remove,
-    superfluous,
-)
+from checkpoint.housekeeping import Contents, collect, compare, contents, copy, metric_of, remove
+from checkpoint.pruning import GRACE_S, Retention, superfluous
 from checkpoint.reader import StoredCheckpoint, list_steps
 
 _STEP = click.option("--step", type=int, help="Which step. Default: the newest.")

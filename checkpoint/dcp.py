@@ -5,7 +5,8 @@ dcp.save(state, storage_writer=Writer("s3://bucket/run7", step=1000))
 dcp.load(state, storage_reader=Reader("s3://bucket/run7"))
 ```
 
-Tensors keep the names that DCP gives them. What is no tensor must be JSON: nothing is pickled.
+Tensors keep the names that DCP gives them. What is no tensor must be JSON: nothing that is stored is pickled. (DCP itself moves its plans
+between ranks as pickles, and takes values that are no tensors as pickles in memory.)
 """
 
 from __future__ import annotations

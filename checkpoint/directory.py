@@ -61,9 +61,13 @@ class Directory:
         """Return where a cell lies, or None if no listing has it."""
         tensor = self.tensors[chunk.key]
         if tensor.is_packed:
-            return self._packed.get((chunk.key, cell.place))
+            return self.find_packed(chunk.key, cell.place)
         found = self._chunks.get(chunk_name(chunk.key, chunk.place))
         return _span_of_chunk(chunk.key, tensor, found, cell.number) if found is not None else None
+
+    def find_packed(self, key: str, place: tuple[int, ...]) -> Span | None:
+        """Return where a cell of a packed tensor lies, by its place in the grid of cells."""
+        return self._packed.get((key, place))
 
     def spans(self) -> Iterator[Span]:
         """Yield every cell of every tensor."""

@@ -25,6 +25,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
 ROOT = "zarr.json"
+REMOVED = "removed.json"
 
 _PARTS = "parts"
 _PACKS = "packs"

@@ -1,4 +1,4 @@
-"""Keeping a place with many checkpoints in order: what is there, what may go, copies and comparisons.
+"""Keeping a place with many checkpoints in order: removing, collecting what is left, copying and comparing.
 
 Removing is done in two steps, so that whoever reads a checkpoint can finish: `remove` takes its manifest away and notes when, upon which
 it is a checkpoint no more; `collect` deletes what has been none for some time, leftovers of writers that died among it.
@@ -7,7 +7,7 @@ it is a checkpoint no more; `collect` deletes what has been none for some time, 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,53 +17,15 @@ import numpy as np
 from checkpoint.chunking import StoredTensor
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointDamaged, CheckpointError
-from checkpoint.format import DOCUMENTS, MANIFEST, ROOT, DataObject, StoredStep, encode
-from checkpoint.layout import Box, Json
+from checkpoint.format import DOCUMENTS, MANIFEST, REMOVED, ROOT, DataObject, StoredStep, array_metadata, encode
+from checkpoint.layout import Box
+from checkpoint.pruning import GRACE_S, leftovers
 from checkpoint.reader import StoredCheckpoint, list_steps
 from checkpoint.source import BoxRequest
 from checkpoint.storage import Storage, open_storage
 
-REMOVED = "removed.json"
-GRACE_S = 3600.0
-
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """Which checkpoints to keep: the newest `last`, those of every `every` steps, the `best` by a metric, and `pinned` steps.
-
-    `best` is (how many, "min" or "max").
-    """
-
-    last: int = 1
-    every: int | None = None
-    best: tuple[int, str] | None = None
-    pinned: frozenset[int] = frozenset()
-
-
-def superfluous(
-    steps: Sequence[StoredStep], retention: Retention, metric: Mapping[StoredStep, float] | None = None
-) -> tuple[StoredStep, ...]:
-    """Return the checkpoints that a policy does not keep, oldest first. Pure.
-
-    Args:
-        steps: what is there.
-        retention: what to keep.
-        metric: the value that `best` goes by, where there is one.
-    """
-    newest_first = sorted(steps, key=lambda stored: (stored.step, stored.generation), reverse=True)
-    # An older generation's attempt at a step that a newer one has stored serves nobody.
-    current = {stored.step: stored for stored in reversed(newest_first)}
-    kept = set(list({stored.step: None for stored in newest_first})[: max(1, retention.last)]) | retention.pinned
-    if retention.every is not None:
-        kept |= {step for step in current if step % retention.every == 0}
-    if retention.best is not None and metric:
-        count, way = retention.best
-        rated = sorted((s for s in current.values() if s in metric), key=lambda s: metric[s], reverse=way == "max")
-        kept |= {stored.step for stored in rated[:count]}
-    return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,23 +81,17 @@ def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...
     """
     storage = open_storage(url)
     names = storage.names()
-    present = set(names)
-    directories = {name.partition("/")[0] for name in names if "/" in name}
-    gone = []
-    for directory in sorted(directories):
-        if StoredStep.parse(directory) is None or f"{directory}/{MANIFEST}" in present:
-            continue
-        mark = f"{directory}/{REMOVED}"
-        if mark in present:
-            since_s = _noted(storage, mark, now)
-        else:
-            since_s = now
-            if grace_s > 0:
-                storage.write(mark, [encode({"at_s": now})])
-        if now - since_s >= grace_s:
-            storage.delete_directory(directory)
-            gone.append(directory)
-    return tuple(gone)
+    noted = {
+        directory: _noted(storage, f"{directory}/{REMOVED}", now)
+        for directory, _, leaf in (name.partition("/") for name in names)
+        if leaf == REMOVED
+    }
+    fresh, doomed = leftovers(names, noted, now=now, grace_s=grace_s)
+    for directory in fresh:
+        storage.write(f"{directory}/{REMOVED}", [encode({"at_s": now})])
+    for directory in doomed:
+        storage.delete_directory(directory)
+    return doomed
 
 
 def _noted(storage: Storage, mark: str, now: float) -> float:
@@ -177,7 +133,7 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
     for key, tensor in source.stored_tensors.items():
         if not tensor.is_packed:
             name = f"{key}/{ROOT}"
-            target.write(f"{directory}/{name}", [source.storage.read(f"{directory}/{name}")])
+            target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
             names.append(name)
     target.settle([f"{directory}/{name}" for name in names])
     target.create(f"{directory}/{MANIFEST}", source.manifest.encode())
@@ -228,17 +184,13 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
         elif not _is_equal(key, first, second):
             changed[key] = "values"
     names = first.documents.keys() | second.documents.keys()
-    documents = sorted(n for n in names if _document(first, n) != _document(second, n))
+    documents = sorted(n for n in names if first.documents.get(n) != second.documents.get(n))
     return Difference(
         tuple(sorted(mine.keys() - theirs.keys())),
         tuple(sorted(theirs.keys() - mine.keys())),
         changed,
         tuple(documents),
     )
-
-
-def _document(source: StoredCheckpoint, name: str) -> Json:
-    return source.documents.get(name)
 
 
 def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-_RESERVED_ROOTS = frozenset({"parts", "packs", "manifest.json", "documents.json", "zarr.json"})
+_RESERVED_ROOTS = frozenset({"parts", "packs", "manifest.json", "documents.json", "zarr.json", "removed.json"})
 # File systems allow 255 bytes in a name, and a file being written carries a suffix.
 _MAX_NBYTES = 200
 

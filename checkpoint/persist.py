@@ -25,7 +25,7 @@ from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Box, Entry, Json, ShardIndex
-from checkpoint.planner import Read, plan_reads
+from checkpoint.planner import plan_reads
 from checkpoint.retention import Snapshot
 from checkpoint.storage import open_storage
 from checkpoint.wire import Message
@@ -187,18 +187,18 @@ class Persistence:
         """Return a box's bytes, straight from local memory where it lies there whole, else put together."""
         for rank, entry in whole.held[key]:
             if entry.box == box and addresses[rank] is None:
-                return self._local(whole, rank, Read(0, 0, entry, box))
+                return self._local(whole, rank, entry, box)
         near = sorted(whole.held[key], key=lambda item: addresses[item[0]] is not None)
         reads = plan_reads([(key, box)], [ShardIndex(0, (entry,), {}) for _, entry in near])
         ranks = [near[read.source][0] for read in reads]
         if len(reads) == 1 and addresses[ranks[0]] is None:
-            return self._local(whole, ranks[0], reads[0])
+            return self._local(whole, ranks[0], reads[0].entry, box)
         itemsize = numpy_dtype(whole.plan.tensors[key].dtype).itemsize
         result = np.empty((*box.shape, itemsize), np.uint8)
         for rank, read in zip(ranks, reads, strict=True):
             address = addresses[rank]
             if address is None:
-                piece = self._local(whole, rank, read)
+                piece = self._local(whole, rank, read.entry, read.box)
             else:
                 piece = np.empty((*read.box.shape, itemsize), np.uint8)
                 # A connection of its own: boxes are read on several threads.
@@ -210,8 +210,8 @@ class Persistence:
             result[read.box.within(box).slices] = piece
         return result
 
-    def _local(self, whole: _Whole, rank: int, read: Read) -> npt.NDArray[np.uint8]:
-        return box_bytes(read.entry, self._host.memory(whole.snapshot, rank).bytes, read.box)
+    def _local(self, whole: _Whole, rank: int, entry: Entry, box: Box) -> npt.NDArray[np.uint8]:
+        return box_bytes(entry, self._host.memory(whole.snapshot, rank).bytes, box)
 
     def _client(self, address: str, clients: dict[str, SnapshotClient]) -> SnapshotClient:
         if address not in clients:

@@ -150,7 +150,7 @@ class StoredCheckpoint:
         """Read every byte and compare it with what was written; `report` hears of the bytes done.
 
         Raises:
-            CheckpointDamaged: something is not as it was written, or a data object is there that no listing has.
+            CheckpointDamaged: something is not as it was written.
         """
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = {pool.submit(self._fetch, run, {}): run for run in runs(self.directory.spans())}

@@ -21,6 +21,7 @@ from checkpoint.errors import CheckpointError, CheckpointExists
 from checkpoint.format import (
     DOCUMENTS,
     MANIFEST,
+    REMOVED,
     ROOT,
     ChunkObject,
     DataObject,
@@ -80,6 +81,8 @@ def write_part(
         CheckpointError: a write failed, or the attempt was stopped.
     """
     _refuse_committed(storage, step)
+    # A directory that was removed, or left by a writer that died, may have been noted for deletion: it is in use again.
+    storage.delete(f"{step.directory}/{REMOVED}")
 
     def write(job: _Job) -> DataObject:
         made, pieces = _chunk_object(plan, job, cells) if isinstance(job, Chunk) else _pack(plan, job, cells)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -22,46 +21,36 @@ from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
 
-from checkpoint.dtypes import numpy_dtype
-from checkpoint.errors import CheckpointDamaged
-from checkpoint.format import MANIFEST, Manifest, Pack, decode_part
+from checkpoint.directory import Directory
+from checkpoint.errors import CheckpointDamaged, CheckpointError
+from checkpoint.format import MANIFEST, ROOT, DataObject, Manifest, decode_part, parse_root
 
-_LISTINGS_KEPT = 4
+_DIRECTORIES_KEPT = 4
 
 
-class _Listings:
-    """The packs' contents of the checkpoints read last: where each cell begins, in cells of its pack before it."""
+class _Directories:
+    """The directories of the checkpoints read last."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str, bytes], dict[tuple[str, tuple[int, ...]], _Place]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str, bytes], Directory] = OrderedDict()
 
-    async def of(self, store: Store, root: str) -> dict[tuple[str, tuple[int, ...]], _Place]:
-        """Return the cells of the checkpoint below `root`."""
+    async def of(self, store: Store, root: str) -> Directory:
+        """Return the directory of the checkpoint below `root`."""
         manifest = await _get(store, f"{root}{MANIFEST}")
         key = (str(store), root, manifest)
         if key not in self._kept:
-            found: dict[tuple[str, tuple[int, ...]], _Place] = {}
-            nodes = json.loads(await _get(store, f"{root}zarr.json"))["consolidated_metadata"]["metadata"]
+            tensors = parse_root(await _get(store, f"{root}{ROOT}"), f"{root}{ROOT}")
+            objects: list[DataObject] = []
             for name in Manifest.decode(manifest, f"{root}{MANIFEST}").part_names():
-                for item in decode_part(await _get(store, f"{root}{name}"), f"{root}{name}"):
-                    if isinstance(item, Pack):
-                        found.update(_places(item, nodes))
-            self._kept[key] = found
-            while len(self._kept) > _LISTINGS_KEPT:
+                objects += decode_part(await _get(store, f"{root}{name}"), f"{root}{name}")
+            self._kept[key] = Directory.of(tensors, objects)
+            while len(self._kept) > _DIRECTORIES_KEPT:
                 self._kept.popitem(last=False)
         return self._kept[key]
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    pack: str
-    offset: int
-    nbytes: int
-    crc32c: int
-
-
-_listings = (
-    _Listings()
+_directories = (
+    _Directories()
 )  # Codecs have nothing of their own to keep it in: zarr makes one per array, and makes them again.
 
 
@@ -90,7 +79,9 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         return input_byte_length + 4
 
     async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: Any) -> NDBuffer:
-        raise NotImplementedError("a packed chunk is no object of its own")
+        raise CheckpointError(
+            f"{self.key}: a packed chunk is no object of its own; read the array through zarr, with no codec added to its own"
+        )
 
     async def _decode_partial_single(self, byte_getter: Any, selection: Any, chunk_spec: Any) -> NDBuffer:
         path = byte_getter.path
@@ -98,25 +89,17 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         if not found:
             raise CheckpointDamaged(f"{path} is not a chunk of {self.key}; was the array moved?")
         numbers = tuple(int(number) for number in place.split(".") if number)
-        where = (await _listings.of(byte_getter.store, root)).get((self.key, numbers))
-        if where is None:
+        span = (await _directories.of(byte_getter.store, root)).find_packed(self.key, numbers)
+        if span is None:
             raise CheckpointDamaged(f"{path}: no listing has this chunk; load an older step")
-        data = await _get(byte_getter.store, f"{root}{where.pack}", where.offset, where.nbytes)
-        if len(data) != where.nbytes or crc32c.crc32c(data[:-4]) != where.crc32c:
-            raise CheckpointDamaged(f"{root}{where.pack}: what it holds of {self.key} was changed; load an older step")
+        data = await _get(byte_getter.store, f"{root}{span.object_name}", span.offset, span.nbytes)
+        if len(data) != span.nbytes or crc32c.crc32c(data[:-4]) != span.crc32c or data[-4:] != span.trailer:
+            raise CheckpointDamaged(
+                f"{root}{span.object_name}: what it holds of {self.key} was changed; load an older step"
+            )
         dtype = chunk_spec.dtype.to_native_dtype()
         values = np.frombuffer(data[:-4], dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(chunk_spec.shape)
         return cast(NDBuffer, chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(values[selection])))
-
-
-def _places(pack: Pack, nodes: dict[str, Any]) -> Iterable[tuple[tuple[str, tuple[int, ...]], _Place]]:
-    offset = 0
-    for cell in pack.cells:
-        node = nodes[cell.key]
-        elements = int(np.prod(node["chunk_grid"]["configuration"]["chunk_shape"], dtype=np.int64))
-        nbytes = elements * numpy_dtype(node["data_type"]).itemsize + 4
-        yield (cell.key, cell.place), _Place(pack.name, offset, nbytes, cell.crc32c)
-        offset += nbytes
 
 
 async def _get(store: Store, path: str, offset: int | None = None, nbytes: int = 0) -> bytes:
@@ -182,40 +165,15 @@ class _Extension(ZDType[Any, Any], HasItemSize):
         return int(np.dtype(self._scalar).itemsize)
 
 
-class BFloat16(_Extension):
-    """`bfloat16`."""
-
-    _zarr_v3_name = "bfloat16"
-    _scalar = ml_dtypes.bfloat16
+def _extension(name: str) -> type[_Extension]:
+    return type(name, (_Extension,), {"_zarr_v3_name": name, "_scalar": getattr(ml_dtypes, name), "__slots__": ()})
 
 
-class Float8E4M3FN(_Extension):
-    """`float8_e4m3fn`."""
-
-    _zarr_v3_name = "float8_e4m3fn"
-    _scalar = ml_dtypes.float8_e4m3fn
-
-
-class Float8E4M3FNUZ(_Extension):
-    """`float8_e4m3fnuz`."""
-
-    _zarr_v3_name = "float8_e4m3fnuz"
-    _scalar = ml_dtypes.float8_e4m3fnuz
-
-
-class Float8E5M2(_Extension):
-    """`float8_e5m2`."""
-
-    _zarr_v3_name = "float8_e5m2"
-    _scalar = ml_dtypes.float8_e5m2
-
-
-class Float8E5M2FNUZ(_Extension):
-    """`float8_e5m2fnuz`."""
-
-    _zarr_v3_name = "float8_e5m2fnuz"
-    _scalar = ml_dtypes.float8_e5m2fnuz
-
+BFloat16 = _extension("bfloat16")
+Float8E4M3FN = _extension("float8_e4m3fn")
+Float8E4M3FNUZ = _extension("float8_e4m3fnuz")
+Float8E5M2 = _extension("float8_e5m2")
+Float8E5M2FNUZ = _extension("float8_e5m2fnuz")
 
 # zarr 3.1 collects the entry points of data types and never loads them; it does load those of buffers before it reads any
 # metadata, so this module is named there too, and registers the types itself.

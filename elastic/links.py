@@ -123,24 +123,21 @@ class Links:
 
     async def _is_dead(self, key: tuple[str, int], peer: NodeRecord) -> bool:
         """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
-        host, _, port = peer.agent.rpartition(":")
         for attempt in range(2):
             try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    reader, writer = await asyncio.open_connection(host, int(port))
+                greeting = await _greeting(peer)
             except ConnectionRefusedError:
                 return True
             except (OSError, TimeoutError):
                 return False
+            name, nonce, reader, writer = greeting
             try:
-                async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                    name, _, nonce = (await reader.readline()).decode().strip().partition(" ")
                 if name != peer.node:
                     return attempt > 0 or bool(name)
                 writer.write(_prove(self._secret, nonce) + b"\n" + (self._report or b""))
                 self._writers[key] = writer
                 await reader.read()
-            except (OSError, TimeoutError, UnicodeDecodeError):
+            except OSError:
                 continue
             finally:
                 self._writers.pop(key, None)
@@ -150,22 +147,32 @@ class Links:
 
 async def probe(peer: NodeRecord) -> bool | None:
     """Return whether an agent lives: True if it answers by its name, False if its process is certainly gone, None if unknown."""
-    host, _, port = peer.agent.rpartition(":")
     try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, int(port))
+        name, _, _, writer = await _greeting(peer)
     except ConnectionRefusedError:
         return False
     except (OSError, TimeoutError):
         return None
+    writer.close()
+    return name == peer.node if name else None
+
+
+async def _greeting(peer: NodeRecord) -> tuple[str, str, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to where an agent should be; return the name and nonce that it says, empty if it says nothing in time."""
+    host, _, port = peer.agent.rpartition(":")
+    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+        reader, writer = await asyncio.open_connection(host, int(port))
+    line = b""
     try:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            name = (await reader.readline()).decode(errors="replace").partition(" ")[0]
-    except (OSError, TimeoutError):
-        return None
-    finally:
+            line = await reader.readline()
+    except (OSError, ValueError, TimeoutError):
+        pass  # Whoever this is, it is no agent that greets.
+    except BaseException:
         writer.close()
-    return (name == peer.node) if name else None
+        raise
+    name, _, nonce = line.decode(errors="replace").strip().partition(" ")
+    return name, nonce, reader, writer
 
 
 def _prove(secret: bytes, nonce: str) -> bytes:

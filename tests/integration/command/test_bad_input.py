@@ -99,7 +99,7 @@ def test_checkpoint_place_that_cannot_be_written_ends_the_job_at_once(tmp_path: 
 
 
 def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: EmbeddedEtcd) -> None:
-    waiting = script(tmp_path, "import time\ntime.sleep(600)\n")
+    waiting = script(tmp_path, "import signal\nsignal.pause()\n")
     common = ["--store", etcd_server.url, "--job", "same", "--nnodes", "2:2"]
     first = subprocess.Popen(
         [sys.executable, "-m", "elastic.cli", "run", *common, waiting],

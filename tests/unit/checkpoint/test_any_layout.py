@@ -69,6 +69,9 @@ class DictStorage:
     def exists(self, name: str) -> bool:
         return name in self.objects
 
+    def delete(self, name: str) -> None:
+        self.objects.pop(name, None)
+
     def directories_with(self, leaf: str) -> Sequence[str]:
         return [name.split("/")[0] for name in self.objects if name.endswith(leaf)]
 
