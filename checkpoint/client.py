@@ -58,11 +58,12 @@ class SnapshotClient:
         """Return the ranks sealed, for every snapshot held."""
         return {Snapshot(*name): ranks for name, ranks in self._ask(verb="holdings")["sealed"]}
 
-    def index(self, snapshot: Snapshot, rank: int) -> ShardIndex:
-        """Return what a sealed shard holds."""
-        return ShardIndex.from_json(
-            self._ask(verb="index", snapshot=[snapshot.generation, snapshot.step], rank=rank)["index"]
-        )
+    def index(self, snapshot: Snapshot, rank: int, *, wait: bool = False) -> ShardIndex:
+        """Return what a sealed shard holds; with `wait`, once it has been rebuilt there."""
+        while True:
+            reply = self._ask(verb="index", snapshot=[snapshot.generation, snapshot.step], rank=rank, wait=wait)
+            if "index" in reply:
+                return ShardIndex.from_json(reply["index"])
 
     def open(self, snapshot: Snapshot, rank: int) -> Arena:
         """Map a sealed shard for reading (only beside the server). The caller closes it."""

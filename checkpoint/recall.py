@@ -27,10 +27,11 @@ _PARALLEL_PEERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A snapshot server, `unix:PATH` if it is this node's, and the ranks whose shards it holds."""
+    """A snapshot server, `unix:PATH` if it is this node's, and the ranks whose shards it holds, or rebuilds from parity."""
 
     address: str
     ranks: tuple[int, ...]
+    rebuilds: bool = False
 
 
 class MemorySnapshot:
@@ -47,6 +48,7 @@ class MemorySnapshot:
         self._documents = _Lookup(self, lambda index: dict(index.documents))
         self.local_nbytes = 0
         self.peer_nbytes = 0
+        self.rebuilt_nbytes = 0
 
     @property
     def step(self) -> int:
@@ -65,7 +67,8 @@ class MemorySnapshot:
 
     def describe(self) -> str:
         """Return in words where the bytes came from."""
-        return "memory, peers' memory" if self.peer_nbytes else "memory"
+        rebuilt = ", parity" if self.rebuilt_nbytes else ""
+        return ("memory, peers' memory" if self.peer_nbytes else "memory") + rebuilt
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -75,7 +78,8 @@ class MemorySnapshot:
     def index(self, rank: int) -> ShardIndex:
         """Return what a rank's shard holds, asking its holder the first time."""
         if rank not in self._indexes:
-            self._indexes[rank] = self._client(self._holder[rank].address).index(self._snapshot, rank)
+            holder = self._holder[rank]
+            self._indexes[rank] = self._client(holder.address).index(self._snapshot, rank, wait=holder.rebuilds)
         return self._indexes[rank]
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
@@ -119,6 +123,8 @@ class MemorySnapshot:
         local: dict[int, list[Read]] = defaultdict(list)
         for read in reads:
             rank = self._order[read.source]
+            if self._holder[rank].rebuilds:
+                self.rebuilt_nbytes += read.box.size * (read.entry.nbytes // max(read.entry.box.size, 1))
             if self._is_local(rank):
                 local[rank].append(read)
             else:

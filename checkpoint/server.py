@@ -2,8 +2,8 @@
 
 `python -m checkpoint.server --directory DIR --host ADDRESS --control FD --ranks N`, the job's secret on the first line of standard
 input. Workers of the node connect to `DIR/snapshots.sock` and get memory by descriptor; other nodes read boxes over TCP; the agent
-speaks on the control descriptor and hears at once when all ranks of the node have sealed a snapshot. The server ends when the agent's
-end of the control connection closes.
+speaks on the control descriptor and hears at once when a snapshot that all ranks of the node have sealed is protected. The server ends
+when the agent's end of the control connection closes.
 
 What is kept is decided in `checkpoint.retention`; this module only locks, maps and answers. One thread per connection.
 """
@@ -31,10 +31,15 @@ from checkpoint.arena import Arena, box_bytes, contiguous_range
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
 from checkpoint.layout import Box, Entry, ShardIndex
 from checkpoint.persist import Persistence
+from checkpoint.protection import Group, Part, Protection
 from checkpoint.retention import Shelf, Snapshot
 from checkpoint.wire import Message, Wire
 
 _PR_SET_PDEATHSIG = 1
+
+# How long one question for a shard that is still being rebuilt is kept waiting; who asked asks again.
+_PATIENCE_S = 5.0
+_SETTLE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -54,6 +59,8 @@ class _Contents:
     shelf: Shelf = field(default_factory=Shelf)
     arenas: dict[int, Arena] = field(default_factory=dict)
     shards: dict[tuple[Snapshot, int], _Shard] = field(default_factory=dict)
+    expected: dict[tuple[Snapshot, int], str | None] = field(default_factory=dict)
+    """Lost nodes' shards that are to be rebuilt here, and why one of them cannot be."""
 
 
 class SnapshotServer:
@@ -62,7 +69,7 @@ class SnapshotServer:
     def __init__(self, directory: Path, host: str, control: socket.socket, secret: bytes, ranks: int) -> None:
         self._secret = secret
         self._ranks = ranks
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._contents = _Contents()
         self._control = Wire(control, "agent")
         self._telling = threading.Lock()
@@ -72,6 +79,7 @@ class SnapshotServer:
         self._local.bind(str(directory / "snapshots.sock"))
         self._remote = socket.create_server((host, 0), backlog=1024)
         self._persistence = Persistence(self, secret)
+        self._protection = Protection(self, secret)
 
     @property
     def address(self) -> str:
@@ -104,6 +112,7 @@ class SnapshotServer:
             wires = list(self._wires)
         for wire in wires:
             wire.interrupt()
+        self._protection.close()
         for thread in list(self._threads):
             thread.join()
         for arena in self._contents.arenas.values():
@@ -137,6 +146,49 @@ class SnapshotServer:
     def unpin(self, snapshot: Snapshot) -> None:
         """Let go of a pinned snapshot."""
         self._change(lambda shelf: retention.unpin(shelf, snapshot))
+
+    def own_shards(self, snapshot: Snapshot) -> list[tuple[int, Arena, int, int]]:
+        """Return (rank, memory, offset of the index, bytes in use) of each shard that this node's ranks have sealed."""
+        with self._lock:
+            shelf, shards = self._contents.shelf, self._contents.shards
+            return [
+                (rank, self._arena(snapshot, rank), shard.index_offset, shard.index_offset + shard.index_nbytes)
+                for rank in sorted(shelf.sealed().get(snapshot, ()))
+                for shard in [shards[snapshot, rank]]
+            ]
+
+    def adopt(self, snapshot: Snapshot, rank: int, nbytes: int) -> Arena:
+        """Return memory for a lost node's shard. Raises SnapshotUnavailable if there is not enough."""
+        available = psutil.virtual_memory().available
+        with self._lock:
+            contents = self._contents
+            contents.shelf, held = retention.adopt(contents.shelf, snapshot, rank, nbytes, available)
+            if held.buffer not in contents.arenas:
+                contents.arenas[held.buffer] = Arena.create(held.capacity)
+            return contents.arenas[held.buffer]
+
+    def complete_adoption(self, snapshot: Snapshot, part: Part) -> None:
+        """Take a rebuilt shard for one that is held here."""
+        with self._lock:
+            self._contents.shelf = retention.complete_adoption(self._contents.shelf, snapshot, part.rank)
+            self._contents.shards[snapshot, part.rank] = _Shard(part.index_offset, part.nbytes - part.index_offset)
+            self._lock.notify_all()
+
+    def fail_adoption(self, snapshot: Snapshot, rank: int, reason: str) -> None:
+        """Tell whoever waits for a shard that it will not come."""
+        with self._lock:
+            self._contents.shelf = retention.abandon(self._contents.shelf, snapshot, rank)
+            self._contents.expected[snapshot, rank] = reason
+            self._lock.notify_all()
+
+    def protected(self, snapshot: Snapshot) -> None:
+        """Tell the agent that this node's part of a snapshot is sealed and protected."""
+        name = [snapshot.generation, snapshot.step]
+        self.tell({"event": "protected", "snapshot": name, "nbytes": self._nbytes})
+
+    @property
+    def _nbytes(self) -> int:
+        return self._contents.shelf.nbytes + self._protection.nbytes
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
@@ -186,15 +238,23 @@ class SnapshotServer:
             wire.send({"sealed": self._sealed()})
             return
         snapshot = Snapshot(*request["snapshot"])
-        if verb == "begin":
+        if verb == "stripe":
+            self._protection.serve(wire, snapshot, request["stripe"], request["offset"], request.get("count"))
+        elif verb == "table":
+            table = self._protection.table(snapshot, request["position"])
+            wire.send({"table": [part.to_json() for part in table]})
+        elif verb == "begin":
             self._begin(wire, request, snapshot, began)
         elif verb == "seal":
             self._seal(snapshot, request["rank"], *request["index"])
             began.discard((snapshot, request["rank"]))
             wire.send({})
-            self._report(snapshot)
+            self._protect(snapshot)
         elif verb == "index":
-            wire.send({"index": self.index(snapshot, request["rank"]).to_json()})
+            if request["wait"] and self._is_pending(snapshot, request["rank"]):
+                wire.send({"pending": True})
+            else:
+                wire.send({"index": self.index(snapshot, request["rank"]).to_json()})
         elif verb == "open":
             arena = self.memory(snapshot, request["rank"])
             wire.send({"capacity": arena.nbytes}, descriptor=arena.descriptor)
@@ -226,32 +286,49 @@ class SnapshotServer:
             self._contents.shelf = retention.seal(self._contents.shelf, snapshot, rank)
             self._contents.shards[snapshot, rank] = _Shard(index_offset, index_nbytes)
 
-    def _report(self, snapshot: Snapshot) -> None:
-        """Tell the agent once the last of its ranks has sealed."""
+    def _protect(self, snapshot: Snapshot) -> None:
+        """Have a snapshot protected once the last of the node's ranks has sealed."""
         with self._lock:
-            sealed, nbytes = self._contents.shelf.sealed(), self._contents.shelf.nbytes
+            sealed = self._contents.shelf.sealed()
         if len(sealed.get(snapshot, ())) == self._ranks:
-            name = [snapshot.generation, snapshot.step]
-            self.tell({"event": "complete", "snapshot": name, "nbytes": nbytes})
+            self._protection.sealed(snapshot)
+
+    def _is_pending(self, snapshot: Snapshot, rank: int) -> bool:
+        """Wait a while for a shard that is to be rebuilt here; whether it is still to come.
+
+        Raises:
+            SnapshotUnavailable: it cannot be rebuilt.
+        """
+        key = (snapshot, rank)
+
+        def is_settled() -> bool:
+            return key in self._contents.shards or self._contents.expected.get(key) is not None
+
+        with self._lock:
+            # Who asks may have heard of the new generation before this node's agent has.
+            if not self._lock.wait_for(is_settled, _PATIENCE_S):
+                return key in self._contents.expected
+            reason = self._contents.expected.get(key)
+        if reason is not None:
+            raise SnapshotUnavailable(reason)
+        return False
 
     def _read(self, wire: Wire, snapshot: Snapshot, pieces: list[Any]) -> None:
         """Send boxes; those that lie in one piece go from memory to socket inside the kernel."""
         self.pin(snapshot)
         try:
-            ranges: list[tuple[int, int]] = []
+            ranges: list[tuple[int, int, int]] = []
             views = []
-            arenas = set()
             for rank, key, offset, shape in pieces:
                 with self._lock:
                     entry, arena = self._indexed(snapshot, rank)[1][key], self._arena(snapshot, rank)
                 box = Box(tuple(offset), tuple(shape))
-                arenas.add(arena)
                 views.append(box_bytes(entry, arena.bytes, box))
                 found = contiguous_range(entry, box)
                 if found is not None:
-                    ranges.append(found)
-            if len(arenas) == 1 and len(ranges) == len(pieces):
-                wire.send_file({}, arenas.pop().descriptor, ranges)
+                    ranges.append((arena.descriptor, *found))
+            if len(ranges) == len(pieces):
+                wire.send_files({}, ranges)
             else:
                 wire.send({}, [memoryview(view.tobytes()) for view in views])
         finally:
@@ -261,8 +338,16 @@ class SnapshotServer:
         verb = request["verb"]
         try:
             if verb == "open_generation":
-                self._change(lambda shelf: retention.open_generation(shelf, request["generation"]))
+                group = Group(
+                    request["generation"], tuple(request["addresses"]), request["position"], request["parity"]
+                )
+                self._change(lambda shelf: retention.open_generation(shelf, group.generation))
+                self._protection.enter(group)
                 self._persistence.stop()
+            elif verb == "rebuild":
+                self._rebuild(request)
+            elif verb == "settle":
+                self._protection.settle(_SETTLE_S)
             elif verb == "commit":
                 self._change(lambda shelf: retention.commit(shelf, Snapshot(*request["snapshot"])))
             elif verb == "persist":
@@ -274,7 +359,17 @@ class SnapshotServer:
         except (CheckpointError, ValueError) as error:
             return {"error": str(error)}
         with self._lock:
-            return {"sealed": self._sealed(), "nbytes": self._contents.shelf.nbytes}
+            sealed = self._sealed()
+            protected = [name for name, _ in sealed if self._protection.is_protected(Snapshot(*name))]
+            return {"sealed": sealed, "protected": protected, "nbytes": self._nbytes}
+
+    def _rebuild(self, request: Message) -> None:
+        snapshot = Snapshot(*request["snapshot"])
+        group = Group(snapshot.generation, tuple(request["addresses"]), request["position"], request["parity"])
+        with self._lock:
+            self._contents.expected.update({(snapshot, rank): None for rank in request["ranks"]})
+            self._lock.notify_all()
+        self._protection.rebuild(snapshot, group, request["lost"], request["ranks"])
 
     def _sealed(self) -> list[Any]:
         return [
@@ -295,6 +390,10 @@ class SnapshotServer:
             contents.arenas.pop(number).close()
         for name in [name for name in contents.shards if name not in contents.shelf.shards]:
             del contents.shards[name]
+        contents.expected = {
+            key: reason for key, reason in contents.expected.items() if key[0] >= contents.shelf.committed
+        }
+        self._protection.keep({snapshot for snapshot, _ in contents.shelf.shards})
 
     def _shard(self, snapshot: Snapshot, rank: int) -> _Shard:
         shard = self._contents.shards.get((snapshot, rank))

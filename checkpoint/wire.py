@@ -94,11 +94,11 @@ class Wire:
         except OSError as error:
             raise SnapshotUnavailable(f"{self.peer}: the connection broke while sending: {error}") from error
 
-    def send_file(self, message: Message, descriptor: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Send one frame whose payload is byte ranges (offset, count) of a file, copied by the kernel."""
+    def send_files(self, message: Message, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Send one frame whose payload is byte ranges (descriptor, offset, count) of files, copied by the kernel."""
         try:
-            self._socket.sendall(_frame(message, sum(count for _, count in ranges)))
-            for offset, count in ranges:
+            self._socket.sendall(_frame(message, sum(count for _, _, count in ranges)))
+            for descriptor, offset, count in ranges:
                 while count:
                     sent = os.sendfile(self._socket.fileno(), descriptor, offset, count)
                     if sent == 0:
@@ -116,43 +116,35 @@ class Wire:
         Raises:
             SnapshotUnavailable: the connection broke or timed out, or what came is no frame.
         """
+        head = self.receive_head()
+        if head is None:
+            return None
+        message, payload_nbytes = head
+        buffers = into(message, payload_nbytes) if into is not None and payload_nbytes else ()
+        if sum(buffer.nbytes for buffer in buffers) != payload_nbytes:
+            raise SnapshotUnavailable(f"{self.peer}: sent {payload_nbytes} bytes that were not asked for")
+        for buffer in buffers:
+            self.fill(buffer)
+        return message
+
+    def receive_head(self) -> tuple[Message, int] | None:
+        """Receive a frame but for its payload, whose size is returned with the message; None at an orderly end.
+
+        The caller takes the payload with `fill`, all of it. Raises as `receive` does.
+        """
         header = bytearray(_HEADER.size)
-        if not self._fill(memoryview(header), may_end=True):
+        if not self.fill(memoryview(header), may_end=True):
             return None
         magic, json_nbytes, payload_nbytes = _HEADER.unpack(header)
         if magic != _MAGIC or json_nbytes > _MAX_JSON_NBYTES:
             raise SnapshotUnavailable(f"{self.peer}: what came is not of keepstep's protocol")
         body = bytearray(json_nbytes)
-        self._fill(memoryview(body))
+        self.fill(memoryview(body))
         message: Message = json.loads(body)
-        buffers = into(message, payload_nbytes) if into is not None and payload_nbytes else ()
-        if sum(buffer.nbytes for buffer in buffers) != payload_nbytes:
-            raise SnapshotUnavailable(f"{self.peer}: sent {payload_nbytes} bytes that were not asked for")
-        for buffer in buffers:
-            self._fill(buffer)
-        return message
+        return message, payload_nbytes
 
-    def take_descriptor(self) -> int:
-        """Return the descriptor that came with the last frame; the caller closes it."""
-        if not self._descriptors:
-            raise SnapshotUnavailable(f"{self.peer}: a file descriptor was promised and did not come")
-        return self._descriptors.pop(0)
-
-    def interrupt(self) -> None:
-        """Make a receive that blocks in another thread end."""
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # The other end closed first.
-
-    def close(self) -> None:
-        """End the connection."""
-        self._socket.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._descriptors.clear()
-
-    def _fill(self, buffer: memoryview, *, may_end: bool = False) -> bool:
+    def fill(self, buffer: memoryview, *, may_end: bool = False) -> bool:
+        """Receive as many bytes as the buffer has; False if the connection ended before the first and that `may_end`."""
         filled = 0
         try:
             while filled < buffer.nbytes:
@@ -179,6 +171,26 @@ class Wire:
             raise SnapshotUnavailable(f"{self.peer}: {error}") from error
         return True
 
+    def take_descriptor(self) -> int:
+        """Return the descriptor that came with the last frame; the caller closes it."""
+        if not self._descriptors:
+            raise SnapshotUnavailable(f"{self.peer}: a file descriptor was promised and did not come")
+        return self._descriptors.pop(0)
+
+    def interrupt(self) -> None:
+        """Make a receive that blocks in another thread end."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # The other end closed first.
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
     def _authenticate(self, secret: bytes, us: bytes, them: bytes) -> None:
         """Exchange nonces, then proofs. The roles are part of what is proved, so a proof cannot be reflected."""
         self._socket.settimeout(_HANDSHAKE_S)
@@ -187,9 +199,9 @@ class Wire:
         proof = bytearray(hashlib.sha256().digest_size)
         try:
             self._socket.sendall(nonce)
-            self._fill(memoryview(theirs))
+            self.fill(memoryview(theirs))
             self._socket.sendall(_prove(secret, us, bytes(theirs)))
-            self._fill(memoryview(proof))
+            self.fill(memoryview(proof))
         except OSError as error:
             raise SnapshotUnavailable(f"{self.peer}: no handshake: {error}") from error
         if not hmac.compare_digest(proof, _prove(secret, them, nonce)):

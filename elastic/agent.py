@@ -43,6 +43,7 @@ class AgentConfig:
     environment: Mapping[str, str]
     run_directory: Path
     digest: str
+    domain: str = ""
     lease_ttl_s: float = 5.0
     drain_timeout_s: float = 60.0
     abort_timeout_s: float = 5.0
@@ -103,6 +104,7 @@ class Agent:
             store_port=self._listener.getsockname()[1],
             lease=0,
             digest=config.digest,
+            domain=config.domain,
         )
         membership = Membership(
             self._store,
@@ -226,10 +228,12 @@ class Agent:
     async def _enter(self, generation: Generation, secret: str) -> None:
         """Put the node's workers into a generation, or park them if the node has no place in it."""
         crew, membership = self._crew, self._membership
-        await self._snapshots.open_generation(generation.generation)
+        await self._snapshots.open_generation(generation)
         resume = generation.resume
         # Resuming from storage goes back behind whatever older generations left in memory.
         await self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
+        if resume is not None:
+            await self._snapshots.rebuild(resume)
         member = generation.member(self._config.node)
         if member is None:
             await crew.park(generation.generation)
@@ -254,6 +258,7 @@ class Agent:
         )
         if leads_ranks:
             used.close()
+        await self._snapshots.refresh()
         membership.update(
             store_port=self._listener.getsockname()[1],
             generation=generation.generation,
@@ -263,7 +268,8 @@ class Agent:
             persisted=None,
             restored_from="",
             times={},
-            sealed=await self._snapshots.complete(),
+            sealed=self._snapshots.sealed,
+            protected=self._snapshots.protected,
         )
 
     async def _drain(self, generation: int, abort: bool) -> None:
@@ -273,9 +279,15 @@ class Agent:
         limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
         if not await self._crew.drain(abort, limit_s):
             return
-        sealed = await self._snapshots.complete()
+        # If nobody is lost, what is sealed will do.
+        await (self._snapshots.settle() if abort else self._snapshots.refresh())
         self._drained_generation = generation
-        self._membership.update(sealed=sealed, step=self._crew.step, phase=Phase.DRAINED)
+        self._membership.update(
+            sealed=self._snapshots.sealed,
+            protected=self._snapshots.protected,
+            step=self._crew.step,
+            phase=Phase.DRAINED,
+        )
 
     async def _follow_commits(self) -> None:
         """Pass on what has been committed and stored, and write what is to be stored."""
@@ -298,8 +310,8 @@ class Agent:
         await self._crew.tell({"tell": "committed", "step": snapshot.step})
 
     def _on_snapshot_event(self, event: Mapping[str, object]) -> None:
-        """The snapshot server has sealed or stored something, or has failed to."""
-        if event["event"] == "complete":
+        """The snapshot server has protected or stored something, or has failed to."""
+        if event["event"] == "protected":
             self._report()
         elif event["event"] in ("persisted", "persist_failed") and self._persisting is not None:
             part = event["part"] if event["event"] == "persisted" else {"error": event["reason"]}
@@ -310,10 +322,14 @@ class Agent:
         self._wake.set()
 
     def _report(self) -> None:
-        """Tell the leader what is sealed here."""
+        """Tell the leader what is protected here."""
         record = self._membership.record
-        sealed = self._snapshots.known_complete
-        report = Report(record.node, record.lease, record.generation, self._crew.step, sealed)
+        protected = self._snapshots.protected
+        if self._drained_generation == record.generation:
+            # From there on the leader goes by the record: others may still be waiting for this snapshot's commit.
+            self._membership.update(sealed=self._snapshots.sealed, protected=protected)
+            return
+        report = Report(record.node, record.lease, record.generation, self._crew.step, protected)
         self._membership.hear(report)
         if not self._membership.leads:
             self._links.report(report)

@@ -83,6 +83,14 @@ def main() -> None:
 @click.option("-r", "--redirects", default="0", help="3: workers' output to files in --log-dir.")
 @click.option("-t", "--tee", default="0", help="3: workers' output to files in --log-dir and to the terminal.")
 @click.option("--spares", default=1, show_default=True, help="Warm processes kept ready to replace a failed worker.")
+@click.option("--parity", default=1, show_default=True, help="Nodes of each group that may be lost at once.")
+@_torch_option("--group-size", default=8, show_default=True, help="Nodes that protect each other's snapshots.")
+@click.option(
+    "--domain",
+    default="",
+    envvar="KEEPSTEP_DOMAIN",
+    help="What this node fails together with, such as its rack: groups are spread over domains.",
+)
 @click.option("--lease-ttl", default=5.0, show_default=True, help="Seconds after which a silent node is declared gone.")
 @click.option("--drain-timeout", default=60.0, show_default=True, help="Seconds a worker has to reach a step's end.")
 @click.option("--abort-timeout", default=5.0, show_default=True, help="Seconds a worker has to give up a broken step.")

@@ -45,7 +45,16 @@ def launch(**options: Any) -> int:
     logging.getLogger("asyncio").setLevel(logging.WARNING)
     command = parse_command(options["script"], options["arguments"], options["module"], options["no_python"])
     min_nodes, max_nodes = parse_nodes(options["nnodes"])
-    policy = Policy(min_nodes, max_nodes, max_restarts=options["max_restarts"], **_settings(options["rdzv_conf"]))
+    if options["parity"] < 0 or options["group_size"] < 1:
+        raise UsageError("--parity is a number of nodes of at least 0, --group-size one of at least 1")
+    policy = Policy(
+        min_nodes,
+        max_nodes,
+        parity=options["parity"],
+        group_size=options["group_size"],
+        max_restarts=options["max_restarts"],
+        **_settings(options["rdzv_conf"]),
+    )
     workers = parse_workers(options["nproc_per_node"])
     return asyncio.run(_launch(options, command, policy, workers))
 
@@ -149,6 +158,7 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
                 environment=_worker_environment(options),
                 run_directory=run_directory,
                 digest=_digest(command, policy),
+                domain=options["domain"],
                 lease_ttl_s=options["lease_ttl"],
                 drain_timeout_s=options["drain_timeout"],
                 abort_timeout_s=options["abort_timeout"],
@@ -284,5 +294,8 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
 
 def _digest(command: Command, policy: Policy) -> str:
     """Return what all nodes of a job must agree on, in short."""
-    parts = (command.kind, Path(command.target).name, *command.arguments, policy.min_nodes, policy.max_nodes)
+    parts = (
+        command.kind, Path(command.target).name, *command.arguments,
+        policy.min_nodes, policy.max_nodes, policy.parity, policy.group_size,
+    )  # fmt: skip
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -149,12 +149,12 @@ class Membership:
         """Take note of a node's report, this one's own among them. It matters while this node leads."""
         self._reports[report.node] = report
         generation = self.view.generation
-        if generation is None or not self.leads or not report.sealed:
+        if generation is None or not self.leads or not report.protected:
             return
-        newest = report.sealed[-1]
+        newest = report.protected[-1]
         heard = (self._reports.get(member.node) for member in generation.members)
         # To decide costs time linear in nodes: not at every report, but once the last one has it.
-        if all(other is not None and newest in other.sealed for other in heard):
+        if all(other is not None and newest in other.protected for other in heard):
             self._changed.set()
 
     async def revoke(self, record: NodeRecord) -> None:

@@ -141,7 +141,8 @@ class NodeRecord(Record):
 
     `host`, `agent`, `server` are where peers reach the node, its agent and its snapshot server. `store_port` is open and
     ready to serve the next generation's torch store. A node is `warm` once its workers can start at once: nobody waits for
-    one that is not. Times are wall-clock seconds.
+    one that is not. `domain` names what it fails together with (a rack, a switch). `sealed` are the snapshots that its ranks have
+    sealed, `protected` those of them whose parity it also keeps. Times are wall-clock seconds.
     """
 
     node: str
@@ -152,6 +153,7 @@ class NodeRecord(Record):
     store_port: int
     lease: int
     digest: str
+    domain: str = ""
     warm: bool = False
     generation: int = 0
     phase: Phase = Phase.WAITING
@@ -159,6 +161,7 @@ class NodeRecord(Record):
     trouble: Trouble | None = None
     step: int = 0
     sealed: tuple[SnapshotId, ...] = ()
+    protected: tuple[SnapshotId, ...] = ()
     finishing: bool = False
     checkpoint_url: str | None = None
     checkpoint_every: int | None = None
@@ -176,12 +179,15 @@ class Report(Record):
     lease: int
     generation: int
     step: int
-    sealed: tuple[SnapshotId, ...]
+    protected: tuple[SnapshotId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """A node's place in a generation: its workers are ranks `first_rank` to `first_rank + nproc - 1`."""
+    """A node's place in a generation: its workers are ranks `first_rank` to `first_rank + nproc - 1`.
+
+    Members of the same `group` protect each other's snapshots; a member's position in it is its place among them.
+    """
 
     node: str
     host: str
@@ -189,14 +195,38 @@ class Member(Record):
     first_rank: int
     agent: str
     server: str
+    group: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that its workers are."""
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption(Record):
+    """A lost rank's shard, and the node whose snapshot server rebuilds it from parity."""
+
+    rank: int
+    node: str
+    server: str
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotCommit(Record):
-    """A snapshot that every rank of its generation has sealed, and who holds it."""
+    """A snapshot that every rank of its generation has sealed, and who holds it.
+
+    Any `parity` holders of each group may be lost. `adoptions` say who rebuilds the shards of those that were, when it was resumed from.
+    """
 
     snapshot: SnapshotId
     holders: tuple[Member, ...]
+    parity: int = 0
+    adoptions: tuple[Adoption, ...] = ()
+
+    def group_of(self, node: str) -> tuple[Member, ...]:
+        """Return the members of a holder's erasure group, by position."""
+        return group_of(self.holders, node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +234,7 @@ class Generation(Record):
     """Who takes part, as which ranks, resuming from where: all that is needed to rebuild any worker.
 
     `resume` None means the newest stored checkpoint, or the beginning if there is none. `failures` counts the generations
-    in a row that a worker failure ended without progress.
+    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost.
     """
 
     generation: int
@@ -217,6 +247,7 @@ class Generation(Record):
     lost_from_step: int = 0
     detected_at_s: float = 0.0
     opened_at_s: float = 0.0
+    parity: int = 0
 
     @property
     def world_size(self) -> int:
@@ -226,6 +257,12 @@ class Generation(Record):
     def member(self, node: str) -> Member | None:
         """Return the node's place, or None if it has none."""
         return next((member for member in self.members if member.node == node), None)
+
+
+def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:
+    """Return the members of a node's erasure group, by position; none if the node is no member."""
+    group = next((member.group for member in members if member.node == node), None)
+    return tuple(member for member in members if member.group == group)
 
 
 @dataclass(frozen=True, slots=True)

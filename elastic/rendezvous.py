@@ -10,7 +10,7 @@ Invariants:
 - The generation's number only grows, by one.
 - A generation is opened only when every present member of the last one has drained, and with min to max nodes.
 - Whoever was a member and may be one again keeps its ranks, as far as the number of nodes allows.
-- A snapshot is committed only when every member of its generation has sealed it, in that generation or while it closes.
+- A snapshot is committed only when every member of its generation has sealed it and keeps its parity of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,15 @@ from elastic.records import (
     SnapshotCommit,
     Trouble,
 )
-from elastic.succession import eligible, newest_restorable, place, present_members
+from elastic.succession import (
+    absent_holders,
+    eligible,
+    grouped,
+    newest_restorable,
+    place,
+    present_members,
+    with_adoptions,
+)
 from elastic.view import View
 
 _HISTORY_LENGTH = 32
@@ -42,7 +50,8 @@ class Policy:
     """What the user asked for.
 
     `last_call_s` is how long to wait for further nodes once there are enough; `quorum_timeout_s` how long to wait for
-    enough; `max_restarts` how many generations in a row may end in a worker failure without progress.
+    enough; `max_restarts` how many generations in a row may end in a worker failure without progress. Of each erasure group
+    of about `group_size` nodes, `parity` may be lost at once.
     """
 
     min_nodes: int
@@ -50,6 +59,8 @@ class Policy:
     last_call_s: float = 1.0
     quorum_timeout_s: float = 600.0
     max_restarts: int = 3
+    parity: int = 1
+    group_size: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +229,7 @@ def _gather(policy: Policy, view: View, deliberation: Deliberation, now_s: float
         if now_s < until_s:
             return Decision(deliberation, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call")
     members = place((), nodes, policy.max_nodes)
-    opened = _opened(view, members, 1, "start", wall_s, wall_s)
+    opened = _opened(policy, view, members, 1, "start", wall_s, wall_s)
     return Decision(Deliberation(), Open(opened))
 
 
@@ -288,16 +299,18 @@ def _reopen(
         return rescue or _await_quorum(policy, len(nodes), deliberation, now_s)
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
+    members = place(old.members, nodes, policy.max_nodes)
     opened = replace(
         _opened(
+            policy,
             view,
-            place(old.members, nodes, policy.max_nodes),
+            members,
             old.generation + 1,
             closing.reason if closing else "",
             detected_at_s,
             wall_s,
         ),
-        resume=resume,
+        resume=with_adoptions(resume, view, members) if resume else None,
         failures=failures,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
@@ -305,9 +318,16 @@ def _reopen(
 
 
 def _opened(
-    view: View, members: tuple[Member, ...], number: int, reason: str, detected_at_s: float, wall_s: float
+    policy: Policy,
+    view: View,
+    members: tuple[Member, ...],
+    number: int,
+    reason: str,
+    detected_at_s: float,
+    wall_s: float,
 ) -> Generation:
     first = view.nodes[members[0].node].record
+    members, parity = grouped(members, view, policy.group_size, policy.parity)
     return Generation(
         generation=number,
         members=members,
@@ -316,12 +336,13 @@ def _opened(
         reason=reason,
         detected_at_s=detected_at_s,
         opened_at_s=wall_s,
+        parity=parity,
     )
 
 
 def _rescue(view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None) -> Decision | None:
     """Bring the newest snapshot to storage while its holders are still here, for there may be nobody to hand it to."""
-    if resume is None or not any(record.leaving for record in present):
+    if resume is None or absent_holders(view, resume) or not any(record.leaving for record in present):
         return None
     if view.snapshot != resume:
         return Decision(Deliberation(), Commit(resume))
@@ -354,16 +375,16 @@ def _failures(view: View, old: Generation, resume: SnapshotCommit | None, failur
 def _commit(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
     if len(present) < len(generation.members):
         return None
-    common = set.intersection(*(set(record.sealed) for record in present)) if present else set()
+    common = set.intersection(*(set(record.protected) for record in present)) if present else set()
     fresh = [s for s in common if s.generation == generation.generation]
     newest = max(fresh, default=None)
     if newest is None or (view.snapshot is not None and newest <= view.snapshot.snapshot):
         return None
-    return Commit(SnapshotCommit(newest, generation.members))
+    return Commit(SnapshotCommit(newest, generation.members, generation.parity))
 
 
 def _persist_due(view: View, present: Sequence[NodeRecord]) -> PersistRequest | None:
-    if view.snapshot is None:
+    if view.snapshot is None or absent_holders(view, view.snapshot):
         return None
     urls = {record.checkpoint_url for record in present if record.checkpoint_url}
     if len(urls) != 1:

@@ -15,7 +15,7 @@ from typing import Any
 from checkpoint.errors import SnapshotUnavailable
 from checkpoint.wire import Message, encode, read_message
 from elastic.errors import JobFailed
-from elastic.records import PersistRequest, SnapshotId
+from elastic.records import Generation, PersistRequest, SnapshotCommit, SnapshotId, group_of
 
 _START_S = 30.0
 
@@ -41,7 +41,8 @@ class SnapshotProcess:
         self._answers: dict[int, asyncio.Future[Message]] = {}
         self._published: asyncio.Future[Message] | None = None
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._complete: set[SnapshotId] = set()
+        self._sealed: set[SnapshotId] = set()
+        self._protected: set[SnapshotId] = set()
         self._closing = False
         self._listener = asyncio.create_task(self._listen())
         self.local_address = f"unix:{directory / 'snapshots.sock'}"
@@ -60,7 +61,7 @@ class SnapshotProcess:
     ) -> SnapshotProcess:
         """Start a server and wait until it serves.
 
-        `on_event` is called with `complete` (all local ranks have sealed a snapshot), `persisted`, `persist_failed` and `died`.
+        `on_event` is called with `protected` (a snapshot is sealed here, and its parity kept), `persisted`, `persist_failed` and `died`.
 
         Raises:
             JobFailed: it does not start.
@@ -93,18 +94,53 @@ class SnapshotProcess:
         return self
 
     @property
-    def known_complete(self) -> tuple[SnapshotId, ...]:
+    def sealed(self) -> tuple[SnapshotId, ...]:
         """Snapshots that all local ranks have sealed, as far as the server has told."""
-        return tuple(sorted(self._complete))
+        return tuple(sorted(self._sealed))
 
-    async def complete(self) -> tuple[SnapshotId, ...]:
-        """Ask the server which snapshots all local ranks have sealed, and still has."""
+    @property
+    def protected(self) -> tuple[SnapshotId, ...]:
+        """Those of them whose parity is complete here."""
+        return tuple(sorted(self._protected))
+
+    async def refresh(self) -> None:
+        """Ask the server what it holds."""
         await self._ask({"verb": "holdings"})
-        return self.known_complete
 
-    async def open_generation(self, generation: int) -> None:
-        """Have nothing accepted any more from workers of older generations."""
-        await self._ask({"verb": "open_generation", "generation": generation})
+    async def settle(self) -> None:
+        """Give the server a moment to complete the parity that it can still complete, and ask what it holds."""
+        await self._ask({"verb": "settle"})
+
+    async def open_generation(self, generation: Generation) -> None:
+        """Have nothing accepted any more from workers of older generations, and what is sealed protected by this one's groups."""
+        group = group_of(generation.members, self._node)
+        nodes = [member.node for member in group]
+        await self._ask({
+            "verb": "open_generation",
+            "generation": generation.generation,
+            "addresses": [member.server for member in group] or [self.address],
+            "position": nodes.index(self._node) if group else 0,
+            "parity": generation.parity if group else 0,
+        })  # fmt: skip
+
+    async def rebuild(self, resume: SnapshotCommit) -> None:
+        """Begin to rebuild those shards of lost nodes that this one adopts; their readers wait for them."""
+        orphans = {adoption.rank for adoption in resume.adoptions}
+        mine = {adoption.rank for adoption in resume.adoptions if adoption.node == self._node}
+        for holder in resume.holders:
+            ranks = sorted(mine & set(holder.ranks))
+            if not ranks:
+                continue
+            group = resume.group_of(holder.node)
+            await self._ask({
+                "verb": "rebuild",
+                "snapshot": [resume.snapshot.generation, resume.snapshot.step],
+                "addresses": [member.server for member in group],
+                "position": group.index(holder),
+                "parity": resume.parity,
+                "lost": [position for position, member in enumerate(group) if orphans & set(member.ranks)],
+                "ranks": ranks,
+            })  # fmt: skip
 
     async def commit(self, snapshot: SnapshotId) -> None:
         """Let go of everything older than this snapshot."""
@@ -149,7 +185,7 @@ class SnapshotProcess:
             "holders": [
                 [
                     None if holder.node == self._node else holder.server,
-                    list(range(holder.first_rank, holder.first_rank + holder.nproc)),
+                    list(holder.ranks),
                 ]
                 for holder in request.commit.holders
             ],
@@ -165,7 +201,8 @@ class SnapshotProcess:
         reply = await answer
         if "error" in reply:
             raise SnapshotUnavailable(reply["error"])
-        self._complete = {SnapshotId(*name) for name, ranks in reply["sealed"] if len(ranks) == self._workers}
+        self._sealed = {SnapshotId(*name) for name, ranks in reply["sealed"] if len(ranks) == self._workers}
+        self._protected = {SnapshotId(*name) for name in reply["protected"]}
         self.memory_nbytes = reply["nbytes"]
         return reply
 
@@ -188,8 +225,9 @@ class SnapshotProcess:
         match message["event"]:
             case "serving":
                 self._serving.set_result(message["address"])
-            case "complete":
-                self._complete.add(SnapshotId(*message["snapshot"]))
+            case "protected":
+                self._sealed.add(SnapshotId(*message["snapshot"]))
+                self._protected.add(SnapshotId(*message["snapshot"]))
                 self.memory_nbytes = message["nbytes"]
                 self._on_event(message)
             case "published" | "publish_failed":

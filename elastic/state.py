@@ -26,6 +26,7 @@ from checkpoint.source import Source
 from checkpoint.storage import open_storage
 from elastic.data import Position
 from elastic.errors import UsageError
+from elastic.records import Adoption, Member
 from elastic.session import Assignment
 from elastic.world import check_place
 
@@ -172,13 +173,9 @@ class Keeper:
     def _source(self) -> tuple[Source | None, str]:
         resume = self._assignment.resume
         if resume is not None:
-            holders = [
-                Holder(
-                    self._assignment.server if member.node == self._assignment.node else member.server,
-                    tuple(range(member.first_rank, member.first_rank + member.nproc)),
-                )
-                for member in resume.holders
-            ]
+            holders = [Holder(self._server(member), tuple(member.ranks)) for member in resume.holders]
+            # Later ones count: a lost rank's shard is with whoever rebuilds it.
+            holders += [Holder(self._server(adopted), (adopted.rank,), rebuilds=True) for adopted in resume.adoptions]
             snapshot = resume.snapshot
             return MemorySnapshot(
                 Snapshot(snapshot.generation, snapshot.step),
@@ -190,6 +187,10 @@ class Keeper:
             return None, "start"
         step = self._newest_stored(self._checkpoint)
         return (StoredCheckpoint.open(self._checkpoint, step), "storage") if step >= 0 else (None, "start")
+
+    def _server(self, holder: Member | Adoption) -> str:
+        """Return where a holder's server is reached: the own node's beside this worker."""
+        return self._assignment.server if holder.node == self._assignment.node else holder.server
 
     def _newest_stored(self, url: str) -> int:
         """Have rank 0 look, so that all ranks resume from the same step whatever appears meanwhile."""

@@ -1,4 +1,4 @@
-"""Who may be a member of the next generation, as which ranks, and which snapshot it resumes from.
+"""Who may be a member of the next generation, as which ranks, who protects whom, and which snapshot it resumes from.
 
 Pure. What the leader's decisions (`elastic.rendezvous`) rest on.
 
@@ -7,9 +7,13 @@ Invariant: whoever was a member and may be one again keeps its ranks, as far as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import cycle
 
-from elastic.records import Generation, Member, NodeRecord, SnapshotCommit, SnapshotId
+from checkpoint.groups import group_nodes
+from elastic.records import Adoption, Generation, Member, NodeRecord, SnapshotCommit
 from elastic.view import View
 
 
@@ -49,23 +53,64 @@ def place(previous: Sequence[Member], nodes: Iterable[NodeRecord], max_nodes: in
     return tuple(members)
 
 
+def grouped(members: Sequence[Member], view: View, size: int, parity: int) -> tuple[tuple[Member, ...], int]:
+    """Put members into erasure groups; return them with how many nodes of each group may be lost, at most `parity`."""
+    domains = [view.nodes[member.node].record.domain for member in members]
+    groups = group_nodes(domains, size, parity)
+    smallest = min(Counter(groups).values())
+    placed = tuple(replace(member, group=group) for member, group in zip(members, groups, strict=True))
+    return placed, min(parity, smallest - 1)
+
+
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
-    """Return the newest snapshot whose every holder is present and still holds it, committed or sealed by all."""
-
-    def held(snapshot: SnapshotId, holders: Sequence[Member]) -> bool:
-        return all(
-            member.node in view.nodes and snapshot in view.nodes[member.node].record.sealed for member in holders
-        )
-
-    found = [view.snapshot] if view.snapshot and held(view.snapshot.snapshot, view.snapshot.holders) else []
+    """Return the newest snapshot that those who are present can give back whole, committed or not."""
+    found = [replace(view.snapshot, adoptions=())] if view.snapshot else []
     sealed = {
         snapshot
         for record in present_members(view, generation)
         for snapshot in record.sealed
         if snapshot.generation == generation.generation
     }
-    found += [SnapshotCommit(snapshot, generation.members) for snapshot in sealed if held(snapshot, generation.members)]
-    return max(found, key=lambda commit: (commit.snapshot.step, commit.snapshot.generation), default=None)
+    found += [SnapshotCommit(snapshot, generation.members, generation.parity) for snapshot in sealed]
+    return max(
+        (commit for commit in found if _is_restorable(view, commit)),
+        key=lambda commit: (commit.snapshot.step, commit.snapshot.generation),
+        default=None,
+    )
+
+
+def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
+    """Return the holders of a snapshot that are gone, or no longer hold it."""
+    return tuple(
+        member
+        for member in commit.holders
+        if member.node not in view.nodes or commit.snapshot not in view.nodes[member.node].record.sealed
+    )
+
+
+def with_adoptions(commit: SnapshotCommit, view: View, members: Sequence[Member]) -> SnapshotCommit:
+    """Have members rebuild the shards of holders that are absent: whoever is the lost rank now, else all in turn."""
+    lost = [rank for member in absent_holders(view, commit) for rank in member.ranks]
+    turns = cycle(members)
+    adoptions = []
+    for rank in lost:
+        adopter = next((member for member in members if rank in member.ranks), None) or next(turns)
+        adoptions.append(Adoption(rank, adopter.node, adopter.server))
+    return replace(commit, adoptions=tuple(adoptions))
+
+
+def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
+    """Whether in every group either all shards are there, or no more are missing than the parity of the others gives back."""
+    absent = {member.node for member in absent_holders(view, commit)}
+    for group in {member.group for member in commit.holders}:
+        members = [member for member in commit.holders if member.group == group]
+        left = [member for member in members if member.node not in absent]
+        if len(members) - len(left) > commit.parity:
+            return False
+        protect = all(commit.snapshot in view.nodes[member.node].record.protected for member in left)
+        if len(left) < len(members) and not protect:
+            return False
+    return True
 
 
 def present_members(view: View, generation: Generation) -> list[NodeRecord]:

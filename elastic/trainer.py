@@ -297,6 +297,9 @@ class Job:
         self._position, source = self._keeper.resume(self._seed)
         self._session.progress(assignment.generation, self.steps)
         self._session.say("restored", generation=assignment.generation, at_s=seconds(), source=source, step=self.steps)
+        if self.steps > 0:
+            # New groups protect the state at once; until then a further loss might find too little of the old ones left.
+            self._keeper.snapshot(self._position)
 
     def _recover(self, error: BaseException | None) -> None:
         """Leave the generation that ends and enter the next."""

@@ -129,7 +129,8 @@ def with_reports(view: View, reports: Mapping[str, Report]) -> View:
         record = joined.record
         is_of_now = (record.lease, record.generation) == (report.lease, report.generation)
         if is_of_now and record.phase in (Phase.STARTING, Phase.RUNNING):
-            newer = replace(record, sealed=report.sealed, step=max(record.step, report.step))
+            known = report.protected
+            newer = replace(record, sealed=known, protected=known, step=max(record.step, report.step))
             nodes[node] = Joined(newer, joined.created)
     return replace(view, nodes=nodes)
 

@@ -25,61 +25,15 @@ from checkpoint.live import LiveTensor, as_bytes
 from checkpoint.recall import Holder, MemorySnapshot
 from checkpoint.retention import Snapshot
 from checkpoint.source import BoxRequest
-from checkpoint.wire import Message, Wire
+from tests.integration.checkpoint.servers import SECRET, Server
 
-SECRET = b"s" * 32
 SHAPE = (12, 5)
 RANKS = 2
 
 
-class Server:
-    """A server, and the agent's end of its control connection."""
-
-    def __init__(self, directory: Path) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "checkpoint.server", "--directory", str(directory), "--host", "127.0.0.1",
-                    "--control", str(theirs.fileno()), "--parent", str(os.getpid()), "--ranks", str(RANKS),
-                ],
-                stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),),
-            )  # fmt: skip
-        assert self.process.stdin is not None
-        with self.process.stdin as pipe:
-            pipe.write(SECRET.hex().encode() + b"\n")
-        self.control = Wire(ours, "server")
-        self.events: list[Message] = []
-        self.address = self.hear("serving")["address"]
-        self.local = f"unix:{directory / 'snapshots.sock'}"
-
-    def hear(self, event: str) -> Message:
-        while True:
-            message = self.control.receive()
-            assert message is not None
-            if message.get("event") == event:
-                return message
-
-    def ask(self, **request: object) -> Message:
-        self.control.send({"id": 1, **request})
-        while True:
-            message = self.control.receive()
-            assert message is not None
-            if "id" in message:
-                return message
-
-    def close(self) -> None:
-        self.control.close()
-        try:
-            self.process.wait(10)
-        finally:
-            self.process.kill()
-            self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = Server(tmp_path_factory.mktemp("server"), RANKS)
     yield server
     server.close()
 
@@ -90,8 +44,7 @@ _generations = iter(range(1, 10**6))
 def new_generation(server: Server) -> int:
     """Begin one that resumes from nothing, as an agent does."""
     number = next(_generations)
-    server.ask(verb="open_generation", generation=number)
-    server.ask(verb="commit", snapshot=[number, -1])
+    server.open_generation(number)
     return number
 
 
@@ -142,7 +95,7 @@ def test_the_agent_hears_once_all_its_ranks_have_sealed(server: Server, generati
     take(server, generation, 1, 0, first, box)
     assert server.ask(verb="holdings")["sealed"] == [[[generation, 1], [0]]]
     take(server, generation, 1, 1, second, other)
-    assert server.hear("complete")["snapshot"] == [generation, 1]
+    server.hear("protected", snapshot=[generation, 1])
 
 
 def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation: int) -> None:
@@ -156,7 +109,7 @@ def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation
 
 def test_an_older_generation_is_refused(server: Server, generation: int) -> None:
     data, box = halves(torch.ones(SHAPE))[0]
-    server.ask(verb="open_generation", generation=next(_generations))
+    server.open_generation(next(_generations))
     with pytest.raises(SnapshotUnavailable, match="it is over"):
         take(server, generation, 1, 0, data, box)
 
@@ -228,7 +181,7 @@ def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(server: Server
 
 
 def test_the_server_ends_with_its_agent(tmp_path: Path) -> None:
-    server = Server(tmp_path)
+    server = Server(tmp_path, RANKS)
     server.control.close()
     assert server.process.wait(10) == 0
     assert not psutil.pid_exists(server.process.pid)

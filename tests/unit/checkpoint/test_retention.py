@@ -5,7 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoint.errors import SnapshotUnavailable
-from checkpoint.retention import Shelf, Snapshot, abandon, begin, commit, open_generation, pin, seal, unpin
+from checkpoint.retention import (
+    Shelf,
+    Snapshot,
+    abandon,
+    adopt,
+    begin,
+    commit,
+    complete_adoption,
+    open_generation,
+    pin,
+    seal,
+    unpin,
+)
 
 PLENTY = 2**40
 
@@ -35,6 +47,26 @@ def test_older_generation_can_neither_begin_nor_seal() -> None:
 def test_memory_is_refused_before_the_node_runs_out() -> None:
     with pytest.raises(SnapshotUnavailable, match="MiB left"):
         begin(open_generation(Shelf(), 1), Snapshot(1, 1), 0, 2**30, 2**30)
+
+
+def test_a_snapshot_is_kept_until_it_is_unpinned_as_often_as_pinned() -> None:
+    shelf = commit(taken(open_generation(Shelf(), 1), 1), Snapshot(1, 1))
+    shelf = pin(pin(shelf, Snapshot(1, 1)), Snapshot(1, 1))
+    shelf = commit(taken(shelf, 2), Snapshot(1, 2))
+    shelf = unpin(shelf, Snapshot(1, 1))
+    assert (Snapshot(1, 1), 0) in shelf.shards
+    assert (Snapshot(1, 1), 0) not in unpin(shelf, Snapshot(1, 1)).shards
+
+
+def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_given_back() -> None:
+    shelf = commit(taken(open_generation(Shelf(), 1), 4), Snapshot(1, 4))
+    shelf, _ = adopt(open_generation(shelf, 2), Snapshot(1, 4), 7, 2**22, PLENTY)
+    with pytest.raises(SnapshotUnavailable, match="here already"):
+        adopt(shelf, Snapshot(1, 4), 7, 2**22, PLENTY)
+    shelf = complete_adoption(shelf, Snapshot(1, 4), 7)
+    assert shelf.sealed() == {Snapshot(1, 4): {0}}
+    shelf = commit(taken(shelf, 4, generation=2), Snapshot(2, 4))
+    assert shelf.nbytes == 200
 
 
 events = st.lists(

@@ -33,6 +33,7 @@ POLICY = Policy(min_nodes=1, max_nodes=4, last_call_s=2.0, quorum_timeout_s=60.0
 
 
 def node(name: str, **changes: Any) -> NodeRecord:
+    changes.setdefault("protected", changes.get("sealed", ()))
     record = NodeRecord(
         node=name, host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d", warm=True
     )
@@ -132,12 +133,12 @@ def test_survivor_beyond_the_last_place_moves_into_a_gap() -> None:
     assert [m.node for m in place(old, [node("a"), node("c")], 4)] == ["a", "c"]
 
 
-def test_snapshot_is_committed_only_when_every_member_sealed_it() -> None:
+def test_snapshot_is_committed_only_when_every_member_protects_it() -> None:
     old = generation_of("a", "b")
     seal = (SnapshotId(1, 3),)
-    a, b = node("a", generation=1, sealed=seal), node("b", generation=1)
+    a, b = node("a", generation=1, sealed=seal), node("b", generation=1, sealed=seal, protected=())
     assert decided(view_of(a, b, generation=old)).action is None
-    decision = decided(view_of(a, replace(b, sealed=(*seal, SnapshotId(1, 4))), generation=old))
+    decision = decided(view_of(a, replace(b, protected=(*seal, SnapshotId(1, 4))), generation=old))
     assert isinstance(decision.action, Commit)
     assert decision.action.commit.snapshot == SnapshotId(1, 3)
 
@@ -242,8 +243,8 @@ def test_evicted_node_is_not_taken_again() -> None:
 
 def test_checkpoint_is_due_when_a_multiple_has_been_passed() -> None:
     old = generation_of("a")
-    record = node("a", generation=1, checkpoint_url="/c", checkpoint_every=5)
     commit = SnapshotCommit(SnapshotId(1, 11), old.members)
+    record = node("a", generation=1, checkpoint_url="/c", checkpoint_every=5, sealed=(commit.snapshot,))
     stored = StoredCheckpoint(9, 1, "/c", 0.0)
     due = decided(view_of(record, generation=old, snapshot=commit, checkpoint=stored))
     assert isinstance(due.action, Persist)

@@ -1,0 +1,92 @@
+"""State in the memory of four nodes, one of which is lost, is resumed in another layout: no storage is there to read from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from checkpoint.client import SnapshotClient
+from checkpoint.copier import Snapshotter
+from checkpoint.live import Capturer, allocate, restore, restore_options
+from checkpoint.recall import Holder, MemorySnapshot
+from checkpoint.retention import Snapshot
+from tests.integration.checkpoint.servers import SECRET, Cluster
+from tests.integration.checkpoint.test_layout_changes import Block, full, reference, sharded, step_once
+
+NODES = 4
+
+
+def everything(model: Block, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and slots, whole, on every rank."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = full(parameter).detach().clone()
+        for slot, value in optimizer.state[parameter].items():
+            found[f"{name}/{slot}"] = full(value).clone()
+    return found
+
+
+def save(rank: int, root: str, layout: str, servers: Sequence[str], generation: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/save", NODES), rank=rank, world_size=NODES)
+    model = sharded(layout, reference())
+    optimizer = step_once(model)
+    held = everything(model, optimizer)
+    if rank == 0:
+        torch.save(held, f"{root}/held.pt")
+    with contextlib.closing(SnapshotClient(servers[rank], SECRET)) as client:
+        snapshotter = Snapshotter(client, generation, rank, torch.device("cpu"))
+        live = Capturer(model, [optimizer]).capture()
+        snapshotter.start(3, live.tensors, live.documents)
+        snapshotter.wait()
+        snapshotter.close()
+    dist.barrier()
+    os._exit(0)
+
+
+def load(rank: int, root: str, layout: str, world: int, holders: Sequence[Holder], generation: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/load", world), rank=rank, world_size=world)
+    torch.manual_seed(1)
+    model = sharded(layout, Block())
+    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
+    source = MemorySnapshot(Snapshot(generation, 3), holders, SECRET, rank=rank)
+    with contextlib.closing(source):
+        allocate(model, [optimizer], source.tensors)
+        restore(Capturer(model, [optimizer]).capture(), source)
+        restore_options(model, [optimizer], source.documents)
+    held = torch.load(f"{root}/held.pt")
+    got = everything(model, optimizer)
+    assert got.keys() == held.keys()
+    for name, value in held.items():
+        assert torch.equal(got[name], value), name
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "world", "lost"),
+    [("fsdp", "fsdp", 3, 2), ("fsdp", "fsdp+tp", 4, 0), ("fsdp+tp", "fsdp", 3, None)],
+)
+def test_memory_resumes_in_another_layout(
+    tmp_path: Path, saved: str, loaded: str, world: int, lost: int | None
+) -> None:
+    cluster = Cluster(tmp_path, NODES, 1)
+    with contextlib.closing(cluster):
+        generation = cluster.begin(1)
+        addresses = [server.address for server in cluster.living]
+        local = [server.local for server in cluster.living]
+        mp.spawn(save, args=(str(tmp_path), saved, local, generation), nprocs=NODES)
+        cluster.commit(3)
+        if lost is not None:
+            cluster.kill(lost)
+        holders = cluster.rebuild(3, addresses)
+        mp.spawn(load, args=(str(tmp_path), loaded, world, holders, generation), nprocs=world)

@@ -1,0 +1,155 @@
+"""Snapshot servers that protect each other: whichever of them are killed, the rest give back every byte from memory."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Collection, Iterator, Sequence
+
+import pytest
+import torch
+
+from checkpoint.client import SnapshotClient
+from checkpoint.copier import Snapshotter
+from checkpoint.errors import SnapshotUnavailable
+from checkpoint.layout import Box
+from checkpoint.live import LiveTensor, as_bytes
+from checkpoint.recall import Holder, MemorySnapshot
+from checkpoint.retention import Snapshot
+from checkpoint.source import BoxRequest
+from tests.integration.checkpoint.servers import SECRET, Cluster
+
+RANKS_PER_NODE = 2
+
+
+def take(cluster: Cluster, step: int, position: int, shards: Sequence[torch.Tensor]) -> None:
+    """Have the ranks of a node take a snapshot."""
+    node = cluster.nodes[position]
+    assert node is not None
+    for rank in cluster.ranks(position):
+        with contextlib.closing(SnapshotClient(node.local, SECRET)) as client:
+            snapshotter = Snapshotter(client, cluster.generation, rank, torch.device("cpu"))
+            tensor = LiveTensor(f"w{rank}", tuple(shards[rank].shape), Box.whole(shards[rank].shape), shards[rank])
+            snapshotter.start(step, [tensor], {f"rank/{rank}/note": "x" * (step + rank)})
+            try:
+                snapshotter.wait()
+            finally:
+                snapshotter.close()
+
+
+def take_and_commit(cluster: Cluster, step: int, shards: Sequence[torch.Tensor]) -> None:
+    for position in range(cluster.size):
+        take(cluster, step, position, shards)
+    cluster.commit(step)
+
+
+def check(
+    cluster: Cluster, step: int, holders: Sequence[Holder], shards: Sequence[torch.Tensor], only: Collection[int] = ()
+) -> MemorySnapshot:
+    """Read everything back (or only these ranks' shards) and compare it bit for bit."""
+    source = MemorySnapshot(Snapshot(cluster.generation, step), holders, SECRET, rank=0)
+    with contextlib.closing(source):
+        for rank, shard in enumerate(shards):
+            if only and rank not in only:
+                continue
+            into = torch.empty_like(shard)
+            source.read([BoxRequest(f"w{rank}", Box.whole(shard.shape), as_bytes(into))])
+            assert torch.equal(into.view(torch.uint8), shard.view(torch.uint8))
+            assert source.documents[f"rank/{rank}/note"] == "x" * (step + rank)
+    return source
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), 4, RANKS_PER_NODE)
+    yield cluster
+    cluster.close()
+
+
+def random_shards(seed: int, largest: int = 200_000) -> list[torch.Tensor]:
+    """Unequal shards, some of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(0, largest, (4 * RANKS_PER_NODE,), generator=generator)
+    sizes[seed % len(sizes)] = 0
+    return [torch.randn(int(n), generator=generator) for n in sizes]
+
+
+LOSSES = [
+    (parity, lost)
+    for parity in (1, 2, 3)
+    for count in range(1, parity + 1)
+    for lost in itertools.combinations(range(4), count)
+]
+
+
+@pytest.mark.parametrize(("parity", "lost"), LOSSES)
+def test_whichever_nodes_die_all_shards_come_back(cluster: Cluster, parity: int, lost: tuple[int, ...]) -> None:
+    cluster.revive()
+    cluster.begin(parity)
+    shards = random_shards(parity * 100 + sum(2**position for position in lost))
+    addresses = [server.address for server in cluster.living]
+    take_and_commit(cluster, 5, shards)
+    for position in lost:
+        cluster.kill(position)
+    source = check(cluster, 5, cluster.rebuild(5, addresses), shards)
+    gone = [rank for position in lost for rank in range(position * 2, position * 2 + 2)]
+    assert source.rebuilt_nbytes == sum(shards[rank].nbytes for rank in gone)
+
+
+def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> None:
+    cluster.revive()
+    generation = cluster.begin(1)
+    shards = random_shards(7)
+    for position in range(3):
+        take(cluster, 1, position, shards)
+    held = [server.ask(verb="settle")["protected"] for server in cluster.living]
+    assert held == [[], [], [], []]
+    take(cluster, 1, 3, shards)
+    for server in cluster.living:
+        server.hear("protected", snapshot=[generation, 1])
+
+
+def test_parity_follows_the_step_and_memory_does_not_grow(cluster: Cluster) -> None:
+    cluster.revive()
+    cluster.begin(1)
+    addresses = [server.address for server in cluster.living]
+    shards = [torch.zeros(2**18) for _ in range(4 * RANKS_PER_NODE)]
+    state_nbytes = RANKS_PER_NODE * shards[0].nbytes
+    for step in range(1, 6):
+        shards = [torch.full((2**18,), float(step * 10 + rank)) for rank in range(len(shards))]
+        take_and_commit(cluster, step, shards)
+    held = max(server.ask(verb="holdings")["nbytes"] for server in cluster.living)
+    assert held <= 2 * state_nbytes * 4 / 3 + 2 * 2**20
+    cluster.kill(2)
+    check(cluster, 5, cluster.rebuild(5, addresses), shards)
+
+
+def test_one_loss_too_many_is_refused_with_the_reason(cluster: Cluster) -> None:
+    cluster.revive()
+    cluster.begin(1)
+    addresses = [server.address for server in cluster.living]
+    shards = random_shards(3)
+    take_and_commit(cluster, 1, shards)
+    cluster.kill(0)
+    cluster.kill(1)
+    with pytest.raises(SnapshotUnavailable, match="2 nodes of a group are lost, 1 can be rebuilt"):
+        check(cluster, 1, cluster.rebuild(1, addresses), shards)
+
+
+def test_what_is_rebuilt_from_a_damaged_block_is_refused(cluster: Cluster) -> None:
+    cluster.revive()
+    generation = cluster.begin(1)
+    addresses = [server.address for server in cluster.living]
+    shards = [torch.randn(1000) for _ in range(4 * RANKS_PER_NODE)]
+    take_and_commit(cluster, 1, shards)
+    survivor = cluster.nodes[1]
+    assert survivor is not None
+    # A stray write into a survivor's memory: its own shard, of which the lost node's was made to be rebuilt.
+    with contextlib.closing(SnapshotClient(survivor.local, SECRET)) as client:
+        arena = client.open(Snapshot(generation, 1), RANKS_PER_NODE)
+        os.pwrite(arena.descriptor, b"\xff" * 4000, 0)
+        arena.close()
+    cluster.kill(0)
+    with pytest.raises(SnapshotUnavailable, match="its checksum is wrong"):
+        check(cluster, 1, cluster.rebuild(1, addresses), shards, only=(0, 1))
