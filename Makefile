@@ -26,6 +26,7 @@ demo: setup
 bench: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python ops/bench/recovery.py --json
+	$(BIN)/python ops/bench/snapshot.py --json
 	$(BIN)/python ops/bench/checkpoint.py --json
 
 clean:

@@ -1,0 +1,201 @@
+"""One rank, and one node, of snapshot.py. `snapshot_worker.py RANK WORLD SERVER STORE DIRECTORY`.
+
+Requests come as JSON lines on standard input, one answer each on standard output; `committed` lines are news and have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+# The benchmark beside this file is called as the package is.
+sys.path.remove(str(Path(__file__).parent))
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gpt import GPT, GPTConfig, initialize
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from checkpoint.client import SnapshotClient
+from checkpoint.copier import Snapshotter
+from checkpoint.live import Capturer
+
+RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
+SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
+CONTEXT, SAMPLES = 128, 8
+CONFIG = GPTConfig(width=384, layers=6, heads=6, context=CONTEXT)
+
+
+class Requests:
+    """What the benchmark asks for, and the newest commit it has told of."""
+
+    def __init__(self) -> None:
+        self.queue: Queue[dict[str, Any] | None] = Queue()
+        self.changed = threading.Condition()
+        self.committed = -1
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait_for_commit(self, step: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.committed >= step)
+
+    def _read(self) -> None:
+        for line in sys.stdin:
+            request = json.loads(line)
+            if "committed" in request:
+                with self.changed:
+                    self.committed = request["committed"]
+                    self.changed.notify_all()
+            else:
+                self.queue.put(request)
+        self.queue.put(None)
+
+
+class Trainer:
+    """A sharded model and its optimizer, and its snapshots, step by step."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+        mesh = init_device_mesh("cpu", (WORLD,))
+        with torch.device("meta"):
+            self.model = GPT(CONFIG)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.model.to_empty(device="cpu")
+        initialize(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.batch = tuple(torch.randint(0, 256, (SAMPLES // WORLD, CONTEXT)) for _ in range(2))
+        self.capturer = Capturer(self.model, [self.optimizer])
+        self.client = SnapshotClient(SERVER, bytes.fromhex(os.environ["SECRET"]))
+        self.snapshotter: Snapshotter | None = None
+        # Its cache of staging buffers is kept from save to save; what it would do beyond that needs a GPU.
+        self.stager = DefaultStager(StagingOptions(False, True, False, False))
+        self.saving = dist.new_group(backend="gloo")
+        self.number = self.taken = 0
+
+    def enter(self, generation: int) -> None:
+        if self.snapshotter is not None:
+            self.snapshotter.close()
+        self.snapshotter = Snapshotter(self.client, generation, RANK, torch.device("cpu"))
+        self.requests.committed, self.taken = -1, -1
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.data.numel() * tensor.data.element_size() for tensor in self.capturer.capture().tensors)
+
+    def snapshot(self) -> None:
+        assert self.snapshotter is not None
+        live = self.capturer.capture()
+        self.snapshotter.start(self.number, live.tensors, live.documents)
+        self.taken = self.number
+
+    def window(self, mode: str, steps: int) -> dict[str, Any]:
+        assert self.snapshotter is not None
+        taken, seconds, blocked = 0, [], []
+        future: Any = None
+        writer = FileSystemWriter(DIRECTORY / "dcp", sync_files=False)
+        for _ in range(steps):
+            began = time.monotonic()
+            self.optimizer.zero_grad()
+            self.model(self.batch).backward()
+            before = time.monotonic()
+            agreed = False
+            if mode == "lazy":
+                self.snapshotter.wait()
+                agreed = self.agree()
+            at_write = time.monotonic()
+            self.optimizer.step()
+            self.number += 1
+            after = time.monotonic()
+            if mode == "lazy" and agreed:
+                self.snapshot()
+                taken += 1
+            elif mode == "sync":
+                self.requests.wait_for_commit(self.taken)
+                self.snapshot()
+                self.snapshotter.wait()
+            elif mode == "dcp_async":
+                if future is not None:
+                    future.result()
+                state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+                future = dcp.async_save(
+                    state, storage_writer=writer, process_group=self.saving, async_stager=self.stager
+                )
+            seconds.append(time.monotonic() - began)
+            blocked.append(at_write - before + time.monotonic() - after)
+        if future is not None:
+            future.result()
+        self.snapshotter.wait()
+        self.requests.wait_for_commit(self.taken)
+        shutil.rmtree(DIRECTORY / "dcp", ignore_errors=True)
+        return {"seconds": seconds, "blocked": blocked, "taken": taken}
+
+    def agree(self) -> bool:
+        """As `elastic` does: a snapshot is taken if all ranks know that the last one is committed."""
+        ready = torch.tensor([int(self.requests.committed >= self.taken)])
+        dist.all_reduce(ready, dist.ReduceOp.MIN)
+        return bool(ready.item())
+
+    def one(self) -> dict[str, Any]:
+        """Take a snapshot while nothing else goes on."""
+        assert self.snapshotter is not None
+        self.requests.wait_for_commit(self.taken)
+        self.number += 1
+        began = time.monotonic()
+        self.snapshot()
+        self.snapshotter.wait()
+        return {"began_s": began, "sealed_s": time.monotonic(), "step": self.number}
+
+    def memcpy(self) -> dict[str, Any]:
+        """Copy all state to memory that is there already, on one thread, in one call."""
+        sources = [tensor.data for tensor in self.capturer.capture().tensors]
+        targets = [torch.zeros_like(source) for source in sources]
+        best = min(_timed(lambda: torch._foreach_copy_(targets, sources)) for _ in range(5))
+        return {"seconds": best, "nbytes": self.nbytes}
+
+
+def _timed(act: Any) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
+
+
+@torch.no_grad()
+def _memcpy(trainer: Trainer) -> dict[str, Any]:
+    return trainer.memcpy()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(STORE, WORLD), rank=RANK, world_size=WORLD)
+    requests = Requests()
+    trainer = Trainer(requests)
+    while (request := requests.queue.get()) is not None:
+        answer: dict[str, Any] = {}
+        match request["do"]:
+            case "enter":
+                trainer.enter(request["generation"])
+            case "window":
+                answer = trainer.window(request["mode"], request["steps"])
+            case "one":
+                answer = trainer.one()
+            case "memcpy":
+                answer = _memcpy(trainer)
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
