@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpoint.chunking import StoredTensor
 from checkpoint.dtypes import numpy_dtype
-from checkpoint.errors import CheckpointDamaged, CheckpointError
+from checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
 from checkpoint.format import DOCUMENTS, MANIFEST, REMOVED, ROOT, DataObject, StoredStep, array_metadata, encode
 from checkpoint.layout import Box
 from checkpoint.pruning import GRACE_S, leftovers
@@ -111,10 +111,16 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
 
     Raises:
         CheckpointDamaged: the source is damaged; the copy is then not committed.
-        CheckpointExists: the place has another checkpoint of this step and generation.
+        CheckpointExists: the place has another checkpoint of this step and generation, which is not touched.
     """
     target = open_storage(url)
     directory = source.stored.directory
+    manifest = source.manifest.encode()
+    if target.exists(f"{directory}/{MANIFEST}") and target.read(f"{directory}/{MANIFEST}") != manifest:
+        raise CheckpointExists(
+            f"{url}: {directory} is there already, with other content, and is never overwritten; copy to another URL"
+        )
+    target.delete(f"{directory}/{REMOVED}")  # For the same reason as in `write_part`.
 
     def data(item: DataObject) -> str:
         content = source.storage.read(f"{directory}/{item.name}")
@@ -136,7 +142,7 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
             target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
             names.append(name)
     target.settle([f"{directory}/{name}" for name in names])
-    target.create(f"{directory}/{MANIFEST}", source.manifest.encode())
+    target.create(f"{directory}/{MANIFEST}", manifest)
     return source.stored
 
 
