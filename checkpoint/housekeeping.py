@@ -16,7 +16,7 @@ import numpy as np
 
 from checkpoint.chunking import StoredTensor
 from checkpoint.dtypes import numpy_dtype
-from checkpoint.errors import CheckpointDamaged, CheckpointError
+from checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists, CheckpointMissing
 from checkpoint.format import DOCUMENTS, MANIFEST, REMOVED, ROOT, DataObject, StoredStep, array_metadata, encode
 from checkpoint.layout import Box
 from checkpoint.pruning import GRACE_S, leftovers
@@ -81,11 +81,8 @@ def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...
     """
     storage = open_storage(url)
     names = storage.names()
-    noted = {
-        directory: _noted(storage, f"{directory}/{REMOVED}", now)
-        for directory, _, leaf in (name.partition("/") for name in names)
-        if leaf == REMOVED
-    }
+    marked = [directory for directory, _, leaf in (name.partition("/") for name in names) if leaf == REMOVED]
+    noted = {directory: at_s for directory in marked if (at_s := _noted(storage, f"{directory}/{REMOVED}")) is not None}
     fresh, doomed = leftovers(names, noted, now=now, grace_s=grace_s)
     for directory in fresh:
         storage.write(f"{directory}/{REMOVED}", [encode({"at_s": now})])
@@ -94,11 +91,11 @@ def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...
     return doomed
 
 
-def _noted(storage: Storage, mark: str, now: float) -> float:
+def _noted(storage: Storage, mark: str) -> float | None:
     try:
         return float(json.loads(storage.read(mark))["at_s"])
-    except (ValueError, KeyError, TypeError):
-        return now  # Cut short by a crash: as if seen for the first time.
+    except (CheckpointMissing, ValueError, KeyError, TypeError):
+        return None  # Taken away by a writer since, or cut short by a crash: as if seen for the first time.
 
 
 def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lambda nbytes: None) -> StoredStep:
@@ -111,10 +108,16 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
 
     Raises:
         CheckpointDamaged: the source is damaged; the copy is then not committed.
-        CheckpointExists: the place has another checkpoint of this step and generation.
+        CheckpointExists: the place has another checkpoint of this step and generation, which is not touched.
     """
     target = open_storage(url)
     directory = source.stored.directory
+    manifest = source.manifest.encode()
+    if target.exists(f"{directory}/{MANIFEST}") and target.read(f"{directory}/{MANIFEST}") != manifest:
+        raise CheckpointExists(
+            f"{url}: {directory} is there already, with other content, and is never overwritten; copy to another URL"
+        )
+    target.delete(f"{directory}/{REMOVED}")  # For the same reason as in `write_part`.
 
     def data(item: DataObject) -> str:
         content = source.storage.read(f"{directory}/{item.name}")
@@ -136,7 +139,7 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
             target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
             names.append(name)
     target.settle([f"{directory}/{name}" for name in names])
-    target.create(f"{directory}/{MANIFEST}", source.manifest.encode())
+    target.create(f"{directory}/{MANIFEST}", manifest)
     return source.stored
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ def superfluous(
     Args:
         steps: what is there.
         retention: what to keep.
-        metric: the value that `best` goes by, where there is one.
+        metric: the value that `best` goes by, where there is one; NaN is none.
     """
     newest_first = sorted(steps, key=lambda stored: (stored.step, stored.generation), reverse=True)
     # An older generation's attempt at a step that a newer one has stored serves nobody.
@@ -41,7 +42,9 @@ def superfluous(
         kept |= {step for step in current if step % retention.every == 0}
     if retention.best is not None and metric:
         count, way = retention.best
-        rated = sorted((s for s in current.values() if s in metric), key=lambda s: metric[s], reverse=way == "max")
+        # NaN, the loss of a run that has diverged, would leave the others unsorted too.
+        comparable = (s for s in current.values() if s in metric and not math.isnan(metric[s]))
+        rated = sorted(comparable, key=lambda s: metric[s], reverse=way == "max")
         kept |= {stored.step for stored in rated[:count]}
     return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
 

@@ -123,7 +123,7 @@ class Links:
 
     async def _is_dead(self, key: tuple[str, int], peer: NodeRecord) -> bool:
         """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
-        for attempt in range(2):
+        for _ in range(2):
             try:
                 greeting = await _greeting(peer)
             except ConnectionRefusedError:
@@ -133,7 +133,7 @@ class Links:
             name, nonce, reader, writer = greeting
             try:
                 if name != peer.node:
-                    return attempt > 0 or bool(name)
+                    return bool(name)  # Whoever says nothing may be that agent, too busy to greet in time.
                 writer.write(_prove(self._secret, nonce) + b"\n" + (self._report or b""))
                 self._writers[key] = writer
                 await reader.read()

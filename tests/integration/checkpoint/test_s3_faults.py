@@ -9,10 +9,8 @@ import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 import checkpoint
 from checkpoint.errors import CheckpointError
@@ -90,24 +88,16 @@ class Proxy(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def bucket() -> Iterator[str]:
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    moto.start()
-    Proxy.upstream = moto.get_host_and_port()
+def s3_endpoint(s3_server: tuple[str, int]) -> Iterator[tuple[str, int]]:
+    """A proxy before the server."""
+    Proxy.upstream = s3_server
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_port}")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        boto3.client("s3").create_bucket(Bucket="faulty")
-        yield "s3://faulty"
+    yield "127.0.0.1", proxy.server_port
     proxy.shutdown()
     thread.join()
     proxy.server_close()
-    moto.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -121,8 +111,8 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "reset before", "reply lost", "cut"])
-def test_a_fault_at_every_third_request_changes_nothing(bucket: str, kind: str) -> None:
-    url = f"{bucket}/{uuid.uuid4().hex}"
+def test_a_fault_at_every_third_request_changes_nothing(s3: str, kind: str) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
     Proxy.faults.set(kind, every=3)
     checkpoint.save(url, state(1.0), step=1)
     checkpoint.save(url, state(2.0), step=2)
@@ -136,8 +126,8 @@ def test_a_fault_at_every_third_request_changes_nothing(bucket: str, kind: str) 
         StoredCheckpoint.open(url, step).verify()
 
 
-def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(bucket: str) -> None:
-    url = f"{bucket}/{uuid.uuid4().hex}"
+def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(s3: str) -> None:
+    url = f"{s3}/{uuid.uuid4().hex}"
     checkpoint.save(url, state(1.0), step=1)
     Proxy.faults.set("503")
     with pytest.raises(CheckpointError, match="check bucket"):

@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 import checkpoint
 from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from checkpoint.reader import list_steps
 from checkpoint.storage import Storage, open_storage
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    """A bucket of an S3 server on a free port, with the environment that AWS tools use to find it."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        host, port = server.get_host_and_port()
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
-        boto3.client("s3").create_bucket(Bucket="checkpoints")
-        yield "s3://checkpoints"
-    server.stop()
 
 
 @pytest.fixture(params=["file", "memory", "s3"])

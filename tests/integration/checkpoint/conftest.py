@@ -1,0 +1,39 @@
+"""An S3 server, and a bucket in it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[tuple[str, int]]:
+    """Host and port of an S3 server."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    yield server.get_host_and_port()
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def s3_endpoint(s3_server: tuple[str, int]) -> tuple[str, int]:
+    """Where tests reach it: a module that puts something in between has a fixture of this name."""
+    return s3_server
+
+
+@pytest.fixture(scope="module")
+def s3(s3_endpoint: tuple[str, int]) -> Iterator[str]:
+    """A new bucket's URL, with the environment by which AWS tools find it."""
+    host, port = s3_endpoint
+    bucket = uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        yield f"s3://{bucket}"
