@@ -22,10 +22,11 @@ class SnapshotClient:
         self._wire = Wire.connect(address, secret, timeout_s)
         self._arenas: dict[int, Arena] = {}
 
-    def begin(self, snapshot: Snapshot, rank: int, nbytes: int) -> tuple[int, Arena]:
+    def begin(self, snapshot: Snapshot, rank: int, nbytes: int, *, gives_up: bool = False) -> tuple[int, Arena]:
         """Ask for a buffer to write a snapshot into; return its number and memory.
 
-        The same number means the same memory as before, still mapped.
+        The same number means the same memory as before, still mapped. With `gives_up` the rank's last snapshot is forgotten, which
+        another rank has not sealed and never will.
 
         Raises:
             SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed, memory is short, or the
@@ -37,6 +38,7 @@ class SnapshotClient:
             rank=rank,
             nbytes=nbytes,
             mapped=list(self._arenas),
+            gives_up=gives_up,
         )
         for gone in reply["dropped"]:
             self._arenas.pop(gone).close()

@@ -4,6 +4,9 @@ Training state is immutable from one optimizer step to the next, so a copy that 
 has only to be complete before the optimizer writes again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that
 holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
 
+That nobody but the optimizer writes is not taken on trust: a copy under which a tensor's version counter has moved is torn, and is not
+sealed. (Writes through `.data`, and fused kernels' that are no known optimizer's, do not move it.)
+
 A shard describes itself: behind its tensors' bytes lies its index, as JSON. So a seal is one small message however many tensors there
 are, and whoever has a shard's bytes has all of it.
 """
@@ -19,7 +22,7 @@ import torch
 
 from checkpoint.arena import Arena
 from checkpoint.client import SnapshotClient
-from checkpoint.errors import CheckpointError
+from checkpoint.errors import CheckpointError, StateChanged
 from checkpoint.layout import Entry, Json, encode_index
 from checkpoint.live import LiveTensor
 from checkpoint.retention import Snapshot
@@ -47,7 +50,9 @@ class _Copy:
     snapshot: Snapshot
     layout: _Layout
     index: bytes
+    gives_up: bool
     sources: list[torch.Tensor]
+    owners: list[tuple[str, torch.Tensor, int]]
     ready: torch.cuda.Event | None
 
 
@@ -70,13 +75,21 @@ class Snapshotter:
         self._thread = threading.Thread(target=self._run, name="keepstep-snapshot", daemon=True)
         self._thread.start()
 
-    def start(self, step: int, tensors: Sequence[LiveTensor], documents: Mapping[str, Json]) -> None:
-        """Begin to copy the state. The rank's last snapshot must be committed, or `wait` raises.
+    def start(
+        self,
+        step: int,
+        tensors: Sequence[LiveTensor],
+        documents: Mapping[str, Json],
+        *,
+        gives_up: bool = False,
+    ) -> None:
+        """Begin to copy the state. The rank's last snapshot must be committed or given up, or `wait` raises.
 
         Args:
             step: completed optimizer steps.
             tensors: the state; must not be written before `wait` has returned.
             documents: the rest of it.
+            gives_up: the last snapshot can never be committed, for another rank did not seal it.
 
         Raises:
             CheckpointError: the last copy failed.
@@ -90,13 +103,18 @@ class Snapshotter:
         index = encode_index(layout.nbytes, layout.encoded, documents)
         snapshot = Snapshot(self._generation, step)
         with self._changed:
-            self._copy = _Copy(snapshot, layout, index, [tensor.data for tensor in tensors], ready)
+            sources = [tensor.data for tensor in tensors]
+            owners = [
+                (tensor.key, tensor.owner, tensor.owner._version) for tensor in tensors if tensor.owner is not None
+            ]
+            self._copy = _Copy(snapshot, layout, index, gives_up, sources, owners, ready)
             self._changed.notify_all()
 
     def wait(self) -> None:
         """Block until no copy is under way; what it copied is then sealed.
 
         Raises:
+            StateChanged: something wrote to the state while it was being copied; it was not sealed.
             CheckpointError: the last copy failed: the generation is over, memory is short, or the server is gone.
         """
         with self._changed:
@@ -138,7 +156,7 @@ class Snapshotter:
     def _perform(self, copy: _Copy) -> None:
         layout = copy.layout
         room = -(-len(copy.index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
-        number, arena = self._client.begin(copy.snapshot, self._rank, layout.nbytes + room)
+        number, arena = self._client.begin(copy.snapshot, self._rank, layout.nbytes + room, gives_up=copy.gives_up)
         targets = self._views(number, arena, layout)
         if self._stream is not None and copy.ready is not None:
             with torch.cuda.stream(self._stream):
@@ -153,8 +171,15 @@ class Snapshotter:
             done.synchronize()
         elif targets:
             torch._foreach_copy_(targets, copy.sources)
+        self._check_unchanged(copy)
         arena.buffer[layout.nbytes : layout.nbytes + len(copy.index)] = copy.index
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(copy.index))
+
+    @staticmethod
+    def _check_unchanged(copy: _Copy) -> None:
+        for key, owner, version in copy.owners:
+            if owner._version != version:
+                raise StateChanged(f"{key} was written to while step {copy.snapshot.step} was being copied")
 
     def _laid_out(self, tensors: Sequence[LiveTensor]) -> _Layout:
         if self._layout is not None and len(tensors) == len(self._laid) and self._is_alike(tensors):

@@ -23,5 +23,9 @@ class LayoutMismatch(CheckpointError):
     """The state to fill and the state to read do not fit: names, shapes or dtypes differ."""
 
 
+class StateChanged(CheckpointError):
+    """State was written to while it was being copied; what was copied was thrown away."""
+
+
 class SnapshotUnavailable(CheckpointError):
     """A snapshot server could not be reached, refused, or no longer holds what was asked."""

@@ -57,12 +57,21 @@ _NAMES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """This rank's box of a tensor; `data` is the local shard, detached, in the live memory itself."""
+    """This rank's box of a tensor; `data` is the local shard, detached, in the live memory itself.
+
+    `owner` is the tensor that the state has, if `data` is its memory: a write to it moves its version counter. (A DTensor's local
+    tensor has one of its own, which stands still.)
+    """
 
     key: str
     global_shape: tuple[int, ...]
     box: Box
     data: torch.Tensor
+    owner: torch.Tensor | None = None
+
+    def copied(self) -> LiveTensor:
+        """Return the same with memory of its own."""
+        return LiveTensor(self.key, self.global_shape, self.box, self.data.clone())
 
     @property
     def dtype(self) -> str:
@@ -117,9 +126,9 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
                 f"{key}: the local shard has shape {tuple(local.shape)}, its placements {tensor.placements} "
                 f"over a mesh of {tuple(mesh.shape)} say {box.shape}"
             )
-        return LiveTensor(key, shape, box, local)
+        return LiveTensor(key, shape, box, local, tensor)
     data = tensor.detach()
-    return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data)
+    return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data, tensor)
 
 
 @dataclass(frozen=True, slots=True)

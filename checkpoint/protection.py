@@ -205,8 +205,11 @@ class Protection:
             self._free = largest_first[: self._group.parity]
             for arena in largest_first[self._group.parity :]:
                 arena.close()
+            given_up = self._own.keys() - set(snapshots) - self._protected
             self._own = {s: table for s, table in self._own.items() if s in snapshots}
             self._protected &= set(snapshots)
+        if given_up:
+            self._encoding_wires.interrupt()
 
     def serve(self, wire: Wire, snapshot: Snapshot, stripe: int, offset: int, count: int | None) -> None:
         """Send `count` bytes from an offset on (None: all) of what this node holds of a stripe; what lies beyond its end is not sent.
@@ -286,6 +289,8 @@ class Protection:
                     self._own[snapshot] = table
                     self._changed.notify_all()
             while not stop.is_set() and not self._try_to_encode(group, snapshot, stop):
+                if snapshot not in self._own:
+                    return
                 # Meanwhile the agents find out whether the peer is dead, and if so this generation ends.
                 with self._changed:
                     self._pending = None

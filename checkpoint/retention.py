@@ -74,7 +74,9 @@ def open_generation(shelf: Shelf, generation: int) -> Shelf:
     return _keep(replace(shelf, generation=generation), kept)
 
 
-def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int) -> tuple[Shelf, Held]:
+def begin(
+    shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nbytes: int, *, gives_up: bool = False
+) -> tuple[Shelf, Held]:
     """Give a rank a buffer for a snapshot.
 
     Args:
@@ -83,6 +85,7 @@ def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nb
         rank: whose part.
         nbytes: size of the part.
         available_nbytes: memory that the node can still give.
+        gives_up: the rank's last snapshot can never be committed, for another rank did not seal it: it is forgotten.
 
     Raises:
         SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet, or the node has not
@@ -97,7 +100,10 @@ def begin(shelf: Shelf, snapshot: Snapshot, rank: int, nbytes: int, available_nb
         key: held for key, held in shelf.shards.items() if key[1] == rank and key[0].generation == snapshot.generation
     }
     uncommitted = [key[0] for key, held in mine.items() if held.sealed and key[0] > shelf.committed]
-    if uncommitted or ((snapshot, rank) in mine and mine[snapshot, rank].sealed):
+    if gives_up:
+        shelf = _keep(shelf, {k: h for k, h in shelf.shards.items() if k not in {(s, rank) for s in uncommitted}})
+        mine = {key: held for key, held in mine.items() if key[0] not in uncommitted}
+    elif uncommitted or ((snapshot, rank) in mine and mine[snapshot, rank].sealed):
         waiting_for = uncommitted[0].step if uncommitted else snapshot.step
         raise SnapshotUnavailable(
             f"rank {rank} may not begin a snapshot of step {snapshot.step}: that of step {waiting_for} is sealed and "

@@ -268,7 +268,9 @@ class SnapshotServer:
         available = psutil.virtual_memory().available
         with self._lock:
             contents = self._contents
-            contents.shelf, held = retention.begin(contents.shelf, snapshot, rank, request["nbytes"], available)
+            contents.shelf, held = retention.begin(
+                contents.shelf, snapshot, rank, request["nbytes"], available, gives_up=request["gives_up"]
+            )
             if held.buffer not in contents.arenas:
                 contents.arenas[held.buffer] = Arena.create(held.capacity)
             self._sweep()

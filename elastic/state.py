@@ -1,24 +1,38 @@
 """What a worker keeps of the training state in one generation, and its way into and out of snapshots.
 
-`Keeper` owns the model, its optimizer and the running copy. The state is immutable from one optimizer step to the next, so the copy
-begins when a step ends and is waited for just before the optimizer writes again (DataStates-LLM, arXiv 2406.10707).
+`Keeper` owns the model, its optimizers and the running copy. The state is immutable from one optimizer step to the next, so the copy
+begins when a step ends and is waited for just before an optimizer writes again (DataStates-LLM, arXiv 2406.10707). What others than
+optimizers may write to at any time (buffers, averages of the weights) is copied on the spot, and so is everything once a write
+in between has been seen.
 """
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
+from checkpoint.errors import LayoutMismatch, StateChanged
 from checkpoint.layout import Box, Json
-from checkpoint.live import Capturer, LiveState, LiveTensor, allocate, restore, restore_options
+from checkpoint.live import (
+    Capturer,
+    LiveState,
+    LiveTensor,
+    allocate,
+    describe,
+    parameter_names,
+    restore,
+    restore_options,
+)
+from checkpoint.options import name_of
 from checkpoint.reader import StoredCheckpoint, list_steps
 from checkpoint.recall import Holder, MemorySnapshot
 from checkpoint.retention import Snapshot
@@ -28,10 +42,12 @@ from elastic.data import Position
 from elastic.errors import UsageError
 from elastic.records import Adoption, Member
 from elastic.session import Assignment
-from elastic.world import check_place
+from elastic.world import check_place, is_peer_failure
 
 if TYPE_CHECKING:
     from elastic.trainer import State
+
+log = logging.getLogger("keepstep")
 
 _TRAINER = "trainer"
 
@@ -46,6 +62,8 @@ class Keeper:
         assignment: Assignment,
         checkpoint: str | None,
         is_committed: Callable[[int], bool],
+        *,
+        copies_at_once: bool = False,
     ) -> None:
         self._assignment = assignment
         self._checkpoint = checkpoint
@@ -53,19 +71,24 @@ class Keeper:
         self._initialize = state.initialize
         self.model = state.model
         self._was_meta = _materialize(state.model, device)
-        self.optimizer = state.optimizer(state.model.parameters())
-        self.scheduler = state.scheduler(self.optimizer) if state.scheduler else None
+        made = state.optimizer(state.model.parameters())
+        self.optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
+        self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
         self._buffers = {f"model/{name}" for name, _ in state.model.named_buffers()}
-        self._capturer = Capturer(state.model, [self.optimizer])
+        self._capturer = Capturer(state.model, self.optimizers)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(self._client, assignment.generation, assignment.rank, device)
         self._taken = -1
         self._is_intact = True
+        # The last snapshot was torn here; by all ranks' agreement it is given up, for one of them has torn it.
+        self._is_torn = self._gives_up = False
+        self.copies_at_once = copies_at_once
+        """Whether none is left to a copy under the next step any more, because something writes to the state meanwhile."""
         self._is_committed = is_committed
         self._agreement: tuple[torch.Tensor, dist.Work | None] | None = None
         self._in_step = False
         self._hooks = (
-            self.optimizer.register_step_pre_hook(lambda *_: self._before_write()),
+            *(optimizer.register_step_pre_hook(lambda *_: self._before_write()) for optimizer in self.optimizers),
             state.model.register_forward_hook(lambda *_: self._after_forward()),
         )
 
@@ -76,18 +99,20 @@ class Keeper:
             self._begin()
             self._seed_randomness(seed, 0)
             return Position(), name
-        allocate(self.model, [self.optimizer], source.tensors)
-        for parameter_name, parameter in self.model.named_parameters():
-            for tensor in (parameter, *self.optimizer.state[parameter].values()):
-                check_place(parameter_name, tensor)
+        allocate(self.model, self.optimizers, source.tensors)
+        names = parameter_names(self.model)
+        for optimizer in self.optimizers:
+            for parameter, slots in optimizer.state.items():
+                for tensor in (parameter, *slots.values()):
+                    check_place(name_of(parameter, names), tensor)
+        for name, parameter in self.model.named_parameters():
+            check_place(name, parameter)
         restore(self._capturer.capture(), source)
-        restore_options(self.model, [self.optimizer], source.documents)
+        restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
-        if self.scheduler is not None and "scheduler" in trainer:
-            self.scheduler.load_state_dict(trainer["scheduler"])
-        for key, value in self._extra.items():
-            if key in trainer["extra"]:
-                value.load_state_dict(trainer["extra"][key])
+        for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
+            scheduler.load_state_dict(stored)
+        self._restore_extra(source, trainer["extra"])
         self._restore_randomness(source, seed)
         if isinstance(source, MemorySnapshot):
             name = source.describe()
@@ -98,8 +123,8 @@ class Keeper:
         """Note that the optimizer has written all that it writes in this step, and begin a snapshot if it is time for one.
 
         Ranks must take the same snapshots or none would ever be complete: they take one if all know, by the time the optimizer
-        runs, that the last one is committed. They agree by a reduction of one number that runs beside the backward pass; if the
-        commit was not known then, by another beside the optimizer.
+        runs, that the last one is committed, or one of them knows that it never will be. They agree by a reduction of two numbers
+        that runs beside the backward pass; if the commit was not known then, by another beside the optimizer.
         """
         self._in_step = False
         if self._agreement is not None:
@@ -116,9 +141,12 @@ class Keeper:
             wait_for_commit: waits for a step's commit; False if that will not come.
         """
         while self._is_intact and self._taken != position.step and position.step > 0:
+            self._wait()
+            if self._is_torn:
+                return
             if not self.snapshot(position) and not wait_for_commit(self._taken):
                 return
-        self._snapshotter.wait()
+        self._wait()
 
     def begin_step(self) -> None:
         """Note that all ranks do the same from here on, until the step is complete."""
@@ -130,14 +158,14 @@ class Keeper:
             self._agree()
 
     def _before_write(self) -> None:
-        self._snapshotter.wait()
+        self._wait()
         first_write, self._is_intact = self._is_intact, False
         if self._agreement is None or (first_write and not self._agreed()):
             self._agree()
 
     def _agree(self) -> None:
-        """Begin to ask all ranks whether they know that the last snapshot is committed."""
-        ready = torch.tensor([int(self._is_committed(self._taken))])
+        """Begin to ask all ranks whether they know that the last snapshot is committed, and whether they sealed it."""
+        ready = torch.tensor([int(self._is_committed(self._taken)), int(not self._is_torn)])
         work = dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
         self._agreement = (ready, work)
 
@@ -147,20 +175,54 @@ class Keeper:
         ready, work = self._agreement
         if work is not None:
             work.wait()
-        return bool(ready.item())
+        is_committed, is_whole = ready.tolist()
+        self._gives_up = not is_whole
+        return bool(is_committed or self._gives_up)
 
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
-        if not self._is_committed(self._taken):
+        if not self._may_begin():
             return False
         live = self._whole(position)
-        self._snapshotter.start(position.step, live.tensors, live.documents)
-        self._taken = position.step
+        self._snapshotter.start(position.step, live.tensors, live.documents, gives_up=self._gives_up)
+        self._taken, self._is_torn, self._gives_up = position.step, False, False
+        if self.copies_at_once:
+            self._wait()
         return True
 
+    def _may_begin(self) -> bool:
+        """Whether this rank's last snapshot is committed, or given up by all."""
+        return self._gives_up or self._is_committed(self._taken)
+
+    def _wait(self) -> None:
+        """Wait for the copy under way."""
+        try:
+            self._snapshotter.wait()
+        except StateChanged as changed:
+            self._is_torn = True
+            if not self.copies_at_once:
+                self.copies_at_once = True
+                log.warning(
+                    "%s: from now on training waits while state is copied. Write to it inside `with job.step()` only",
+                    changed,
+                )
+
     def snapshot_finally(self, position: Position, wait_for_commit: Callable[[int], bool]) -> bool:
-        """Have the state at `position` snapshot and committed; False if the generation closes before that."""
+        """Have the state at `position`, which nobody writes to any more, committed; False if the generation closes before that.
+
+        Called by all ranks together.
+        """
         self.seal_last(position, wait_for_commit)
+        try:
+            self._agree()
+            self._agreed()
+        except RuntimeError as error:
+            if is_peer_failure(error):
+                return False
+            raise
+        if self._gives_up:
+            self.copies_at_once = True
+            self.snapshot(position)
         return wait_for_commit(position.step)
 
     def close(self) -> None:
@@ -214,17 +276,34 @@ class Keeper:
         """Everything that is state: tensors of model and optimizer, randomness, position, scheduler, extras."""
         live = self._capturer.capture()
         # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
-        tensors = tuple(replace(t, data=t.data.clone()) if t.key in self._buffers else t for t in live.tensors)
+        tensors = [tensor.copied() if tensor.key in self._buffers else tensor for tensor in live.tensors]
+        extra: dict[str, Json] = {}
+        for key, value in self._extra.items():
+            mine = _tensors_of(key, value)
+            tensors += [tensor.copied() for tensor in mine]
+            extra[key] = None if mine else value.state_dict()
         rank = self._assignment.rank
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
-            "extra": {key: value.state_dict() for key, value in self._extra.items()},
+            "extra": extra,
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
         }
-        if self.scheduler is not None:
-            trainer["scheduler"] = self.scheduler.state_dict()
         documents = {**live.documents, _TRAINER: trainer, f"rank/{rank:05d}/random": random.getstate()}
         return LiveState((*tensors, *_generators(rank)), documents)
+
+    def _restore_extra(self, source: Source, stored: Mapping[str, Json]) -> None:
+        """Fill what the source has; what is new since then stays as it was made."""
+        for key, value in self._extra.items():
+            mine = _tensors_of(key, value)
+            known = [tensor for tensor in mine if tensor.key in source.tensors]
+            if known and len(known) < len(mine):
+                missing = next(tensor.key for tensor in mine if tensor.key not in source.tensors)
+                raise LayoutMismatch(f"{missing}: missing in step {source.step}, which has other parts of {key!r}")
+            if known:
+                restore(LiveState(tuple(known), {}), source, strict=False)
+            elif not mine and stored.get(key) is not None:
+                value.load_state_dict(stored[key])
 
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._assignment.rank + 1)
@@ -253,6 +332,21 @@ def _generators(rank: int) -> tuple[LiveTensor, ...]:
         LiveTensor(f"rank/{rank:05d}/rng/{name}", tuple(state.shape), Box.whole(state.shape), state)
         for name, state in states.items()
     )
+
+
+def _tensors_of(key: str, value: Any) -> tuple[LiveTensor, ...]:
+    """Return the live tensors of an extra part of the state; none if it is JSON.
+
+    Raises:
+        UsageError: it is partly tensors and partly something else.
+    """
+    state = value.state_dict()
+    if not isinstance(state, Mapping) or not any(isinstance(item, torch.Tensor) for item in state.values()):
+        return ()
+    for name, item in state.items():
+        if not isinstance(item, torch.Tensor):
+            raise UsageError(f"extra {key!r}: {name!r} is no tensor, but others of it are; split it in two")
+    return tuple(describe(f"extra/{key}/{name}", item) for name, item in state.items())
 
 
 def _materialize(model: nn.Module, device: torch.device) -> bool:

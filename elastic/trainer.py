@@ -14,7 +14,7 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 
 class Stateful(Protocol):
-    """Anything with state of its own that is JSON: a curriculum, a counter."""
+    """Anything with state of its own that is JSON (a curriculum, a counter) or tensors by name (an average of the weights)."""
 
     def state_dict(self) -> Json:
-        """Return the state as JSON."""
+        """Return the state: JSON, or a dictionary with tensors in it."""
         ...
 
     def load_state_dict(self, state: Json, /) -> None:
@@ -51,13 +51,13 @@ class Stateful(Protocol):
 class State:
     """What `build` returns: the model, and how to make what depends on its parameters.
 
-    `optimizer` is called with the model's parameters once they are real, `scheduler` with the optimizer. A model on the meta device
-    is given memory on `World.device`; `initialize` then fills it, only when there is nothing to resume from. `extra` is saved and
-    restored by name.
+    `optimizer` is called with the model's parameters once they are real, and returns one optimizer or several; `scheduler` is called
+    with each. A model on the meta device is given memory on `World.device`; `initialize` then fills it, only when there is nothing to
+    resume from. `extra` is saved and restored by name; modules in it may be sharded, and on no meta device.
     """
 
     model: nn.Module
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer | Sequence[Optimizer]]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     initialize: Callable[[nn.Module], None] | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
@@ -123,8 +123,8 @@ class Job:
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._keeper: Keeper | None = None
+        self._copies_at_once = False
         self._stepped = False
-        self._step_open = False
 
     def __enter__(self) -> Self:
         self._session.on_abort(self._groups.abort)
@@ -154,13 +154,23 @@ class Job:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer of the present generation."""
-        return self._kept.optimizer
+        """The optimizer of the present generation, the first if there are several."""
+        return self._kept.optimizers[0]
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """All optimizers of the present generation."""
+        return self._kept.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The learning-rate scheduler of the present generation, if `build` named one."""
-        return self._kept.scheduler
+        """The learning-rate scheduler of `optimizer`, if `build` named one."""
+        return self._kept.schedulers[0] if self._kept.schedulers else None
+
+    @property
+    def schedulers(self) -> tuple[LRScheduler, ...]:
+        """The learning-rate schedulers, one for each optimizer, if `build` named one."""
+        return self._kept.schedulers
 
     @property
     def steps(self) -> int:
@@ -234,7 +244,8 @@ class Job:
     def begin_step(self) -> None:
         """Forget old gradients. Called by `Step`."""
         self._kept.begin_step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def end_step(self, error: BaseException | None) -> bool:
         """Complete the step or recover from its failure. Called by `Step`; True when the error is dealt with."""
@@ -292,7 +303,12 @@ class Job:
         torch.manual_seed(self._seed)
         random.seed(self._seed)
         self._keeper = Keeper(
-            self._build(self._world), self._world.device, assignment, self._checkpoint, self._session.is_committed
+            self._build(self._world),
+            self._world.device,
+            assignment,
+            self._checkpoint,
+            self._session.is_committed,
+            copies_at_once=self._copies_at_once,
         )
         self._position, source = self._keeper.resume(self._seed)
         self._session.progress(assignment.generation, self.steps)
@@ -322,6 +338,7 @@ class Job:
 
     def _leave(self) -> None:
         if self._keeper is not None:
+            self._copies_at_once = self._keeper.copies_at_once
             self._keeper.close()
         self._keeper = None
         self._groups.leave()

@@ -26,12 +26,15 @@ from elastic.view import Keys, View
 class LocalCluster:
     """A coordinator and any number of agents of one job. A context manager: at its end every process is gone."""
 
-    def __init__(self, job: str, script: Sequence[str], *, nnodes: str, workers: int, log: Path) -> None:
+    def __init__(
+        self, job: str, script: Sequence[str], *, nnodes: str, workers: int, log: Path, last_call_s: float = 1.0
+    ) -> None:
         self.job = job
         self._script = list(script)
         self._nnodes = nnodes
         self._workers = workers
         self._log = log
+        self._last_call_s = last_call_s
         self._etcd = EmbeddedEtcd()
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -59,7 +62,7 @@ class LocalCluster:
                 [
                     sys.executable, "-m", "elastic.cli", "run", "--store", self.url, "--job", self.job,
                     "--node", node, "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
-                    *options, *self._script,
+                    "--rdzv-conf", f"last_call_timeout={self._last_call_s}", *options, *self._script,
                 ],
                 stdout=output,
                 stderr=subprocess.STDOUT,

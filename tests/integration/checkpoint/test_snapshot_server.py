@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,9 +18,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from checkpoint.arena import Arena
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
-from checkpoint.errors import SnapshotUnavailable
+from checkpoint.errors import SnapshotUnavailable, StateChanged
 from checkpoint.layout import Box
 from checkpoint.live import LiveTensor, as_bytes
 from checkpoint.recall import Holder, MemorySnapshot
@@ -105,6 +107,34 @@ def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation
         take(server, generation, 2, 0, data, box)
     server.ask(verb="commit", snapshot=[generation, 1])
     take(server, generation, 2, 0, data, box)
+
+
+def test_what_is_written_to_while_it_is_copied_is_not_sealed(server: Server, generation: int) -> None:
+    data, box = halves(torch.ones(SHAPE))[0]
+
+    class Meddler(SnapshotClient):
+        def begin(self, *arguments: Any, **options: Any) -> tuple[int, Arena]:
+            data.add_(1)
+            return super().begin(*arguments, **options)
+
+    with contextlib.closing(Meddler(server.local, SECRET)) as client:
+        snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"))
+        snapshotter.start(1, [LiveTensor("w", SHAPE, box, data, data)], {})
+        with pytest.raises(StateChanged, match="w was written to while step 1 was being copied"):
+            snapshotter.wait()
+        snapshotter.close()
+    assert server.ask(verb="holdings")["sealed"] == []
+
+
+def test_a_snapshot_that_another_rank_has_torn_is_given_up(server: Server, generation: int) -> None:
+    data, box = halves(torch.ones(SHAPE))[0]
+    take(server, generation, 1, 0, data, box)
+    with contextlib.closing(SnapshotClient(server.local, SECRET)) as client:
+        snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"))
+        snapshotter.start(2, [LiveTensor("w", SHAPE, box, data)], {}, gives_up=True)
+        snapshotter.wait()
+        snapshotter.close()
+    assert server.ask(verb="holdings")["sealed"] == [[[generation, 2], [0]]]
 
 
 def test_an_older_generation_is_refused(server: Server, generation: int) -> None:

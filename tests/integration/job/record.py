@@ -2,9 +2,12 @@
 
 import functools
 import json
+import os
 import sys
+import threading
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpt import GPT, GPTConfig, initialize
@@ -14,10 +17,53 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import AdamW
 
 import elastic
+from checkpoint.client import SnapshotClient
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
 config = GPTConfig(width=32, layers=2, context=32, heads=2, dropout=options.get("dropout", 0.0))
+
+
+class Average:
+    """A running average of the weights, sharded as they are."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.values = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self.values[name].lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        raise AssertionError("tensors are filled where they are")
+
+    def checksum(self) -> int:
+        return sum(zlib.crc32(value.to_local().numpy().tobytes()) for value in self.values.values())
+
+
+def two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    return [AdamW(others, lr=1e-3), torch.optim.SGD(norms, lr=1e-2, momentum=0.9)]
+
+
+average: Average | None = None
+
+meddled = threading.Event()
+if options.get("meddle"):
+    begin = SnapshotClient.begin
+
+    def begin_late(self: SnapshotClient, *arguments: Any, **options: Any) -> Any:
+        """Have the first copy begin when the state has been written to already."""
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            meddled.wait()
+        return begin(self, *arguments, **options)
+
+    SnapshotClient.begin = begin_late  # type: ignore[method-assign]
 
 
 def build(world: elastic.World) -> elastic.State:
@@ -27,9 +73,13 @@ def build(world: elastic.World) -> elastic.State:
         if "tp" in options.get("mesh", ()):
             parallelize_module(block, world.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(block, mesh=world.mesh["dp"])
+    fully_shard(model, mesh=world.mesh["dp"])
+    global average
+    average = Average(model) if options.get("average") else None
     return elastic.State(
-        fully_shard(model, mesh=world.mesh["dp"]),
-        functools.partial(AdamW, lr=1e-3),
+        model,
+        (lambda _: two_optimizers(model)) if options.get("two") else functools.partial(AdamW, lr=1e-3),
+        extra={"average": average} if average else {},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
         initialize=initialize,
     )
@@ -43,8 +93,15 @@ with elastic.join(
         with job.step() as step:
             loss = job.model(batch) * step.loss_scale
             loss.backward()
-            job.optimizer.step()
-            job.scheduler.step()
+            for optimizer, scheduler in zip(job.optimizers, job.schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+            if average is not None:
+                average.update(job.model)
+        if options.get("meddle"):
+            with torch.no_grad():
+                job.model.head.weight.mul_(0.999)
+            meddled.set()
         if step.completed:
             world = job.world
             line = {
@@ -53,6 +110,7 @@ with elastic.join(
                 "world_size": world.world_size,
                 "generation": world.generation,
                 "loss": loss.item().hex(),
+                "average": average.checksum() if average else None,
                 "samples": [zlib.crc32(sample.numpy().tobytes()) for sample in batch[0]],
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:

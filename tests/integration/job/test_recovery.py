@@ -29,7 +29,10 @@ def example_modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def cluster(directory: Path, nnodes: str = "1:2", **options: Any) -> LocalCluster:
     (directory / "log").mkdir(parents=True, exist_ok=True)
     given = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
-    return LocalCluster("job", [str(SCRIPT), given], nnodes=nnodes, workers=2, log=directory / "agents")
+    # Both nodes are to be in the first generation, however late the machine starts the second.
+    return LocalCluster(
+        "job", [str(SCRIPT), given], nnodes=nnodes, workers=2, log=directory / "agents", last_call_s=60.0
+    )
 
 
 def last_run_of_each_step(directory: Path) -> Lines:
@@ -99,6 +102,36 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(tmp_pat
         for rank, line in lines.items():
             expected = with_dropout[step][rank]
             assert (line["loss"], line["samples"]) == (expected["loss"], expected["samples"]), (step, rank)
+
+
+def test_several_optimizers_and_an_average_of_the_weights_come_back_too(tmp_path: Path) -> None:
+    undisturbed = run_undisturbed(tmp_path / "undisturbed", two=True, average=True)
+    with cluster(tmp_path / "disturbed", two=True, average=True) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 8, 60)
+        running.workers_of("a")[0].kill()
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    disturbed = last_run_of_each_step(tmp_path / "disturbed")
+    for step, lines in undisturbed.items():
+        for rank, expected in lines.items():
+            line = disturbed[step][rank]
+            assert (line["loss"], line["average"]) == (expected["loss"], expected["average"]), (step, rank)
+
+
+def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(tmp_path: Path) -> None:
+    with cluster(tmp_path, meddle=True) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: view.snapshot is not None and view.snapshot.snapshot.step >= 8, 60)
+        running.workers_of("b")[1].kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    assert view.history.recoveries[1].source == "memory"
+    told = [line for line in running.output().splitlines() if "was written to while" in line]
+    assert len(told) <= 5
+    assert all("`with job.step()` only" in line for line in told)
+    assert told
 
 
 def test_lost_node_is_outlived_and_taken_in_again_without_storage(tmp_path: Path, without_dropout: Lines) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint.erasure import Combination, parity_rows, rebuilding_row
@@ -47,6 +47,7 @@ def test_one_parity_block_is_xor() -> None:
     assert parity_rows(5, 1) == ((1,) * 5,)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 200), st.data())
 def test_any_loss_up_to_the_parity_is_rebuilt(data: int, parity: int, nbytes: int, draw: st.DataObject) -> None:
     generator = np.random.default_rng(data * 100 + parity)
@@ -121,6 +122,7 @@ class Group:
         return result
 
 
+@settings(deadline=None)
 @given(st.sampled_from([s for s in GEOMETRIES if s.parity]), st.data())
 def test_any_range_of_any_lost_node_comes_back(stripes: Stripes, draw: st.DataObject) -> None:
     sizes = draw.draw(st.lists(st.integers(0, 900), min_size=stripes.size, max_size=stripes.size))
@@ -137,6 +139,7 @@ def test_more_losses_than_parity_are_refused() -> None:
         plan_rebuilding(Stripes(4, 1), {0, 2}, 0, 1000, 0, 10)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=1, max_size=40), st.integers(1, 9), st.integers(0, 3))
 def test_groups_are_even_large_enough_and_spread_domains(domains: list[str], size: int, parity: int) -> None:
     groups = group_nodes(domains, size, parity)
