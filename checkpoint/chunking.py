@@ -139,7 +139,8 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
 def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:
     """Return how a tensor with chunks of this shape is stored."""
     itemsize = numpy_dtype(dtype).itemsize
-    is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES
+    # One without elements has no chunk that would be an object.
+    is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES or 0 in shape
     return StoredTensor(dtype, shape, chunk, cell_shape(chunk, itemsize), is_packed)
 
 

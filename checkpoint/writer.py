@@ -67,6 +67,8 @@ def write_part(
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's own entry.
 
+    Whoever writes an array's first chunk writes its metadata too: there may be thousands, and publishing waits for nothing else.
+
     Args:
         storage: the job's storage.
         step: which checkpoint.
@@ -96,11 +98,15 @@ def write_part(
             )
         return _cells(plan.tensors[chunk.key], chunk, read_box)
 
-    written = _all(write, [job for writer in writers for job in _jobs(plan, writer)])
+    jobs = [job for writer in writers for job in _jobs(plan, writer)]
+    arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
+    written = _all(write, jobs)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
-    storage.write(f"{step.directory}/{part.name}", [listing])
-    storage.settle([f"{step.directory}/{stored.name}" for stored in (*written, part)])
+    documents = {f"{key}/{ROOT}": encode(array_metadata(key, plan.tensors[key])) for key in arrays}
+    documents[part.name] = listing
+    _all(lambda item: storage.write(f"{step.directory}/{item[0]}", [item[1]]), list(documents.items()))
+    storage.settle([f"{step.directory}/{stored}" for stored in (*(made.name for made in written), *documents)])
     return part
 
 
@@ -111,7 +117,7 @@ def publish(
     tensors: Mapping[str, StoredTensor],
     documents: Mapping[str, Json],
 ) -> None:
-    """Write the metadata and then the manifest, upon which the step is a checkpoint.
+    """Write the root's metadata and the documents, then the manifest, upon which the step is a checkpoint.
 
     Args:
         storage: the job's storage.
@@ -124,21 +130,19 @@ def publish(
         CheckpointExists: this step of this generation was committed before, with other content.
         CheckpointError: a write failed.
     """
-    metadata: dict[str, Json] = {
-        f"{key}/{ROOT}": array_metadata(key, tensor) for key, tensor in tensors.items() if not tensor.is_packed
-    }  # For readers that do not know consolidated metadata; ours needs only the root.
-    metadata[ROOT] = root_metadata(step.step, step.generation, tensors)
-    metadata[DOCUMENTS] = dict(documents)
+    contents: dict[str, Json] = {
+        ROOT: root_metadata(step.step, step.generation, tensors),
+        DOCUMENTS: dict(documents),
+    }
 
     def one(name: str) -> StoredObject:
-        data = encode(metadata[name])
+        data = encode(contents[name])
         storage.write(f"{step.directory}/{name}", [data])
         return StoredObject(name, len(data), crc32c.crc32c(data))
 
-    written = _all(one, list(metadata))
+    written = _all(one, list(contents))
     storage.settle([f"{step.directory}/{stored.name}" for stored in written])
-    needed = [stored for stored in written if stored.name in (ROOT, DOCUMENTS)]
-    manifest = Manifest(step.step, step.generation, (*parts, *needed))
+    manifest = Manifest(step.step, step.generation, (*parts, *written))
     storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
 
 

@@ -157,6 +157,7 @@ def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_the
     plan = plan_chunks([ShardIndex(0, (entry("w", (0, 2**14, 2**14), Box.whole((0, 2**14, 2**14))),), {})])
     assert plan.chunks == ((),)
     assert all(plan.tensors["w"].chunk)
+    assert plan.tensors["w"].is_packed, "it has no chunk whose writer would write its metadata"
 
 
 def test_what_nobody_holds_is_refused() -> None:
