@@ -4,7 +4,7 @@ A file is written beside its place and renamed into it. Durability comes in two 
 one covers much: bytes are brought to the device as files are written, and `settle` flushes files and directories,
 many at a time, so that they share the commits of the file system's journal.
 
-Large files are written past the page cache (`O_DIRECT`). That needs a copy to an aligned buffer, as the page cache needs one; but
+Large files are written past the page cache (`O_DIRECT`). What does not lie aligned is copied for that, as the page cache would; but
 nothing is left for the kernel to write back later, and the memory of a job that has none to spare is not filled with what it
 will not read. Where the file system does not know how, the page cache is used and flushed at once.
 """
@@ -191,6 +191,10 @@ def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
         filled = nbytes = 0
         for piece in pieces:
             rest = np.frombuffer(piece, np.uint8)
+            if not filled and rest.ctypes.data % _BLOCK_NBYTES == 0:
+                aligned = rest.size // _BLOCK_NBYTES * _BLOCK_NBYTES
+                _write_all(descriptor, rest[:aligned].data)
+                rest, nbytes = rest[aligned:], nbytes + aligned
             while rest.size:
                 count = min(rest.size, staged.size - filled)
                 np.copyto(staged[filled : filled + count], rest[:count])
