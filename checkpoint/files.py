@@ -207,7 +207,7 @@ def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
             _write_all(descriptor, staged[: -(-filled // _BLOCK_NBYTES) * _BLOCK_NBYTES].data)
         os.ftruncate(descriptor, nbytes)
     except OSError as error:
-        if error.errno == errno.EINVAL:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             path.unlink()
             return False
         raise

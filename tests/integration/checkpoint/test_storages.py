@@ -81,14 +81,16 @@ def test_large_objects_are_whole_whatever_their_size(storage: Storage, beyond: i
     assert storage.read("a/large") == data[::-1]
 
 
-@pytest.mark.parametrize("refuses", ["open", "write"])
+@pytest.mark.parametrize("refuses", ["open", "posix_fallocate", "write"])
 def test_a_file_system_without_direct_writes_gets_flushed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
 ) -> None:
     flushed: list[int] = []
-    really = {name: getattr(os, name) for name in ("open", "write", "fsync")}
+    really = {name: getattr(os, name) for name in ("open", "posix_fallocate", "write", "fsync")}
 
     def refuse(first: object, second: int | memoryview, *rest: int) -> int:
+        if refuses == "posix_fallocate":
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
         if refuses == "write" or (isinstance(second, int) and second & os.O_DIRECT):
             raise OSError(errno.EINVAL, "Invalid argument")
         return int(really[refuses](first, second, *rest))
