@@ -12,6 +12,7 @@ The part `s3` is against moto's server over HTTP on this machine, a quarter of t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -196,6 +197,8 @@ def s3_server() -> Iterator[Any]:
     import boto3
     from moto.server import ThreadedMotoServer
 
+    # One line for each request would slow all of them.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
