@@ -58,13 +58,13 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
         CheckpointExists: this step and generation is already there.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live = _together(lambda: _capture(state))
-    indexes = [ShardIndex.from_json(one) for one in exchange(_indexed(live).to_json())]
+    live, gathered = _together_sharing(lambda: _capture(state), lambda live: _indexed(live).to_json())
+    indexes = [ShardIndex.from_json(one) for one in gathered]
     plan = plan_chunks(indexes)
     storage, stored = open_storage(url), StoredStep(step, generation)
     tensors = {tensor.key: tensor for tensor in live.tensors}
     collected = collect(plan, indexes, tensors)
-    part = _together(
+    _, gathered = _together_sharing(
         lambda: write_part(
             storage,
             stored,
@@ -72,9 +72,10 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
             [rank()],
             lambda key, box: collected[key, box] if (key, box) in collected else box_of(tensors[key], box),
             name=rank(),
-        )
+        ),
+        StoredObject.to_json,
     )
-    parts = [StoredObject.from_json(one) for one in exchange(part.to_json())]
+    parts = [StoredObject.from_json(one) for one in gathered]
     documents = merged_documents(index.documents for index in indexes)
     _together(lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None)
 
@@ -143,16 +144,24 @@ def _load(url: str, state: State, step: int | None, generation: int | None, *, s
 
 def _together(act: Callable[[], _Result]) -> _Result:
     """Do something on every rank; if it fails on any, it fails on all, with the first one's reason and in the same way."""
+    return _together_sharing(act, lambda _: None)[0]
+
+
+def _together_sharing(act: Callable[[], _Result], share: Callable[[_Result], Json]) -> tuple[_Result, list[Json]]:
+    """Do something on every rank, as `_together`; also return what each rank shares of its result, in the order of ranks."""
     own: Exception | None = None
     result: _Result | None = None
+    outcome: dict[str, Json] = {}
     try:
         result = act()
+        outcome = {"shared": share(result)}
     except Exception as error:  # noqa: BLE001 - the others wait for this rank's word: they must hear of whatever it was
         own = error
-    outcome = {} if own is None else {"error": str(own), "damaged": isinstance(own, CheckpointDamaged)}
-    failures = {number: one for number, one in enumerate(exchange(outcome)) if one}
+        outcome = {"error": str(own), "damaged": isinstance(own, CheckpointDamaged)}
+    outcomes = exchange(outcome)
+    failures = {number: one for number, one in enumerate(outcomes) if "error" in one}
     if not failures:
-        return cast(_Result, result)
+        return cast(_Result, result), [one["shared"] for one in outcomes]
     # Whether to fall back must be the same question everywhere: damage is damage only if nothing else is wrong.
     is_damage = all(one["damaged"] for one in failures.values())
     if own is not None and isinstance(own, CheckpointDamaged) == is_damage:

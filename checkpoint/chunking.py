@@ -5,8 +5,8 @@ Pure. Zarr chunks form a regular grid, so the grid is chosen to follow the shard
 another dimension. Where shards form no grid, one of about their size is laid over them, and a chunk's writer
 collects the pieces that others hold.
 
-A chunk is cut into cells, each with a checksum of its own, so that a reader who needs a part reads and verifies
-little more than that part. A large chunk is an object; the cells of small chunks of one writer share objects, called
+A chunk is cut into cells, blocks with a checksum of their own, so that a reader who needs a part, rows or columns, reads and
+verifies little more than that part. A large chunk is an object; the cells of small chunks of one writer share objects, called
 packs, for thousands of small tensors must not become thousands of objects.
 
 Every chunk has exactly one writer, chosen among those who hold most of it, the one with the least to write so
@@ -21,6 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import LayoutMismatch
@@ -37,9 +38,15 @@ PACK_NBYTES = 64 * 2**20
 """A pack is closed once it is this large."""
 
 CELL_NBYTES = (32 * 2**10, 2**20)
-"""Cells are about an eighth of a chunk, within these bounds where the chunk's extents have fitting divisors."""
+"""Cells are about a thirty-second of a chunk, within these bounds where the chunk's extents have fitting divisors."""
 
-_CELLS_PER_CHUNK = 8
+_CELLS_PER_CHUNK = 32
+
+_COLUMN_CUTS = 8
+"""Rows are cut into at most this many pieces, as many as tensor parallelism within a node has ranks."""
+
+SEGMENT_NBYTES = 256
+"""A piece of a row has at least this many bytes: gathering shorter ones would cost more than copying them."""
 
 # A common step of the shards' boundaries is followed if it cuts the longest shard into at most this many
 # pieces; for the same reason a chunk may be this much smaller than CHUNK_NBYTES to keep its edges on shard
@@ -75,13 +82,11 @@ class Chunk:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One cell: its place in the grid of all cells, its number within its chunk, and the box it covers."""
+class Cell(NamedTuple):
+    """One cell: its number within its chunk, in C order, and its place in the grid of all cells."""
 
-    place: tuple[int, ...]
     number: int
-    box: Box
+    place: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +144,26 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
 def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:
     """Return how a tensor with chunks of this shape is stored."""
     itemsize = numpy_dtype(dtype).itemsize
-    is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES
+    # One without elements has no chunk that would be an object.
+    is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES or 0 in shape
     return StoredTensor(dtype, shape, chunk, cell_shape(chunk, itemsize), is_packed)
 
 
 def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of a chunk's cells, which divide it evenly and lie in it in one piece each.
+    """Return the shape of a chunk's cells, which divide it evenly.
 
-    Among the numbers of cells that are possible, one near the wanted size is chosen, and powers of two before others: halves and
-    quarters of a shard then end where cells do.
+    The last dimension (a row) is cut into up to `_COLUMN_CUTS` pieces, of no less than `SEGMENT_NBYTES` each, and into no more than
+    the dimensions before it together: what is saved by rows can be read by columns, and rows still be halved and quartered. These are
+    then cut one after the other, until cells have the wanted size. Powers of two are chosen before other numbers: halves
+    and quarters of a shard then end where cells do.
     """
     least, most = CELL_NBYTES
-    wanted = min(max(math.prod(chunk) * itemsize // _CELLS_PER_CHUNK, least), most)
+    nbytes = math.prod(chunk) * itemsize
+    wanted = min(max(nbytes // _CELLS_PER_CHUNK, least), most)
     cell = list(chunk)
-    for axis, extent in enumerate(chunk):
+    if len(chunk) > 1:
+        cell[-1] //= _column_cuts(chunk[-1], itemsize, nbytes // wanted)
+    for axis, extent in enumerate(cell):
         nbytes = math.prod(cell) * itemsize
         if nbytes <= wanted:
             break
@@ -168,6 +179,17 @@ def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
         cell[axis] = extent // count
         break
     return tuple(cell)
+
+
+def _column_cuts(extent: int, itemsize: int, cells: int) -> int:
+    """Return how many pieces a row of so many elements is cut into, where a chunk is to have about so many cells."""
+    if extent * itemsize < 2 * SEGMENT_NBYTES or cells < 2:
+        return 1
+    # Half of the cuts, rounded up, by exponent of two.
+    count = min(_COLUMN_CUTS, 1 << cells.bit_length() // 2, _power_of_two(extent * itemsize // SEGMENT_NBYTES))
+    while extent % count:
+        count //= 2
+    return count
 
 
 def _power_of_two(at_most: int) -> int:
@@ -186,15 +208,17 @@ def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
     common = chunk.box.intersect(box)
     if common is None:
         return
-    if tensor.cell == tensor.chunk:
-        yield Cell(chunk.place, 0, chunk.box)
-        return
+    ranges = [
+        range(start // cell, -(-(start + extent) // cell))
+        for start, extent, cell in zip(common.offset, common.shape, tensor.cell, strict=True)
+    ]
     per_chunk = [whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True)]
-    for found in chunks_over(chunk.key, tensor.shape, tensor.cell, common):
+    for place in itertools.product(*ranges):
         number = 0
-        for place, count in zip(found.place, per_chunk, strict=True):
-            number = number * count + place % count
-        yield Cell(found.place, number, found.box)
+        # No check of lengths, nor objects for boxes: this runs once for every cell that is read.
+        for position, count in zip(place, per_chunk):  # noqa: B905
+            number = number * count + position % count
+        yield Cell(number, place)
 
 
 def chunk_shape(
@@ -226,7 +250,10 @@ def chunk_shape(
             divisors = (n for n in range(wanted, wanted // _MOST_PIECES, -1) if chunk[axis] % n == 0)
             chunk[axis] = next(divisors, chunk[axis])
         else:
-            chunk[axis] = -(-extent // -(-extent // wanted))
+            pieces = -(-extent // wanted)
+            halved = 1 << (pieces - 1).bit_length()
+            # Halves and quarters of the tensor then end where chunks do.
+            chunk[axis] = -(-extent // (pieces if extent % halved else halved))
     if shape and not is_split[0]:
         # A vocabulary's prime number of rows would be one indivisible cell; a chunk may reach over the tensor's edge.
         cells = _power_of_two(math.prod(chunk) * itemsize // CELL_NBYTES[1])

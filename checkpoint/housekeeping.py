@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import crc32c
 import numpy as np
 
 from checkpoint.chunking import StoredTensor
@@ -150,13 +149,10 @@ def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> 
         CheckpointDamaged: they are not what was written.
     """
     view = memoryview(content)
-    spans = source.directory.spans_of_object(item)
     end = 0
-    for span in spans:
-        payload = view[span.offset : span.offset + span.payload_nbytes]
-        trailer = view[span.offset + span.payload_nbytes : span.offset + span.nbytes]
+    for span in source.directory.spans_of_object(item):
         end = span.offset + span.nbytes
-        if crc32c.crc32c(payload) != span.crc32c or trailer != span.trailer:
+        if not span.is_intact(view[span.offset : end]):
             break
     else:
         if end == len(content) == item.nbytes:
@@ -199,7 +195,10 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
 def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:
     tensor = first.stored_tensors[key]
     if tensor == second.stored_tensors[key]:
-        one, other = ([span.crc32c for span in source.directory.spans_of_tensor(key)] for source in (first, second))
+        one, other = (
+            [crc for span in source.directory.spans_of_tensor(key) for crc in span.checksums]
+            for source in (first, second)
+        )
         return one == other
     return all(_values(first, key, box) == _values(second, key, box) for box in _slabs(tensor))
 

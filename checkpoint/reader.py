@@ -1,13 +1,14 @@
 """Reading a checkpoint: which steps are there, and any boxes of one of them, every byte verified.
 
-Only a directory with a manifest is a checkpoint. A cell is read whole, for its checksum covers it whole;
-where it fills a part of the caller's memory that lies in one piece, it is read straight into that.
+Only a directory with a manifest is a checkpoint. A cell is read whole, for its checksum covers it whole, verified while it is in the
+processor's cache, and copied from there to where it is wanted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,6 @@ from checkpoint.format import (
     Manifest,
     StoredStep,
     array_metadata,
-    chunk_name,
     decode,
     decode_part,
     encode,
@@ -41,8 +41,28 @@ from checkpoint.storage import Storage, open_storage
 # Threads mostly wait for storage; many small tensors need many reads under way.
 _PARALLEL_READS = 16
 
-_Uses = dict[Span, tuple[Box, Sequence[BoxRequest]]]
-"""What a reader wants: for each cell that it needs, the cell's box and the requests that overlap it."""
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A request's memory, as an array of its box's shape with a last axis of one element's bytes."""
+
+    box: Box
+    values: npt.NDArray[np.uint8]
+
+    def take(self, start: Sequence[int], cell: npt.NDArray[np.uint8]) -> None:
+        """Copy what is wanted of a cell that begins at `start`."""
+        source: list[slice] = []
+        into: list[slice] = []
+        # No boxes here: this runs for every cell.
+        for begin, extent, offset, whole in zip(start, cell.shape, self.box.offset, self.box.shape):  # noqa: B905
+            first, last = max(begin, offset), min(begin + extent, offset + whole)
+            source.append(slice(first - begin, last - begin))
+            into.append(slice(first - offset, last - offset))
+        self.values[tuple(into)] = cell[tuple(source)]
+
+
+_Uses = Mapping[Span, Sequence[Sequence[_Target]]]
+"""What a reader wants: for each cell of a span, the requests that overlap it."""
 
 
 def list_steps(url: str) -> tuple[StoredStep, ...]:
@@ -116,27 +136,27 @@ class StoredCheckpoint:
         for name in self.manifest.part_names():
             where = f"{self.storage.url}/{self.stored.directory}/{name}"
             objects += decode_part(_verified(self.storage, self.stored, self.manifest, name), where)
-        return Directory.of(self.stored_tensors, objects)
+        return Directory.of(self.stored_tensors, objects, f"{self.storage.url}/{self.stored.directory}/")
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each cell is read once, whoever needs parts of it; neighbours in one go."""
-        wanted: dict[tuple[Chunk, Cell], list[BoxRequest]] = defaultdict(list)
+        wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[_Target]]]] = {}
         for request in requests:
             tensor = self.stored_tensors.get(request.key)
             if tensor is None:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
+            shape = (*request.box.shape, numpy_dtype(tensor.dtype).itemsize)
+            target = _Target(request.box, np.frombuffer(request.into, np.uint8).reshape(shape))
             for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
+                _, cells = wanted.setdefault((chunk.key, chunk.place), (chunk, defaultdict(list)))
                 for cell in cells_over(tensor, chunk, request.box):
-                    wanted[chunk, cell].append(request)
-        uses: _Uses = {}
-        for (chunk, cell), wanting in wanted.items():
-            span = self.directory.find(chunk, cell)
-            if span is None:
-                raise CheckpointDamaged(
-                    f"{self.storage.url}/{self.stored.directory}/{chunk_name(chunk.key, chunk.place)}: {chunk.key} needs "
-                    "this chunk and no listing has it; load an older step"
-                )
-            uses[span] = (cell.box, wanting)
+                    cells[cell].append(target)
+        uses: dict[Span, list[list[_Target]]] = {}
+        for chunk, cells in wanted.values():
+            ordered = sorted(cells)
+            targets = (cells[cell] for cell in ordered)
+            for span in self.directory.find(chunk, ordered):
+                uses[span] = list(itertools.islice(targets, len(span.places)))
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = [pool.submit(self._fetch, run, uses) for run in runs(uses)]
             try:
@@ -182,44 +202,35 @@ class StoredCheckpoint:
 
     def _fetch(self, run: Sequence[Span], uses: _Uses) -> None:
         """Read neighbouring spans of one object, and copy from them what they are needed for."""
-        buffers: list[memoryview] = []
-        copies: list[tuple[Span, npt.NDArray[np.uint8]]] = []
+        data = np.empty(sum(span.nbytes for span in run), np.uint8)
+        count = self._read(run[0].object_name, [data.data], run[0].offset)
+        end = 0
         for span in run:
-            into = self._straight(span, uses)
-            if into is None:
-                tensor = self.stored_tensors[span.key]
-                values = np.empty((*tensor.cell, numpy_dtype(tensor.dtype).itemsize), np.uint8)
-                copies.append((span, values))
-                into = values.reshape(-1).data
-            buffers += [into, memoryview(bytearray(len(span.trailer)))]
-        count = self._read(run[0].object_name, buffers, run[0].offset)
-        start = 0
-        for span, payload, trailer in zip(run, buffers[::2], buffers[1::2], strict=True):
-            start += span.nbytes
-            if count < start:
+            piece = data[end : end + span.nbytes]
+            end += span.nbytes
+            if count < end:
                 raise CheckpointDamaged(
                     f"{self._where(span.object_name)} ends at byte {run[0].offset + count}, within what it holds of "
                     f"{span.key}; load an older step"
                 )
-            if crc32c.crc32c(payload) != span.crc32c or trailer != span.trailer:
+            if not span.is_intact(piece.data):
                 raise CheckpointDamaged(
                     f"{self._where(span.object_name)}: what it holds of {span.key} does not match its checksum, its bytes "
                     "were changed; load an older step"
                 )
-        for span, values in copies:
             if span in uses:
-                box, requests = uses[span]
-                for common, target in _targets(box, requests, values.shape[-1]):
-                    target[...] = values[common.within(box).slices]
+                self._spread(span, piece, uses[span])
 
-    def _straight(self, span: Span, uses: _Uses) -> memoryview | None:
-        """Return the caller's memory if the cell is one piece of it and nobody else needs the cell."""
+    def _spread(self, span: Span, data: npt.NDArray[np.uint8], uses: Sequence[Sequence[_Target]]) -> None:
+        """Copy a span's cells to where they are wanted."""
         tensor = self.stored_tensors[span.key]
-        box, requests = uses.get(span, (None, ()))
-        if box is None or len(requests) != 1 or box.shape != tensor.cell:
-            return None
-        ((common, target),) = _targets(box, requests, numpy_dtype(tensor.dtype).itemsize)
-        return target.reshape(-1).data if common == box and target.flags.c_contiguous else None
+        shape = (*tensor.cell, numpy_dtype(tensor.dtype).itemsize)
+        stride = span.payload_nbytes + 4
+        for number, (place, targets) in enumerate(zip(span.places, uses, strict=True)):
+            cell = data[number * stride : number * stride + span.payload_nbytes].reshape(shape)
+            start = [position * extent for position, extent in zip(place, tensor.cell, strict=True)]
+            for target in targets:
+                target.take(start, cell)
 
     def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -235,15 +246,6 @@ class StoredCheckpoint:
 
     def _where(self, name: str) -> str:
         return f"{self.storage.url}/{self.stored.directory}/{name}"
-
-
-def _targets(box: Box, requests: Sequence[BoxRequest], itemsize: int) -> Iterator[tuple[Box, npt.NDArray[np.uint8]]]:
-    """Yield what each request needs of a cell, with the part of its memory that this fills."""
-    for request in requests:
-        common = box.intersect(request.box)
-        assert common is not None, "only cells that overlap a request are read"
-        whole = np.frombuffer(request.into, np.uint8).reshape(*request.box.shape, itemsize)
-        yield common, whole[common.within(request.box).slices]
 
 
 def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str) -> bytes:

@@ -6,6 +6,9 @@ renamed: a crash at any instant leaves objects without a manifest, which nobody 
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from checkpoint.chunking import PACK_NBYTES, Cell, Chunk, ChunkPlan, StoredTensor, cells_over
+from checkpoint.chunking import PACK_NBYTES, Chunk, ChunkPlan, StoredTensor, cells_over
 from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError, CheckpointExists
 from checkpoint.format import (
@@ -43,7 +46,7 @@ from checkpoint.format import (
 from checkpoint.layout import Box, Json
 from checkpoint.storage import Storage
 
-# A pack, or a chunk that must be put together or padded, is held in memory once per writing thread.
+# A pack or a chunk, as it will be stored, is held in memory once per writing thread.
 _PARALLEL_WRITES = 4
 
 _Item = TypeVar("_Item")
@@ -67,6 +70,8 @@ def write_part(
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's own entry.
 
+    Whoever writes an array's first chunk writes its metadata too: there may be thousands, and publishing waits for nothing else.
+
     Args:
         storage: the job's storage.
         step: which checkpoint.
@@ -85,22 +90,27 @@ def write_part(
     storage.delete(f"{step.directory}/{REMOVED}")
 
     def write(job: _Job) -> DataObject:
-        made, pieces = _chunk_object(plan, job, cells) if isinstance(job, Chunk) else _pack(plan, job, cells)
+        made, pieces = _chunk_object(plan, job, encoded) if isinstance(job, Chunk) else _pack(plan, job, encoded)
         storage.write(f"{step.directory}/{made.name}", pieces)
         return made
 
-    def cells(chunk: Chunk) -> Iterator[tuple[Cell, memoryview]]:
+    def encoded(chunk: Chunk) -> tuple[memoryview, tuple[int, ...]]:
         if stop():
             raise CheckpointError(
                 f"step {step.step}: the attempt to store it was given up, its generation {step.generation} is over"
             )
-        return _cells(plan.tensors[chunk.key], chunk, read_box)
+        data, checksums = encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
+        return data.data, checksums
 
-    written = _all(write, [job for writer in writers for job in _jobs(plan, writer)])
+    jobs = [job for writer in writers for job in _jobs(plan, writer)]
+    arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
+    written = _all(write, jobs)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
-    storage.write(f"{step.directory}/{part.name}", [listing])
-    storage.settle([f"{step.directory}/{stored.name}" for stored in (*written, part)])
+    documents = {f"{key}/{ROOT}": encode(array_metadata(key, plan.tensors[key])) for key in arrays}
+    documents[part.name] = listing
+    _all(lambda item: storage.write(f"{step.directory}/{item[0]}", [item[1]]), list(documents.items()))
+    storage.settle([f"{step.directory}/{stored}" for stored in (*(made.name for made in written), *documents)])
     return part
 
 
@@ -111,7 +121,7 @@ def publish(
     tensors: Mapping[str, StoredTensor],
     documents: Mapping[str, Json],
 ) -> None:
-    """Write the metadata and then the manifest, upon which the step is a checkpoint.
+    """Write the root's metadata and the documents, then the manifest, upon which the step is a checkpoint.
 
     Args:
         storage: the job's storage.
@@ -124,21 +134,19 @@ def publish(
         CheckpointExists: this step of this generation was committed before, with other content.
         CheckpointError: a write failed.
     """
-    metadata: dict[str, Json] = {
-        f"{key}/{ROOT}": array_metadata(key, tensor) for key, tensor in tensors.items() if not tensor.is_packed
-    }  # For readers that do not know consolidated metadata; ours needs only the root.
-    metadata[ROOT] = root_metadata(step.step, step.generation, tensors)
-    metadata[DOCUMENTS] = dict(documents)
+    contents: dict[str, Json] = {
+        ROOT: root_metadata(step.step, step.generation, tensors),
+        DOCUMENTS: dict(documents),
+    }
 
     def one(name: str) -> StoredObject:
-        data = encode(metadata[name])
+        data = encode(contents[name])
         storage.write(f"{step.directory}/{name}", [data])
         return StoredObject(name, len(data), crc32c.crc32c(data))
 
-    written = _all(one, list(metadata))
+    written = _all(one, list(contents))
     storage.settle([f"{step.directory}/{stored.name}" for stored in written])
-    needed = [stored for stored in written if stored.name in (ROOT, DOCUMENTS)]
-    manifest = Manifest(step.step, step.generation, (*parts, *needed))
+    manifest = Manifest(step.step, step.generation, (*parts, *written))
     storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
 
 
@@ -171,7 +179,7 @@ class _PackJob:
 
 
 _Job = Chunk | _PackJob
-_Cells = Callable[[Chunk], Iterator[tuple[Cell, memoryview]]]
+_Encode = Callable[[Chunk], tuple[memoryview, tuple[int, ...]]]
 
 
 def _jobs(plan: ChunkPlan, writer: int) -> Iterator[_Job]:
@@ -192,39 +200,58 @@ def _jobs(plan: ChunkPlan, writer: int) -> Iterator[_Job]:
         yield _PackJob(pack_name(writer, number), tuple(batch))
 
 
-def _chunk_object(plan: ChunkPlan, chunk: Chunk, cells: _Cells) -> tuple[ChunkObject, list[Piece]]:
+def _chunk_object(plan: ChunkPlan, chunk: Chunk, encoded: _Encode) -> tuple[ChunkObject, list[Piece]]:
     tensor = plan.tensors[chunk.key]
     checksums: list[int | None] = [None] * cells_per_chunk(tensor)
-    pieces: list[Piece] = []
-    for cell, payload in cells(chunk):
-        crc = crc32c.crc32c(payload)
+    data, found = encoded(chunk)
+    for cell, crc in zip(cells_over(tensor, chunk, chunk.box), found, strict=True):
         checksums[cell.number] = crc
-        pieces += [payload, crc.to_bytes(4, "little")]
-    pieces.append(shard_index(tensor, checksums))
+    pieces: list[Piece] = [data, shard_index(tensor, checksums)]
     return ChunkObject(chunk_name(chunk.key, chunk.place), _nbytes(pieces), tuple(checksums)), pieces
 
 
-def _pack(plan: ChunkPlan, job: _PackJob, cells: _Cells) -> tuple[Pack, list[Piece]]:
+def _pack(plan: ChunkPlan, job: _PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
     packed: list[PackedCell] = []
     pieces: list[Piece] = []
     for chunk in job.chunks:
-        for cell, payload in cells(chunk):
-            crc = crc32c.crc32c(payload)
-            packed.append(PackedCell(chunk.key, cell.place, crc))
-            pieces += [payload, crc.to_bytes(4, "little")]
+        data, found = encoded(chunk)
+        pieces.append(data)
+        cells = cells_over(plan.tensors[chunk.key], chunk, chunk.box)
+        packed += [PackedCell(chunk.key, cell.place, crc) for cell, crc in zip(cells, found, strict=True)]
     return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
 
 
-def _cells(tensor: StoredTensor, chunk: Chunk, read_box: ReadBox) -> Iterator[tuple[Cell, memoryview]]:
-    """Yield a chunk's cells with their bytes as Zarr's codec `bytes` has them, padded with zeros at the tensor's edge."""
-    values = read_box(chunk.key, chunk.box)
-    for cell in cells_over(tensor, chunk, chunk.box):
-        payload = values if cell.box == chunk.box else values[cell.box.within(chunk.box).slices]
-        if cell.box.shape != tensor.cell:
-            padded = np.zeros((*tensor.cell, payload.shape[-1]), np.uint8)
-            padded[tuple(slice(0, n) for n in cell.box.shape)] = payload
-            payload = padded
-        yield cell, np.ascontiguousarray(payload).reshape(-1).data
+def encode_cells(tensor: StoredTensor, values: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
+    """Return a chunk's cells as Zarr's codecs `bytes` and `crc32c` have them, in C order, and their checksums.
+
+    Args:
+        tensor: whose chunk it is.
+        values: the chunk's bytes, without what of it lies beyond the tensor's edge; the last axis is one element's bytes.
+    """
+    *shape, itemsize = values.shape
+    counts = [-(-extent // cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
+    full = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
+    if shape != full:
+        padded = np.zeros((*full, itemsize), np.uint8)
+        padded[tuple(slice(0, extent) for extent in shape)] = values
+        values = padded
+    rank, nbytes = len(shape), tensor.cell_nbytes
+    encoded = _aligned_empty(math.prod(counts) * (nbytes + 4)).reshape(-1, nbytes + 4)
+    # Both sides with an axis for the cell's place and one for the element's place in it, for each axis of the tensor. All these are
+    # views: splitting an axis never needs a copy.
+    split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
+    in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
+    encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
+    checksums = tuple(crc32c.crc32c(cell[:nbytes].data) for cell in encoded)
+    encoded[:, nbytes:] = np.array(checksums, "<u4").view(np.uint8).reshape(-1, 4)
+    return encoded.reshape(-1), checksums
+
+
+def _aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory that begins with a page, from which a file system may take it without a copy."""
+    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    skipped = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[skipped : skipped + nbytes]
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

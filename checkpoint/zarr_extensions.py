@@ -11,7 +11,6 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
-import crc32c
 import ml_dtypes
 import numpy as np
 from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
@@ -43,7 +42,7 @@ class _Directories:
             objects: list[DataObject] = []
             for name in Manifest.decode(manifest, f"{root}{MANIFEST}").part_names():
                 objects += decode_part(await _get(store, f"{root}{name}"), f"{root}{name}")
-            self._kept[key] = Directory.of(tensors, objects)
+            self._kept[key] = Directory.of(tensors, objects, root)
             while len(self._kept) > _DIRECTORIES_KEPT:
                 self._kept.popitem(last=False)
         return self._kept[key]
@@ -93,7 +92,7 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         if span is None:
             raise CheckpointDamaged(f"{path}: no listing has this chunk; load an older step")
         data = await _get(byte_getter.store, f"{root}{span.object_name}", span.offset, span.nbytes)
-        if len(data) != span.nbytes or crc32c.crc32c(data[:-4]) != span.crc32c or data[-4:] != span.trailer:
+        if not span.is_intact(memoryview(data)):
             raise CheckpointDamaged(
                 f"{root}{span.object_name}: what it holds of {self.key} was changed; load an older step"
             )

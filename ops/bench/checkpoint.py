@@ -1,13 +1,18 @@
-"""Saving and loading a sharded state: keepstep, torch.distributed.checkpoint, torch.save and safetensors on one disk, in one run.
+"""Saving and loading a sharded state: keepstep, torch.distributed.checkpoint, torch.save, safetensors and Orbax, in one run.
 
 `python ops/bench/checkpoint.py --json [--quick]`. The last line is one JSON object. Four gloo ranks save; four load the same layout, two
 and four a changed one (`reshard_s` is the slowest of 4 -> 2, 2 -> 4 and rows -> columns). Files are dropped from the page cache
-before a load where the system allows it; durable means flushed. safetensors and torch.save cannot change the layout.
+before a load where the system allows it; durable means flushed. safetensors and torch.save cannot change the layout. Orbax saves JAX's
+arrays, not torch's shards: one process saves and loads the whole state as NumPy arrays. `disk_ratio` is the rate to durable over that of
+one big sequential write with fsync, of the same repetition.
+
+The part `s3` is against moto's server over HTTP on this machine, a quarter of the state: what counts are requests, not the network.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import statistics
@@ -15,6 +20,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +32,12 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "ops" / "bench" / "checkpoint_worker.py"
-CONTENDERS = ("keepstep", "dcp", "dcp_async", "torch_save", "safetensors")
-RESHARDING = ("keepstep", "dcp", "dcp_async")
+CONTENDERS = ("keepstep", "dcp", "dcp_async", "torch_save", "safetensors", "orbax")
+RESHARDING = ("keepstep", "dcp", "dcp_async", "dcp_s3")
+ALONE = ("orbax",)
+ON_S3 = {"keepstep": "keepstep", "dcp": "dcp_s3"}
+BUCKET = "bench"
+COLUMNS = ("blocked_s", "durable_s", "disk_ratio", "load_s", "reshard_s", "read_ratio", "peak_extra_bytes", "objects")
 
 Result = dict[str, Any]
 
@@ -45,30 +57,49 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
     try:
         # Contenders take turns, so that all see the machine's drift alike.
         runs: dict[str, list[Result]] = {name: [] for name in CONTENDERS}
+        remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
         rates: list[float] = []
         for _ in range(repeats):
             rates.append(disk_rate(place, size))
-            for name in CONTENDERS:
-                runs[name].append(measure(name, place, size))
-                console.print(name, runs[name][-1])
+            for name, found in runs.items():
+                one = measure(name, place, size)
+                if "reason" not in one:
+                    one["disk_ratio"] = one["nbytes"] / one["durable_s"] / rates[-1]
+                found.append(one)
+                console.print(name, one)
+        with s3_server() as client:
+            for _ in range(repeats):
+                for name, worker in ON_S3.items():
+                    remote[name].append(measure_s3(worker, place, max(50, size // 4), client))
+                    console.print("s3", name, remote[name][-1])
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    local: Result = {"disk_bytes_per_s": round(statistics.median(rates))}
+    parts: dict[str, Result] = {
+        "local": {"disk_bytes_per_s": round(statistics.median(rates)), **summary(runs)},
+        "s3": summary(remote),
+    }
+    for part, found in parts.items():
+        table = Table(title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks")
+        for name in ("contender", *COLUMNS):
+            table.add_column(name)
+        for contender, row in found.items():
+            if isinstance(row, dict):
+                table.add_row(contender, *(str(row.get(name)) for name in COLUMNS))
+        console.print(table)
+    print(json.dumps(parts))
+
+
+def summary(runs: dict[str, list[Result]]) -> Result:
+    """Return the medians of each contender, or why there are none."""
+    made: Result = {}
     for name, found in runs.items():
         reasons = [one["reason"] for one in found if "reason" in one]
         good = [one for one in found if "reason" not in one]
         if not good:
-            local[name] = {"reason": reasons[0]}
+            made[name] = {"reason": reasons[0]}
             continue
-        local[name] = {key: _median([one[key] for one in good]) for key in good[0]}
-    table = Table(title=f"{size} MB on 4 ranks; disk {local['disk_bytes_per_s'] / 1e9:.2f} GB/s")
-    names = ("contender", "blocked_s", "durable_s", "load_s", "reshard_s", "read_ratio", "peak_extra_bytes", "objects")
-    for name in names:
-        table.add_column(name)
-    for contender in CONTENDERS:
-        table.add_row(contender, *(str(local[contender].get(name)) for name in names[1:]))
-    console.print(table)
-    print(json.dumps({"local": local}))
+        made[name] = {key: _median([one[key] for one in good]) for key in COLUMNS if key in good[0]}
+    return made
 
 
 def _median(values: list[float | None]) -> float | None:
@@ -94,39 +125,103 @@ def disk_rate(place: Path, megabytes: int) -> float:
 def measure(name: str, place: Path, megabytes: int) -> Result:
     """Save on four ranks and load in the same and in other layouts."""
     four, two = place / f"{name}-4", place / f"{name}-2"
+    four.mkdir()
+    two.mkdir()
     try:
-        saved = ranks("save", name, "fsdp", 4, four, megabytes)
-        objects = sum(1 for path in four.rglob("*") if path.is_file())
-        drop_caches(four)
-        same = ranks("load", name, "fsdp", 4, four, megabytes)
-        others: list[Result] = []
-        if name in RESHARDING:
-            ranks("save", name, "fsdp", 2, two, megabytes)
-            for layout, world, source in (("fsdp", 2, four), ("fsdp", 4, two), ("tp", 4, four)):
-                drop_caches(source)
-                others.append(ranks("load", name, layout, world, source, megabytes))
+        return _measure(
+            name, str(four), str(two), place, megabytes,
+            lambda: sum(1 for path in four.rglob("*") if path.is_file()), lambda source: drop_caches(Path(source)),
+        )  # fmt: skip
     except RuntimeError as error:
         return {"reason": str(error)[-400:]}
     finally:
-        for path in place.glob(f"{name}-*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(four)
+        shutil.rmtree(two)
+
+
+def measure_s3(name: str, place: Path, megabytes: int, client: Any) -> Result:
+    """As `measure`, in a bucket that is empty before and after."""
+
+    def objects() -> list[str]:
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+        return [item["Key"] for page in pages for item in page.get("Contents", ())]
+
+    try:
+        return _measure(
+            name, f"s3://{BUCKET}/four", f"s3://{BUCKET}/two", place, megabytes,
+            lambda: len(objects()), lambda source: None,
+        )  # fmt: skip
+    except RuntimeError as error:
+        return {"reason": str(error)[-400:]}
+    finally:
+        for key in objects():
+            client.delete_object(Bucket=BUCKET, Key=key)
+
+
+def _measure(
+    name: str,
+    four: str,
+    two: str,
+    place: Path,
+    megabytes: int,
+    count: Callable[[], int],
+    drop: Callable[[str], None],
+) -> Result:
+    world = 1 if name in ALONE else 4
+    saved = ranks("save", name, "fsdp", world, four, place, megabytes)
+    objects = count()
+    drop(four)
+    same = ranks("load", name, "fsdp", world, four, place, megabytes)
+    others: list[Result] = []
+    if name in RESHARDING:
+        ranks("save", name, "fsdp", 2, two, place, megabytes)
+        for layout, ranks_now, source in (("fsdp", 2, four), ("fsdp", 4, two), ("tp", 4, four)):
+            drop(source)
+            others.append(ranks("load", name, layout, ranks_now, source, place, megabytes))
+    ratios = [one["read_ratio"] for one in (same, *others)]
     return {
         "blocked_s": saved["blocked_s"],
         "durable_s": saved["durable_s"],
         "load_s": same["load_s"],
         "reshard_s": max(one["load_s"] for one in others) if others else None,
-        "read_ratio": max(one["read_ratio"] for one in (same, *others)),
+        "read_ratio": None if None in ratios else max(ratios),
         "peak_extra_bytes": max(one["peak_extra_bytes"] for one in (saved, same, *others)),
         "objects": objects,
+        "nbytes": saved["nbytes"],
     }
 
 
-def ranks(action: str, name: str, layout: str, world: int, directory: Path, megabytes: int) -> Result:
-    directory.mkdir(exist_ok=True)
+@contextmanager
+def s3_server() -> Iterator[Any]:
+    """Serve S3 on a free port, with the environment by which AWS's tools, and so all contenders, find it; yield a client."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    # One line for each request would slow all of them.
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_REGION": "us-east-1", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+    }  # fmt: skip
+    client = boto3.client("s3")
+    client.create_bucket(Bucket=BUCKET)
+    try:
+        yield client
+    finally:
+        server.stop()
+
+
+def ranks(action: str, name: str, layout: str, world: int, where: str, place: Path, megabytes: int) -> Result:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    store = place / f"store-{uuid.uuid4().hex}"
     started = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), action, name, layout, str(rank), str(world), str(directory), str(megabytes)],
+            [
+                sys.executable, str(WORKER), action, name, layout, str(rank), str(world), where, str(megabytes), str(store)
+            ],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
         )
         for rank in range(world)

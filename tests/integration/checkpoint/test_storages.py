@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import uuid
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 import checkpoint
+from checkpoint import files
 from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from checkpoint.reader import list_steps
 from checkpoint.storage import Storage, open_storage
@@ -47,6 +50,63 @@ def test_a_part_is_read_and_an_end_too_early_is_told(storage: Storage, offset: i
     assert count in there if isinstance(there, set) else count == there
     if count == nbytes:
         assert first + rest == b"12345"[offset : offset + nbytes]
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1, 4095, 4096, 2**20, 2**21 + 4097])
+def test_large_objects_are_whole_whatever_their_size(storage: Storage, beyond: int) -> None:
+    data = os.urandom(2**20 + beyond)
+    pieces = [data[:5], memoryview(data)[5 : 2**19 + 3], data[2**19 + 3 :]]
+    storage.write("a/large", pieces)
+    assert storage.read("a/large") == data
+    storage.write("a/large", [data[::-1]])
+    assert storage.read("a/large") == data[::-1]
+
+
+@pytest.mark.parametrize("refuses", ["open", "posix_fallocate", "write"])
+def test_a_file_system_without_direct_writes_gets_flushed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+) -> None:
+    flushed: list[int] = []
+    really = {name: getattr(os, name) for name in ("open", "posix_fallocate", "write", "fsync")}
+
+    def refuse(first: object, second: int | memoryview, *rest: int) -> int:
+        if refuses == "posix_fallocate":
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        if refuses == "write" or (isinstance(second, int) and second & os.O_DIRECT):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return int(really[refuses](first, second, *rest))
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(os.fstat(descriptor).st_size)
+        really["fsync"](descriptor)
+
+    monkeypatch.setattr(files.os, refuses, refuse)
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    storage = open_storage(str(tmp_path))
+    data = bytes(2**20) + b"end"
+    storage.write("a/large", [data])
+    assert flushed == [len(data)]
+    assert storage.read("a/large") == data
+    assert storage.names() == ["a/large"]
+
+
+def test_everything_is_flushed_before_a_checkpoint_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: set[Path] = set()
+    really_flush, really_link = files._flush, os.link
+
+    def flush(path: Path) -> None:
+        flushed.add(path)
+        really_flush(path)
+
+    def link(unfinished: Path, path: Path) -> None:
+        there = {found for found in tmp_path.rglob("*") if found != unfinished}
+        assert len(there) > 8
+        assert there | {tmp_path} <= flushed
+        really_link(unfinished, path)
+
+    monkeypatch.setattr(files, "_flush", flush)
+    monkeypatch.setattr(files.os, "link", link)
+    checkpoint.save(str(tmp_path), {"large": torch.zeros(700, 600), "small": torch.zeros(3)}, step=1)
 
 
 def test_what_is_not_there_is_missing(storage: Storage) -> None:

@@ -275,6 +275,26 @@ def test_a_part_of_a_tensor_costs_little_more_than_that_part(tmp_path: Path) -> 
     assert counting.nbytes < 1.01 * into.nbytes + listings
 
 
+def test_columns_of_what_was_saved_by_rows_cost_little_more_than_they_are(tmp_path: Path) -> None:
+    values = torch.randn(1000, 2048)
+    checkpoint.save(str(tmp_path), {"x": values}, step=1)
+    source = StoredCheckpoint.open(str(tmp_path))
+    counting = CountingStorage(source.storage)
+    into = torch.zeros(1000, 512)
+    replace(source, storage=counting).read([BoxRequest("x", Box((0, 1024), (1000, 512)), as_bytes(into))])
+    assert torch.equal(into, values[:, 1024:1536])
+    assert counting.nbytes < 1.01 * into.nbytes + 4096
+    columns = torch.zeros(1000, 100)
+    rows = torch.zeros(30, 2048)
+    boxes = (Box((0, 333), (1000, 100)), columns), (Box((970, 0), (30, 2048)), rows)
+    counting.nbytes = 0
+    replace(source, storage=counting).read([BoxRequest("x", box, as_bytes(one)) for box, one in boxes])
+    assert torch.equal(columns, values[:, 333:433])
+    assert torch.equal(rows, values[970:])
+    whole = values.nbytes
+    assert counting.nbytes < whole / 2, "cells that two requests share are read once"
+
+
 def test_a_copied_step_directory_is_no_checkpoint_of_another_step(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.ones(4)}, step=1)
     shutil.copytree(tmp_path / StoredStep(1, 0).directory, tmp_path / StoredStep(9, 0).directory)

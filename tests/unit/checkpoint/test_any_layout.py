@@ -194,7 +194,8 @@ def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CHUNK_NBYTES", 512), ("PACKED_NBYTES", 96), ("CELL_NBYTES", (16, 64))):
+    sizes = {"CHUNK_NBYTES": 512, "PACKED_NBYTES": 96, "CELL_NBYTES": (16, 64), "SEGMENT_NBYTES": 2}
+    for name, value in sizes.items():
         monkeypatch.setattr(chunking, name, value)
     monkeypatch.setattr(writer, "PACK_NBYTES", 128)
 

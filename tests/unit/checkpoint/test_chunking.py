@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from checkpoint.chunking import (
     CELL_NBYTES,
     CHUNK_NBYTES,
+    Cell,
     StoredTensor,
     cell_shape,
     cells_over,
@@ -85,6 +86,12 @@ def test_chunks_over_a_box_are_those_that_share_elements_with_it(axes, data: st.
     assert list(chunks_over("w", shape, grid, box)) == expected
 
 
+def box_of(tensor: StoredTensor, cell: Cell) -> Box:
+    offset = tuple(place * extent for place, extent in zip(cell.place, tensor.cell, strict=True))
+    extents = zip(tensor.cell, tensor.shape, offset, strict=True)
+    return Box(offset, tuple(min(extent, whole - start) for extent, whole, start in extents))
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), min_size=0, max_size=3), st.data())
 def test_the_cells_over_a_box_are_those_that_share_elements_with_it(axes, data: st.DataObject) -> None:
     shape = tuple(n for n, _, _ in axes)
@@ -96,21 +103,43 @@ def test_the_cells_over_a_box_are_those_that_share_elements_with_it(axes, data: 
     for chunk in chunks_over("w", shape, tensor.chunk, box):
         found = list(cells_over(tensor, chunk, box))
         every = list(cells_over(tensor, chunk, chunk.box))
-        assert found == [one for one in every if one.box.intersect(box)]
+        assert found == [one for one in every if box_of(tensor, one).intersect(box)]
         # In a chunk's object cells lie in C order.
         assert [one.number for one in every] == sorted({one.number for one in every})
         for one in found:
-            count[one.box.slices] += 1
+            count[box_of(tensor, one).slices] += 1
     assert (count <= 1).all()
     assert (count[box.slices] == 1).all()
 
 
 @given(st.lists(st.integers(1, 6000), max_size=3), st.sampled_from([1, 2, 4, 8]))
-def test_cells_divide_a_chunk_and_lie_in_it_in_one_piece(chunk: list[int], itemsize: int) -> None:
+def test_cells_divide_a_chunk_and_do_not_cut_rows_small(chunk: list[int], itemsize: int) -> None:
     cell = cell_shape(chunk, itemsize)
     assert all(whole % part == 0 for whole, part in zip(chunk, cell, strict=True))
-    cut = [axis for axis, (whole, part) in enumerate(zip(chunk, cell, strict=True)) if whole != part]
-    assert all(cell[axis] == 1 for axis in cut[:-1])
+    if len(chunk) > 1 and cell[-1] != chunk[-1] and math.prod(cell[:-1]) > 1:
+        assert cell[-1] * itemsize >= 256
+        assert chunk[-1] // cell[-1] <= 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize"),
+    [
+        ((3072, 1024), 4),
+        ((1024, 4096), 4),
+        ((4096, 4096), 2),
+        ((50257, 1600), 4),
+        ((14336, 4096), 2),
+        ((8, 1024, 2048), 2),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_saved_by_rows_is_read_by_columns_or_by_halves_without_reading_more(
+    shape: tuple[int, ...], itemsize: int, ranks: int
+) -> None:
+    boxes = fsdp(shape, ranks)
+    tensor = stored_tensor("bfloat16" if itemsize == 2 else "float32", shape, chunk_shape(shape, boxes, itemsize))
+    assert [shape[-1] // 8 % tensor.cell[-1], shape[-1] // 4 % tensor.cell[-1]] == [0, 0]
+    assert boxes[0].shape[0] % 2 or boxes[0].shape[0] // 2 % tensor.cell[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -157,6 +186,7 @@ def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_the
     plan = plan_chunks([ShardIndex(0, (entry("w", (0, 2**14, 2**14), Box.whole((0, 2**14, 2**14))),), {})])
     assert plan.chunks == ((),)
     assert all(plan.tensors["w"].chunk)
+    assert plan.tensors["w"].is_packed, "it has no chunk whose writer would write its metadata"
 
 
 def test_what_nobody_holds_is_refused() -> None:
