@@ -16,7 +16,6 @@ import itertools
 import mmap
 import os
 import shutil
-import threading
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -163,16 +162,6 @@ class FileStorage:
             raise CheckpointError(f"{self.url}: could not {what}: {error.strerror}; {remedy}") from error
 
 
-class _Staging(threading.local):
-    """Memory of one thread in which bytes are aligned as `O_DIRECT` demands."""
-
-    def __init__(self) -> None:
-        self.memory = np.frombuffer(mmap.mmap(-1, _STAGING_NBYTES), np.uint8)
-
-
-_staging = _Staging()
-
-
 def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
     """Write a file past the page cache; return False, and leave no file, if its file system cannot."""
     if not _O_DIRECT:
@@ -187,7 +176,8 @@ def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
     try:
         # One extent instead of one for each write: other threads' files grow beside it.
         os.posix_fallocate(descriptor, 0, sum(piece.nbytes for piece in pieces))
-        staged = _staging.memory
+        # Mapped memory is aligned as O_DIRECT demands.
+        staged = np.frombuffer(mmap.mmap(-1, _STAGING_NBYTES), np.uint8)
         filled = nbytes = 0
         for piece in pieces:
             rest = np.frombuffer(piece, np.uint8)

@@ -210,6 +210,9 @@ class Agent:
             checkpoint_every=crew.checkpoint_every,
             phase=self._phase(),
         )
+        if membership.record.phase is Phase.DONE:
+            # Reports end with the workers; the record is what remains.
+            membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
         if membership.has_news or time.monotonic() >= self._progress_due_s:
             self._progress_due_s = time.monotonic() + max(1.0, len(view.nodes) / _PROGRESS_WRITES_PER_S)
             membership.update(step=crew.step, memory_nbytes=self._snapshots.memory_nbytes)

@@ -11,7 +11,7 @@ RECORD = NodeRecord(
     node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d",
     generation=3, phase=Phase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
 )  # fmt: skip
-REPORT = Report("a", lease=7, generation=3, step=12, sealed=(SnapshotId(3, 11), SnapshotId(3, 12)))
+REPORT = Report("a", lease=7, generation=3, step=12, protected=(SnapshotId(3, 11), SnapshotId(3, 12)))
 
 
 def view_of(record: NodeRecord) -> View:
@@ -20,15 +20,15 @@ def view_of(record: NodeRecord) -> View:
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RUNNING])
-def test_a_report_replaces_what_the_record_says_is_sealed(phase: Phase) -> None:
+def test_a_report_replaces_what_the_record_says_is_held(phase: Phase) -> None:
     record = replace(RECORD, phase=phase)
     view = with_reports(view_of(record), {"a": REPORT})
-    assert view == view_of(replace(record, step=12, sealed=REPORT.sealed))
+    assert view == view_of(replace(record, step=12, sealed=REPORT.protected, protected=REPORT.protected))
 
 
 def test_a_step_never_goes_back() -> None:
     view = with_reports(view_of(RECORD), {"a": replace(REPORT, step=9)})
-    assert view == view_of(replace(RECORD, sealed=REPORT.sealed))
+    assert view == view_of(replace(RECORD, sealed=REPORT.protected, protected=REPORT.protected))
 
 
 @pytest.mark.parametrize(
