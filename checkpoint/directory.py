@@ -12,7 +12,7 @@ from checkpoint.errors import CheckpointDamaged
 from checkpoint.format import ChunkObject, DataObject, Pack, chunk_name, shard_index
 from checkpoint.layout import Box
 
-_RUN_NBYTES = 4 * 2**20
+_RUN_NBYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False)

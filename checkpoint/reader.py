@@ -7,6 +7,7 @@ processor's cache, and copied from there to where it is wanted.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -39,7 +40,7 @@ from checkpoint.source import BoxRequest, TensorSpec
 from checkpoint.storage import Storage, open_storage
 
 # Threads mostly wait for storage; many small tensors need many reads under way.
-_PARALLEL_READS = 16
+_PARALLEL_READS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,19 @@ class _Target:
             source.append(slice(first - begin, last - begin))
             into.append(slice(first - offset, last - offset))
         self.values[tuple(into)] = cell[tuple(source)]
+
+
+class _Scratch(threading.local):
+    """Memory of each thread to read into, the same again and again: fresh memory would have to be made, page by page."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return this many bytes, which whoever takes next in this thread gets as well."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
 
 
 _Uses = Mapping[Span, Sequence[Sequence[_Target]]]
@@ -157,8 +171,9 @@ class StoredCheckpoint:
             targets = (cells[cell] for cell in ordered)
             for span in self.directory.find(chunk, ordered):
                 uses[span] = list(itertools.islice(targets, len(span.places)))
+        scratch = _Scratch()
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            futures = [pool.submit(self._fetch, run, uses) for run in runs(uses)]
+            futures = [pool.submit(self._fetch, run, uses, scratch) for run in runs(uses)]
             try:
                 for future in futures:
                     future.result()
@@ -172,8 +187,9 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: something is not as it was written.
         """
+        scratch = _Scratch()
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            futures = {pool.submit(self._fetch, run, {}): run for run in runs(self.directory.spans())}
+            futures = {pool.submit(self._fetch, run, {}, scratch): run for run in runs(self.directory.spans())}
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -200,9 +216,9 @@ class StoredCheckpoint:
         """
         return _verified(self.storage, self.stored, self.manifest, name)
 
-    def _fetch(self, run: Sequence[Span], uses: _Uses) -> None:
+    def _fetch(self, run: Sequence[Span], uses: _Uses, scratch: _Scratch) -> None:
         """Read neighbouring spans of one object, and copy from them what they are needed for."""
-        data = np.empty(sum(span.nbytes for span in run), np.uint8)
+        data = scratch.take(sum(span.nbytes for span in run))
         count = self._read(run[0].object_name, [data.data], run[0].offset)
         end = 0
         for span in run:
