@@ -31,6 +31,7 @@ from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissi
 _LARGE_NBYTES = 2**20
 # One write of a file past the page cache. Larger ones are no faster, and this still lies in a processor's cache.
 _STAGING_NBYTES = 2**20
+_READ_AHEAD_NBYTES = 128 * 2**10
 _PARALLEL_FLUSHES = 8
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _BLOCK_NBYTES = mmap.PAGESIZE
@@ -55,6 +56,10 @@ class FileStorage:
         rest = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
         with self._explained(f"read {name}"), (self.root / name).open("rb", buffering=0) as file:
+            size = sum(buffer.nbytes for buffer in rest)
+            if size >= _READ_AHEAD_NBYTES:
+                # Left to itself the kernel reads ahead in steps of some 100 KiB, each waited for.
+                os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
             while rest:
                 count = os.preadv(file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total)
                 if count == 0:
