@@ -109,12 +109,16 @@ class Trainer:
         for _ in range(steps):
             began = time.monotonic()
             self.optimizer.zero_grad()
-            self.model(self.batch).backward()
+            loss = self.model(self.batch)
+            agreement = self.agree() if mode == "lazy" else None
+            loss.backward()
             before = time.monotonic()
             agreed = False
-            if mode == "lazy":
+            if agreement is not None:
                 self.snapshotter.wait()
-                agreed = self.agree()
+                ready, work = agreement
+                work.wait()
+                agreed = bool(ready.item())
             at_write = time.monotonic()
             self.optimizer.step()
             self.number += 1
@@ -142,11 +146,10 @@ class Trainer:
         shutil.rmtree(DIRECTORY / "dcp", ignore_errors=True)
         return {"seconds": seconds, "blocked": blocked, "taken": taken}
 
-    def agree(self) -> bool:
-        """As `elastic` does: a snapshot is taken if all ranks know that the last one is committed."""
+    def agree(self) -> tuple[torch.Tensor, dist.Work]:
+        """As `elastic` does, beside the backward pass: a snapshot is taken if all ranks know that the last one is committed."""
         ready = torch.tensor([int(self.requests.committed >= self.taken)])
-        dist.all_reduce(ready, dist.ReduceOp.MIN)
-        return bool(ready.item())
+        return ready, dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True)
 
     def one(self) -> dict[str, Any]:
         """Take a snapshot while nothing else goes on."""
