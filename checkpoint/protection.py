@@ -311,17 +311,17 @@ class Protection:
             self._encoding_wires.keep(group.addresses)
             for stripe, row in group.stripes.parity_stripes(group.position):
                 self._encode(group, snapshot, stripe, row, kept, stop)
+            with self._changed:
+                if stop.is_set() or (group.parity and snapshot not in self._own):
+                    return False
+                self._kept[snapshot], kept = kept, _Kept(group.stripes, group.position)
+                self._protected.add(snapshot)
         except SnapshotUnavailable:
             self._encoding_wires.keep(())
+            return False
+        finally:
             with self._changed:
                 self._free += [arena for arena, _ in kept.blocks.values()]
-            return False
-        with self._changed:
-            if stop.is_set():
-                self._free += [arena for arena, _ in kept.blocks.values()]
-                return False
-            self._kept[snapshot] = kept
-            self._protected.add(snapshot)
         self._host.protected(snapshot)
         return True
 
@@ -359,7 +359,7 @@ class Protection:
                     left.remove(part.rank)
             if left:
                 raise SnapshotUnavailable(f"the lost node had no shard of rank {left[0]}")
-        except (CheckpointError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the thread's edge: whatever went wrong, those who wait must hear of it
             for rank in left:
                 self._host.fail_adoption(snapshot, rank, f"rank {rank}'s shard cannot be rebuilt: {error}")
         finally:

@@ -23,6 +23,7 @@ def summary(view: View) -> dict[str, Any]:
         "closing": view.closing.reason if view.is_closing and view.closing else None,
         "world_size": generation.world_size if generation else 0,
         "leader": view.leader,
+        "parity": generation.parity if generation else 0,
         "step": max((joined.record.step for joined in view.nodes.values()), default=0),
         "snapshot": view.snapshot.snapshot.to_json() if view.snapshot else None,
         "checkpoint": view.checkpoint.to_json() if view.checkpoint else None,
@@ -32,6 +33,7 @@ def summary(view: View) -> dict[str, Any]:
                 "host": joined.record.host,
                 "phase": joined.record.phase.value,
                 "ranks": _ranks(view, node),
+                "group": _group(view, node),
                 "step": joined.record.step,
                 "leaving": joined.record.leaving,
                 "snapshot_memory_nbytes": joined.record.memory_nbytes,
@@ -52,6 +54,10 @@ def render(job: str, view: View) -> RenderableType:
         f"last committed snapshot: {f'step {snapshot.snapshot.step}' if snapshot else 'none'}",
         f"last stored checkpoint:  {f'step {stored.step} in {stored.url}' if stored else 'none'}",
     ]
+    if facts["world_size"]:
+        groups = len({node["group"] for node in facts["nodes"] if node["group"] is not None})
+        survives = f"{facts['parity']} node{'s' if facts['parity'] != 1 else ''}"
+        lines.append(f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}")
     if facts["closing"]:
         lines.append(f"changing membership: {facts['closing']}")
     nodes = Table(box=box.SIMPLE_HEAD)
@@ -82,12 +88,9 @@ def recoveries(history: Sequence[Recovery]) -> Table:
         title="recoveries: seconds from detection to members settled, processes ready, state restored, first step done",
         title_justify="left",
     )
-    columns = (
-        "reason", "ranks", "detected", "members", "ready", "restored", "stepped", "at", "lost", "state from",
-    )  # fmt: skip
+    columns = ("reason", "ranks", "detected", "members", "ready", "state", "stepped", "step", "lost", "from")
     for name in columns:
-        wraps = name in ("reason", "state from")
-        table.add_column(name, no_wrap=not wraps, min_width=10 if wraps else None)
+        table.add_column(name, no_wrap=name != "reason", min_width=8 if name == "reason" else None)
     for recovery in history:
         began = recovery.detected_at_s
         table.add_row(
@@ -105,9 +108,15 @@ def recoveries(history: Sequence[Recovery]) -> Table:
             ),
             str(recovery.resumed_step),
             str(recovery.lost_steps),
-            recovery.source,
+            # One below the other, and short: a terminal may have 80 columns.
+            recovery.source.replace("peers' memory", "peers'").replace(", ", ",\n"),
         )
     return table
+
+
+def _group(view: View, node: str) -> int | None:
+    member = view.generation.member(node) if view.generation else None
+    return member.group if member else None
 
 
 def _ranks(view: View, node: str) -> str:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from checkpoint.errors import SnapshotUnavailable
 from checkpoint.layout import Json
 from elastic.data import Batches, Dataset, Position
 from elastic.errors import UsageError
@@ -288,8 +289,10 @@ class Job:
             newer_than = assignment.generation
             try:
                 self._enter_generation(assignment)
-            except RuntimeError as error:
-                if not (is_peer_failure(error) or self._session.is_closing(newer_than)):
+            except (RuntimeError, SnapshotUnavailable) as error:
+                # Who holds the state may be lost while it is being restored.
+                is_late_loss = isinstance(error, SnapshotUnavailable) or is_peer_failure(error)
+                if not (is_late_loss or self._session.is_closing(newer_than)):
                     raise
                 self._give_up(newer_than, error)
             else:

@@ -112,11 +112,14 @@ def plot(output: Path, history: Sequence[Recovery]) -> None:
         last = {step: loss for _, step, loss in done}
         by_step.plot(list(last), list(last.values()), label=name, **style)
         by_time.plot([at for at, _, _ in done], [step for _, step, _ in done], label=name, **style)
-    for recovery, what in zip(history[1:], ("node-b killed", "node-b back"), strict=False):
+    bottom, top = by_step.get_ylim()
+    # One below the other, for the two may be near each other.
+    heights = (top, top - (top - bottom) / 6)
+    for recovery, what, height in zip(history[1:], ("node-b killed", "node-b back"), heights, strict=False):
         by_step.axvline(recovery.resumed_step, ls=":", color="grey")
         by_step.annotate(
             f"{what}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",
-            (recovery.resumed_step, by_step.get_ylim()[1]), fontsize=8, va="top",
+            (recovery.resumed_step, height), fontsize=8, va="top",
             ha="right" if recovery.resumed_step > by_step.get_xlim()[1] / 2 else "left",
         )  # fmt: skip
     by_step.set(xlabel="step", ylabel="loss", title="loss over steps")

@@ -154,6 +154,20 @@ def test_lost_node_is_outlived_and_taken_in_again_without_storage(tmp_path: Path
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
+def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:3", checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
+        for node in ("a", "b", "c"):
+            running.start(node)
+        running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 6, 120)
+        running.kill("b")
+        # Its shards are being rebuilt, or just have been.
+        running.wait_until(lambda view: view.number == 2, 60)
+        running.kill("c")
+        assert running.wait("a", 120) == 0, running.output()
+    disturbed = last_run_of_each_step(tmp_path)
+    assert disturbed.keys() == set(range(1, STEPS + 1))
+
+
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
     tmp_path: Path, without_dropout: Lines, leaver: str
