@@ -6,7 +6,6 @@ nodes hold are read from them. One server then publishes. A generation that ends
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from checkpoint.errors import CheckpointError
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Box, Entry, Json, ShardIndex
 from checkpoint.planner import plan_reads
+from checkpoint.priority import yield_to_training
 from checkpoint.retention import Snapshot
 from checkpoint.storage import open_storage
 from checkpoint.wire import Message
@@ -77,7 +77,7 @@ class Persistence:
     def __init__(self, host: Host, secret: bytes) -> None:
         self._host = host
         self._secret = secret
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-persist", initializer=_yield_to_training)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-persist", initializer=yield_to_training)
         self._attempt = threading.Event()
         self._whole: _Whole | None = None
         # The plan of the last checkpoint, good for the next one of an unchanged layout.
@@ -217,11 +217,6 @@ class Persistence:
         if address not in clients:
             clients[address] = SnapshotClient(address, self._secret)
         return clients[address]
-
-
-def _yield_to_training() -> None:
-    """Have this thread, and those that it starts, run when the training leaves a processor free; Linux has priorities by thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _held(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _Held:

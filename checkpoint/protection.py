@@ -12,7 +12,6 @@ table that says where its shards begin, with their checksums: so what is rebuilt
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -30,6 +29,7 @@ from checkpoint.arena import Arena, Bytes
 from checkpoint.erasure import Combination, Row, parity_rows
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
 from checkpoint.layout import Json
+from checkpoint.priority import yield_to_training
 from checkpoint.retention import Snapshot
 from checkpoint.stripes import Rebuilding, Stripes, plan_rebuilding
 from checkpoint.wire import Message, Wire
@@ -161,7 +161,7 @@ class Protection:
         self._closing = False
         self._stop = threading.Event()
         self._encoding_wires, self._rebuilding_wires = _Wires(secret), _Wires(secret)
-        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-parity", initializer=_yield_to_training)
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-parity", initializer=yield_to_training)
         self._rebuilding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-rebuild")
 
     @property
@@ -517,8 +517,3 @@ def _head(source: Wire) -> tuple[Message, int]:
 
 def _nbytes(table: Table) -> int:
     return table[-1].offset + table[-1].nbytes if table else 0
-
-
-def _yield_to_training() -> None:
-    """Have this thread run when the training leaves a processor free; Linux has priorities by thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
