@@ -20,7 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -31,7 +31,6 @@ from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissi
 _LARGE_NBYTES = 2**20
 # One write of a file past the page cache. Larger ones are no faster, and this still lies in a processor's cache.
 _STAGING_NBYTES = 2**20
-_READ_AHEAD_NBYTES = 128 * 2**10
 _PARALLEL_FLUSHES = 8
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _BLOCK_NBYTES = mmap.PAGESIZE
@@ -56,10 +55,6 @@ class FileStorage:
         rest = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
         with self._explained(f"read {name}"), (self.root / name).open("rb", buffering=0) as file:
-            size = sum(buffer.nbytes for buffer in rest)
-            if size >= _READ_AHEAD_NBYTES:
-                # Left to itself the kernel reads ahead in steps of some 100 KiB, each waited for.
-                os.posix_fadvise(file.fileno(), offset, size, os.POSIX_FADV_WILLNEED)
             while rest:
                 count = os.preadv(file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total)
                 if count == 0:
@@ -67,6 +62,11 @@ class FileStorage:
                 total += count
                 _advance(rest, count)
         return total
+
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """See `Storage.announce`. Left to itself the kernel reads ahead in small steps, each waited for."""
+        with suppress(OSError), (self.root / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""

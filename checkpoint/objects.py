@@ -53,6 +53,9 @@ class ObjectStorage:
             start += piece.nbytes
         return data.nbytes
 
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """See `Storage.announce`: there is nothing to be gained here, several requests are under way anyway."""
+
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         data = b"".join(pieces)

@@ -41,6 +41,7 @@ from checkpoint.storage import Storage, open_storage
 
 # Threads mostly wait for storage; many small tensors need many reads under way.
 _PARALLEL_READS = 8
+_ANNOUNCED_RUNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,13 @@ class StoredCheckpoint:
             for span in self.directory.find(chunk, ordered):
                 uses[span] = list(itertools.islice(targets, len(span.places)))
         scratch = _Scratch()
+        ordered_runs = list(runs(uses))
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            futures = [pool.submit(self._fetch, run, uses, scratch) for run in runs(uses)]
+            futures = []
+            for number, run in enumerate(ordered_runs):
+                # Told before the last of those ahead of it is read, so that the device always has something to do.
+                ahead = ordered_runs[number + _ANNOUNCED_RUNS] if number + _ANNOUNCED_RUNS < len(ordered_runs) else None
+                futures.append(pool.submit(self._fetch, run, uses, scratch, ahead))
             try:
                 for future in futures:
                     future.result()
@@ -189,7 +195,7 @@ class StoredCheckpoint:
         """
         scratch = _Scratch()
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
-            futures = {pool.submit(self._fetch, run, {}, scratch): run for run in runs(self.directory.spans())}
+            futures = {pool.submit(self._fetch, run, {}, scratch, None): run for run in runs(self.directory.spans())}
             try:
                 for future in as_completed(futures):
                     future.result()
@@ -216,8 +222,11 @@ class StoredCheckpoint:
         """
         return _verified(self.storage, self.stored, self.manifest, name)
 
-    def _fetch(self, run: Sequence[Span], uses: _Uses, scratch: _Scratch) -> None:
-        """Read neighbouring spans of one object, and copy from them what they are needed for."""
+    def _fetch(self, run: Sequence[Span], uses: _Uses, scratch: _Scratch, ahead: Sequence[Span] | None) -> None:
+        """Read neighbouring spans of one object, and copy from them what they are needed for; `ahead` are read soon."""
+        if ahead is not None:
+            name = f"{self.stored.directory}/{ahead[0].object_name}"
+            self.storage.announce(name, ahead[0].offset, sum(span.nbytes for span in ahead))
         data = scratch.take(sum(span.nbytes for span in run))
         count = self._read(run[0].object_name, [data.data], run[0].offset)
         end = 0

@@ -44,6 +44,10 @@ class Storage(Protocol):
         """
         ...
 
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """Hear what is going to be read soon; never fails."""
+        ...
+
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write an object, the pieces one after the other; it is durable after `settle`."""
         ...

@@ -56,6 +56,9 @@ class DictStorage:
             start += len(piece)
         return start
 
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        assert offset + nbytes <= len(self.objects[name]), "only what is there is read"
+
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         assert name not in self.objects, "a chunk has one writer"
         self.objects[name] = b"".join(pieces)
