@@ -279,9 +279,10 @@ class Keeper:
         tensors = [tensor.copied() if tensor.key in self._buffers else tensor for tensor in live.tensors]
         extra: dict[str, Json] = {}
         for key, value in self._extra.items():
-            mine = _tensors_of(key, value)
+            state = value.state_dict()
+            mine = _tensors_of(key, state)
             tensors += [tensor.copied() for tensor in mine]
-            extra[key] = None if mine else value.state_dict()
+            extra[key] = None if mine else state
         rank = self._assignment.rank
         trainer: dict[str, Json] = {
             "step": position.step,
@@ -295,13 +296,16 @@ class Keeper:
     def _restore_extra(self, source: Source, stored: Mapping[str, Json]) -> None:
         """Fill what the source has; what is new since then stays as it was made."""
         for key, value in self._extra.items():
-            mine = _tensors_of(key, value)
+            state = value.state_dict()
+            mine = _tensors_of(key, state)
             known = [tensor for tensor in mine if tensor.key in source.tensors]
             if known and len(known) < len(mine):
                 missing = next(tensor.key for tensor in mine if tensor.key not in source.tensors)
                 raise LayoutMismatch(f"{missing}: missing in step {source.step}, which has other parts of {key!r}")
             if known:
                 restore(LiveState(tuple(known), {}), source, strict=False)
+                # What `state_dict` returned may be copies.
+                value.load_state_dict(state)
             elif not mine and stored.get(key) is not None:
                 value.load_state_dict(stored[key])
 
@@ -334,13 +338,12 @@ def _generators(rank: int) -> tuple[LiveTensor, ...]:
     )
 
 
-def _tensors_of(key: str, value: Any) -> tuple[LiveTensor, ...]:
-    """Return the live tensors of an extra part of the state; none if it is JSON.
+def _tensors_of(key: str, state: Any) -> tuple[LiveTensor, ...]:
+    """Return the tensors of an extra part of the state, which may be sharded; none if it is JSON.
 
     Raises:
         UsageError: it is partly tensors and partly something else.
     """
-    state = value.state_dict()
     if not isinstance(state, Mapping) or not any(isinstance(item, torch.Tensor) for item in state.values()):
         return ()
     for name, item in state.items():

@@ -44,7 +44,7 @@ class Stateful(Protocol):
         ...
 
     def load_state_dict(self, state: Json, /) -> None:
-        """Take a state that `state_dict` returned."""
+        """Take a state of the kind that `state_dict` returns."""
         ...
 
 
@@ -54,7 +54,7 @@ class State:
 
     `optimizer` is called with the model's parameters once they are real, and returns one optimizer or several; `scheduler` is called
     with each. A model on the meta device is given memory on `World.device`; `initialize` then fills it, only when there is nothing to
-    resume from. `extra` is saved and restored by name; modules in it may be sharded, and on no meta device.
+    resume from. `extra` is saved and restored by name; its tensors may be sharded, and are on no meta device.
     """
 
     model: nn.Module
