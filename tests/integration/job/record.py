@@ -99,14 +99,10 @@ with elastic.join(
                 scheduler.step()
             if average is not None:
                 average.update(job.model)
-        if options.get("meddle"):
-            with torch.no_grad():
-                job.model.head.weight.mul_(0.999)
-            meddled.set()
-        if step.completed:
+            # Inside, so that it is on record before the step can be committed; what fails at the step's end is done and recorded again.
             world = job.world
             line = {
-                "step": job.steps,
+                "step": job.steps + 1,
                 "rank": world.rank,
                 "world_size": world.world_size,
                 "generation": world.generation,
@@ -116,3 +112,7 @@ with elastic.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
+        if options.get("meddle"):
+            with torch.no_grad():
+                job.model.head.weight.mul_(0.999)
+            meddled.set()
