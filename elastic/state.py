@@ -40,6 +40,7 @@ from checkpoint.source import Source
 from checkpoint.storage import open_storage
 from elastic.data import Position
 from elastic.errors import UsageError
+from elastic.plain import from_plain, to_plain
 from elastic.records import Adoption, Member
 from elastic.session import Assignment
 from elastic.world import check_place, is_peer_failure
@@ -111,7 +112,7 @@ class Keeper:
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
         for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
-            scheduler.load_state_dict(stored)
+            scheduler.load_state_dict(from_plain(stored, scheduler.state_dict()))
         self._restore_extra(source, trainer["extra"])
         self._restore_randomness(source, seed)
         if isinstance(source, MemorySnapshot):
@@ -274,6 +275,9 @@ class Keeper:
 
     def _whole(self, position: Position) -> LiveState:
         """Everything that is state: tensors of model and optimizer, randomness, position, scheduler, extras."""
+        if self.copies_at_once:
+            # It may be because a step puts other memory under its tensors.
+            self._capturer.forget_moved()
         live = self._capturer.capture()
         # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
         tensors = [tensor.copied() if tensor.key in self._buffers else tensor for tensor in live.tensors]
@@ -282,13 +286,13 @@ class Keeper:
             state = value.state_dict()
             mine = _tensors_of(key, state)
             tensors += [tensor.copied() for tensor in mine]
-            extra[key] = None if mine else state
+            extra[key] = None if mine else to_plain(f"extra {key!r}", state)
         rank = self._assignment.rank
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
             "extra": extra,
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [to_plain("the scheduler's state", scheduler.state_dict()) for scheduler in self.schedulers],
         }
         documents = {**live.documents, _TRAINER: trainer, f"rank/{rank:05d}/random": random.getstate()}
         return LiveState((*tensors, *_generators(rank)), documents)
@@ -307,7 +311,7 @@ class Keeper:
                 # What `state_dict` returned may be copies.
                 value.load_state_dict(state)
             elif not mine and stored.get(key) is not None:
-                value.load_state_dict(stored[key])
+                value.load_state_dict(from_plain(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._assignment.rank + 1)
