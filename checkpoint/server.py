@@ -28,10 +28,12 @@ import psutil
 
 from checkpoint import retention
 from checkpoint.arena import Arena, box_bytes, contiguous_range
+from checkpoint.blocks import Group, Part
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
 from checkpoint.layout import Box, Entry, ShardIndex
 from checkpoint.persist import Persistence
-from checkpoint.protection import Group, Part, Protection
+from checkpoint.protection import Protection
+from checkpoint.rebuilding import Rebuilder
 from checkpoint.retention import Shelf, Snapshot
 from checkpoint.wire import Message, Wire
 
@@ -80,6 +82,7 @@ class SnapshotServer:
         self._remote = socket.create_server((host, 0), backlog=1024)
         self._persistence = Persistence(self, secret)
         self._protection = Protection(self, secret)
+        self._rebuilder = Rebuilder(self, secret, self._protection.distrust)
 
     @property
     def address(self) -> str:
@@ -112,6 +115,7 @@ class SnapshotServer:
             wires = list(self._wires)
         for wire in wires:
             wire.interrupt()
+        self._rebuilder.close()
         self._protection.close()
         for thread in list(self._threads):
             thread.join()
@@ -371,7 +375,7 @@ class SnapshotServer:
         with self._lock:
             self._contents.expected.update({(snapshot, rank): None for rank in request["ranks"]})
             self._lock.notify_all()
-        self._protection.rebuild(snapshot, group, request["lost"], request["ranks"])
+        self._rebuilder.rebuild(snapshot, group, request["lost"], request["ranks"])
 
     def _sealed(self) -> list[Any]:
         return [
