@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic.actions import Publish
 from elastic.crew import Crew
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
+from elastic.intervals import failures_per_s
 from elastic.links import Gate, Links
 from elastic.membership import Membership
 from elastic.records import Generation, NodeRecord, PersistedPart, Phase, Report, SnapshotId
-from elastic.rendezvous import Policy, Publish, may_leave
+from elastic.rendezvous import Policy, may_leave
 from elastic.snapshots import SnapshotProcess
 from elastic.store.contract import Store
 from elastic.worker import Command
@@ -215,7 +217,12 @@ class Agent:
             membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
         if membership.has_news or time.monotonic() >= self._progress_due_s:
             self._progress_due_s = time.monotonic() + max(1.0, len(view.nodes) / _PROGRESS_WRITES_PER_S)
-            membership.update(step=crew.step, memory_nbytes=self._snapshots.memory_nbytes)
+            membership.update(
+                step=crew.step,
+                memory_nbytes=self._snapshots.memory_nbytes,
+                snapshot_every=crew.snapshot_every,
+                snapshot_cost_s=crew.snapshot_cost_s,
+            )
         return False
 
     def _phase(self) -> Phase:
@@ -258,6 +265,7 @@ class Agent:
             secret,
             self._config.job,
             self._config.policy.max_restarts,
+            failures_per_s(membership.view.history.recoveries, len(generation.members), time.time()),
         )
         if leads_ranks:
             used.close()
