@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import crc32c
@@ -39,6 +39,9 @@ _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
 _ANSWER_S = 10.0
 _RETRY_S = 0.1
+
+# A core reads its share of the memory bus; more than these add nothing.
+_CHECKERS = 8
 
 
 @dataclass(slots=True)
@@ -72,7 +75,7 @@ class Host(Protocol):
 
 
 class Protection:
-    """Owns the parity buffers, a thread and its connections. `close` ends all of them."""
+    """Owns the parity buffers, threads and their connections. `close` ends all of them."""
 
     def __init__(self, host: Host, secret: bytes) -> None:
         self._host = host
@@ -87,6 +90,9 @@ class Protection:
         self._stop = threading.Event()
         self._wires = Wires(secret)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-parity", initializer=yield_to_training)
+        self._checking = ThreadPoolExecutor(
+            _CHECKERS, thread_name_prefix="keepstep-check", initializer=yield_to_training
+        )
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +100,11 @@ class Protection:
         with self._changed:
             used = [arena for kept in self._kept.values() for arena, _ in kept.blocks.values()]
             return sum(arena.nbytes for arena in (*used, *self._free))
+
+    @property
+    def peers(self) -> int:
+        """Number of other nodes in this node's group."""
+        return len(self._group.addresses) - 1
 
     def is_protected(self, snapshot: Snapshot) -> bool:
         """Whether this node's part in protecting a snapshot is complete."""
@@ -176,6 +187,12 @@ class Protection:
                 raise SnapshotUnavailable(f"nothing is known here about another node's part of step {snapshot.step}")
             return kept.tables[position]
 
+    def is_intact(self, snapshot: Snapshot) -> bool:
+        """Whether this node's own bytes of a snapshot are what they were when they were sealed, as far as that is known."""
+        with self._changed:
+            table = self._own.get(snapshot)
+        return table is None or self._tabulate(snapshot) == table
+
     def distrust(self, snapshot: Snapshot) -> None:
         """Take a snapshot for unprotected here, for a block of it is damaged."""
         with self._changed:
@@ -189,6 +206,7 @@ class Protection:
             self._changed.notify_all()
         self._wires.interrupt()
         self._encoding.shutdown(wait=True, cancel_futures=True)
+        self._checking.shutdown(wait=True, cancel_futures=True)
         self._wires.keep(())
         self.keep(())
         for arena in self._free:
@@ -252,7 +270,13 @@ class Protection:
         stripes = group.stripes
         positions = [stripes.holder(stripe, number) for number in range(stripes.data)]
         sources = [self._wires.get(group.addresses[position]) for position in positions]
-        request = {"verb": "stripe", "snapshot": [snapshot.generation, snapshot.step], "stripe": stripe, "offset": 0}
+        request = {
+            "verb": "stripe",
+            "snapshot": [snapshot.generation, snapshot.step],
+            "stripe": stripe,
+            "offset": 0,
+            "background": True,
+        }
         for source in sources:
             source.send(request)
         heads = [receive_head(source) for source in sources]
@@ -306,12 +330,14 @@ class Protection:
             return self._own[snapshot]
 
     def _tabulate(self, snapshot: Snapshot) -> Table:
-        parts, offset = [], 0
         with self._pinned(snapshot):
-            for rank, arena, index_offset, nbytes in self._host.own_shards(snapshot):
-                parts.append(Part(rank, offset, nbytes, index_offset, crc32c.crc32c(arena.buffer[:nbytes])))
-                offset += nbytes
-        return tuple(parts)
+            shards = self._host.own_shards(snapshot)
+            offsets = accumulate((nbytes for *_, nbytes in shards), initial=0)
+            checksums = self._checking.map(lambda shard: crc32c.crc32c(shard[1].buffer[: shard[3]]), shards)
+            return tuple(
+                Part(rank, offset, nbytes, index_offset, checksum)
+                for (rank, _, index_offset, nbytes), offset, checksum in zip(shards, offsets, checksums, strict=False)
+            )
 
     def _own_ranges(self, snapshot: Snapshot, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (descriptor, offset, count) of each piece of memory that a range of this node's bytes lies in."""

@@ -11,9 +11,10 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint.limits import Limits
 from elastic.actions import Publish
 from elastic.crew import Crew
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
@@ -51,6 +52,7 @@ class AgentConfig:
     abort_timeout_s: float = 5.0
     grace_s: float = 30.0
     spares: int = 1
+    limits: Limits = field(default_factory=Limits)
 
 
 class Agent:
@@ -124,7 +126,13 @@ class Agent:
         self._crew = Crew(config.command, config.workers, config.spares, config.environment, self._wake.set)
         try:
             self._snapshots = await SnapshotProcess.start(
-                config.node, config.workers, config.run_directory, config.host, secret, self._on_snapshot_event
+                config.node,
+                config.workers,
+                config.run_directory,
+                config.host,
+                secret,
+                self._on_snapshot_event,
+                config.limits,
             )
             membership.update(server=self._snapshots.address)
             async with asyncio.TaskGroup() as group:
@@ -290,8 +298,10 @@ class Agent:
         limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
         if not await self._crew.drain(abort, limit_s):
             return
-        # If nobody is lost, what is sealed will do.
-        await (self._snapshots.settle() if abort else self._snapshots.refresh())
+        if abort:
+            # If nobody is lost, what is sealed will do.
+            await self._snapshots.settle()
+        await self._snapshots.verify()
         self._drained_generation = generation
         self._membership.update(
             sealed=self._snapshots.sealed,
