@@ -61,6 +61,15 @@ class ObjectStorage:
         data = b"".join(pieces)
         self._do(f"write {name}", lambda: self.store.write(name, data).result())
 
+    @property
+    def repeats(self) -> bool:
+        """See `Storage.repeats`: a second name would be a second object."""
+        return False
+
+    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.repeat`."""
+        return False
+
     def settle(self, names: Sequence[str]) -> None:
         """See `Storage.settle`: an acknowledged PUT is durable."""
 

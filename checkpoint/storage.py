@@ -52,6 +52,18 @@ class Storage(Protocol):
         """Write an object, the pieces one after the other; it is durable after `settle`."""
         ...
 
+    @property
+    def repeats(self) -> bool:
+        """Whether `repeat` can ever succeed."""
+        ...
+
+    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """Make `name` another name of an object that has exactly these bytes, instead of writing them again.
+
+        Return False if it has others, is not there (any more), or cannot be given another name. Durable after `settle`.
+        """
+        ...
+
     def settle(self, names: Sequence[str]) -> None:
         """Return once these objects, written before, would survive a loss of power."""
         ...

@@ -36,6 +36,7 @@ from checkpoint.format import (
     array_metadata,
     cells_per_chunk,
     chunk_name,
+    decode_part,
     encode,
     encode_part,
     pack_name,
@@ -70,6 +71,8 @@ def write_part(
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's own entry.
 
+    What is as it was in the newest checkpoint, such as frozen weights, is not written again if the storage can do without.
+
     Whoever writes an array's first chunk writes its metadata too: there may be thousands, and publishing waits for nothing else.
 
     Args:
@@ -89,9 +92,14 @@ def write_part(
     # A directory that was removed, or left by a writer that died, may have been noted for deletion: it is in use again.
     storage.delete(f"{step.directory}/{REMOVED}")
 
+    last = _last_written(storage, step, name)
+
     def write(job: _Job) -> DataObject:
         made, pieces = _chunk_object(plan, job, encoded) if isinstance(job, Chunk) else _pack(plan, job, encoded)
-        storage.write(f"{step.directory}/{made.name}", pieces)
+        # Equal checksums only make it likely that the bytes are equal; the storage compares them.
+        before = last.get(made)
+        if before is None or not storage.repeat(before, f"{step.directory}/{made.name}", pieces):
+            storage.write(f"{step.directory}/{made.name}", pieces)
         return made
 
     def encoded(chunk: Chunk) -> tuple[memoryview, tuple[int, ...]]:
@@ -148,6 +156,24 @@ def publish(
     storage.settle([f"{step.directory}/{stored.name}" for stored in written])
     manifest = Manifest(step.step, step.generation, (*parts, *written))
     storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
+
+
+def _last_written(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
+    """Return what the writer of this name wrote of the newest other checkpoint, and where; nothing if that is of no use."""
+    if not storage.repeats:
+        return {}
+    found = [
+        stored for stored in map(StoredStep.parse, storage.directories_with(MANIFEST)) if stored and stored != step
+    ]
+    if not found:
+        return {}
+    directory = max(found, key=lambda stored: (stored.step, stored.generation)).directory
+    try:
+        listing = decode_part(storage.read(f"{directory}/{part_name(name)}"), f"{storage.url}/{directory}/")
+    except CheckpointError:
+        # It was removed meanwhile, had fewer writers, or is damaged: all is written.
+        return {}
+    return {item: f"{directory}/{item.name}" for item in listing}
 
 
 def _refuse_committed(storage: Storage, step: StoredStep) -> None:

@@ -41,7 +41,7 @@ class MortalStorage:
                 raise Died
             if self.operations == self._dies_at:
                 if self._how == "middle" and name in ("write", "create"):
-                    half(self.storage, *arguments)
+                    half(self.storage, arguments[0], arguments[-1])
                 if self._how == "after":
                     attribute(*arguments, **options)
                 raise Died
@@ -59,6 +59,7 @@ def half(storage: Any, name: str, content: Any) -> None:
 def state(value: float) -> dict[str, torch.Tensor]:
     return {
         "large": torch.full((700, 600), value),
+        "frozen": torch.full((700, 600), 5.0),
         "small": torch.full((7,), value),
         "more": torch.full((3, 3), value).bfloat16(),
     }
@@ -77,8 +78,9 @@ def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
 
         return open_mortal
 
+    checkpoint.save(str(tmp_path / "count"), state(1.0), step=1)
     monkeypatch.setattr(api, "open_storage", mortal(10**9))
-    checkpoint.save(str(tmp_path / "count"), state(0.0), step=1)
+    checkpoint.save(str(tmp_path / "count"), state(2.0), step=2)
     total = made[-1].operations
     assert total >= 10
     committed = 0

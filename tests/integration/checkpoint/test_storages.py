@@ -42,6 +42,20 @@ def test_what_is_written_is_read(storage: Storage) -> None:
     assert first + second == b"again"
 
 
+def test_an_object_gets_a_second_name_only_if_its_bytes_are_the_same(storage: Storage) -> None:
+    storage.write("a/b", [b"one", b"two"])
+    assert not storage.repeat("a/b", "c/b", [b"onetwO"])
+    assert not storage.repeat("a/b", "c/b", [b"onetw"])
+    assert not storage.repeat("a/b", "c/b", [b"onetwos"])
+    assert not storage.repeat("a/none", "c/b", [b"onetwo"])
+    assert not storage.exists("c/b")
+    if storage.repeats:
+        assert storage.repeat("a/b", "c/b", [memoryview(b"onet"), b"wo"])
+        storage.settle(["c/b"])
+        storage.delete_directory("a")
+        assert storage.read("c/b") == b"onetwo"
+
+
 @pytest.mark.parametrize(("offset", "nbytes", "there"), [(0, 5, 5), (1, 3, 3), (2, 4, {3, 0}), (7, 1, 0)])
 def test_a_part_is_read_and_an_end_too_early_is_told(storage: Storage, offset: int, nbytes: int, there: object) -> None:
     storage.write("a", [b"12345"])

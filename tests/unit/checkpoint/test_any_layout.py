@@ -56,6 +56,13 @@ class DictStorage:
             start += len(piece)
         return start
 
+    @property
+    def repeats(self) -> bool:
+        return False
+
+    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        return False
+
     def announce(self, name: str, offset: int, nbytes: int) -> None:
         assert offset + nbytes <= len(self.objects[name]), "only what is there is read"
 
