@@ -32,7 +32,8 @@ class Job:
                 subprocess.Popen(
                     [sys.executable, *prefix, str(Path(__file__).with_name("scenarios.py")), scenario],
                     env={
-                        **os.environ, "KEEPSTEP_MONITOR_DIR": str(base), "RANK": str(rank), "WORLD_SIZE": str(size), "KEEPSTEP_JOB": "test", "KEEPSTEP_NODE": "here",
+                        **os.environ, "KEEPSTEP_MONITOR_DIR": str(base),
+                        "RANK": str(rank), "WORLD_SIZE": str(size), "KEEPSTEP_JOB": "test", "KEEPSTEP_NODE": "here",
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": str(ROOT), **environment,
                     },

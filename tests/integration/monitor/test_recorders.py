@@ -202,6 +202,9 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
     records = told.ranks[0].records
     marks = records[records["kind"] == Kind.PHASE]
     assert (marks["ended_s"][marks["code"] != Phase.STEP] > 0).all()
+    steps = marks[marks["code"] == Phase.STEP]
+    assert steps["step"].tolist() == [1, 2, 3, 4]
+    assert steps["ended_s"][:3].tolist() == steps["enqueued_s"][1:].tolist()
     for step in (1, 2, 3):
         mine = marks[marks["step"] == step]
         mine = mine[mine["code"] != Phase.GARBAGE_COLLECTION]
