@@ -8,9 +8,9 @@ it holds without assumptions on delays, but for the clocks' drift, which is allo
 bound as well, so stages of a pipeline are aligned though they share no collective (as NTP does it, after Cristian, 1989).
 
 What is likely: all leave an all-reduce, all-gather, all-to-all or barrier nearly together, some a bit later. The differences of two nodes'
-leaving times crowd around the difference of their clocks, with tails to both sides; the middle of the shortest interval that
-holds half of them (Rousseeuw's shorth) is where they crowd, also when one of the two is usually late. It is the estimate, unless the
-certain bounds exclude it.
+leaving times crowd around the difference of their clocks, with tails to both sides; the middle of the shortest
+interval that holds an eighth of them, found by halving (after Bickel's half-sample mode), is where they crowd, also when one of the
+two is usually late. It is the estimate, unless the certain bounds exclude it.
 """
 
 from __future__ import annotations
@@ -93,15 +93,21 @@ def estimate_clocks(ranks: Mapping[int, RankRecords], reference: str | None = No
     return clocks
 
 
-def shorth(values: Floats) -> float:
-    """Return the middle of the shortest interval that holds half of the values (more than half, if few)."""
+def crowd(values: Floats) -> float:
+    """Return the middle of where values crowd: of the shortest half of the shortest half of the shortest half.
+
+    Of a one-sided tail it finds the beginning, where a mean or median is drawn into the tail.
+    """
     ordered = np.sort(values)
-    half = len(ordered) // 2 + 1
-    widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
-    # Of equally short ones the one in the middle, so that turning all signs turns the result's.
-    shortest = np.flatnonzero(widths == widths.min())
-    start = shortest[(len(shortest) - 1) // 2], shortest[len(shortest) // 2]
-    return float((ordered[start[0]] + ordered[start[1] + half - 1]) / 2)
+    for _ in range(3):
+        half = len(ordered) // 2 + 1
+        if half < 3 or half == len(ordered):
+            break
+        widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
+        # Of equally short ones those in the middle, so that turning all signs turns the result's.
+        shortest = np.flatnonzero(widths == widths.min())
+        ordered = ordered[shortest[(len(shortest) - 1) // 2] : shortest[len(shortest) // 2] + half]
+    return float((ordered[0] + ordered[-1]) / 2)
 
 
 def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> list[_Meeting]:
@@ -119,7 +125,7 @@ def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> lis
         left = np.where(is_over, called["ended_s"], np.nan)
         code, peer = called["code"], called["peer"]
         entered[np.isin(code, _FROM_ROOT) & (peer != rank) | (code == Operation.RECEIVE)] = np.nan
-        left[np.isin(code, _TO_ROOT) & (peer != rank) | (code == Operation.SEND)] = np.nan
+        left[np.isin(code, _TO_ROOT) & (peer != rank)] = np.nan
         family = np.zeros((len(called), 4))
         family[:, 0] = called["communicator"]
         is_send, is_receive = code == Operation.SEND, code == Operation.RECEIVE
@@ -213,4 +219,4 @@ def _likely_difference(meetings: list[_Meeting], bounds: Floats, known: int, nod
             found.append(differences[~np.isnan(differences)])
     differences = np.concatenate(found) if found else np.empty(0)
     low, high = -bounds[node, known], bounds[known, node]
-    return shorth(differences) if len(differences) else float((low + high) / 2)
+    return crowd(differences) if len(differences) else float((low + high) / 2)
