@@ -160,9 +160,9 @@ def _convert(dump: _Dump, groups: Mapping[str, Communicator]) -> RankRecords:
             dtype, nbytes = _payload(entry[f"{side}_dtypes"], entry[f"{side}_sizes"])
             if operation == Operation.BARRIER:
                 dtype = nbytes = 0
-            created_s = entry["time_created_ns"] / 1e9
-            started_s = (entry["time_discovered_started_ns"] or 0) / 1e9 or created_s
-            ended_s = (entry["time_discovered_completed_ns"] or 0) / 1e9
+            created_s = entry["time_created_ns"] / 10**9
+            started_s = (entry["time_discovered_started_ns"] or 0) / 10**9 or created_s
+            ended_s = (entry["time_discovered_completed_ns"] or 0) / 10**9
             flags = 0
             if not ended_s and (entry["state"] == "completed" or entry["retired"]):
                 ended_s, flags = started_s, int(Flag.UNOBSERVED)
