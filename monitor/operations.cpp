@@ -7,7 +7,7 @@
 // tell when it is complete.
 //
 // Why native and not a kernel in Python, which works as well: that took 25 us of the calling thread and 10 more of the
-// backend's for each operation, this under one; and completions told in Python wait for the GIL, so that a worker that
+// backend's for each operation, this about one in all; and completions told in Python wait for the GIL, so that a worker that
 // holds it in C would seem to be inside an operation that had long ended.
 //
 // Nothing here takes the GIL, except once for each new process group; then no lock of ours is held.
@@ -359,10 +359,17 @@ bool is_capturing(const Stream& stream) {
   return false;
 }
 
-c10::Event record_event(const c10::Device& device) {
-  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
+// Returns an event after all that is in the device's current stream; none where the device has no events, or records a graph.
+std::optional<c10::Event> record_event(const c10::Device& device) {
+  try {
+    const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    if (is_capturing(stream)) return std::nullopt;
+    c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    event.record(stream);
+    return event;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
 }
 
 // Makes sure that a group is known. Takes the GIL the first time.
@@ -389,99 +396,122 @@ void introduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       group.get(), Communicator{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), identity, std::move(ranks), counters, {}});
 }
 
-template <size_t INDEX>
-void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  constexpr Plan PLAN = PLANS[INDEX];
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  if (!is_recording.load(std::memory_order_relaxed)) return op.redispatchBoxed(below, stack);
-  const auto& schema = op.schema();
-  const auto argument = [&](int index) -> const c10::IValue& {
-    return (*stack)[stack->size() - schema.arguments().size() + index];
-  };
-  static const int IS_ASYNCHRONOUS = schema.argumentIndexWithName("async_op").value_or(-1);
-  const auto group = argument(PLAN.group).template toCustomClass<c10d::ProcessGroup>();
-  Payload payload;
-  payload.add(argument(PLAN.payload < 0 ? 0 : PLAN.payload));
-  introduce(group);
-
+// An operation that was called, before and after it was passed on.
+struct Call {
   Ticket ticket;
-  Record told{};
+  uint32_t communicator = 0;
+  c10::Device device{c10::kCPU};
+  // Where the operation runs on a device whose events can be had.
+  std::optional<c10::Event> began;
   bool has_future = true;
-  {
+};
+
+bool runs_on_device(const c10::Device& device) { return !device.is_cpu(); }
+
+// Notes a call; nothing if it is not to be recorded. Whatever is odd about the call, it must go on as if nobody watched.
+template <size_t INDEX>
+std::optional<Call> enter(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  constexpr Plan PLAN = PLANS[INDEX];
+  constexpr bool IS_PAIR = PLAN.operation == SEND || PLAN.operation == RECEIVE;
+  static const int IS_ASYNCHRONOUS = schema.argumentIndexWithName("async_op").value_or(-1);
+  const auto argument = [&](int index) -> const c10::IValue& {
+    return stack[stack.size() - schema.arguments().size() + index];
+  };
+  try {
+    const auto group = argument(PLAN.group).template toCustomClass<c10d::ProcessGroup>();
+    Payload payload;
+    payload.add(argument(PLAN.payload < 0 ? 0 : PLAN.payload));
+    // Nothing is sent: a model is being traced.
+    if (payload.device.is_meta()) return std::nullopt;
+    introduce(group);
+    Call call;
+    call.device = payload.device;
+    if (runs_on_device(call.device)) call.began = record_event(call.device);
+
     auto& it = recorder();
     const std::lock_guard lock(it.mutex);
     const auto found = it.communicators.find(group.get());
-    if (!it.lane || found == it.communicators.end()) {
-      ticket.lane = nullptr;
-    } else {
-      Communicator& communicator = found->second;
-      ticket.lane = it.lane;
-      has_future = !communicator.without_future[INDEX];
-      told.code = PLAN.operation;
-      told.communicator = communicator.identity;
-      told.peer = -1;
-      if (PLAN.peer >= 0) {
-        const auto peer = argument(PLAN.peer).toInt();
-        if (peer >= 0 && peer < static_cast<int64_t>(communicator.ranks.size())) told.peer = communicator.ranks[peer];
-      }
-      if (PLAN.payload >= 0) {
-        told.nbytes = payload.nbytes;
-        told.dtype = payload.dtype;
-      }
-      if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) told.flags = ASYNCHRONOUS;
-      constexpr bool IS_PAIR = PLAN.operation == SEND || PLAN.operation == RECEIVE;
-      told.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, told.peer}]
-                            : ++communicator.counters->collectives;
-      ticket.position = ticket.lane->begin(told);
+    if (!it.lane || found == it.communicators.end()) return std::nullopt;
+    Communicator& communicator = found->second;
+    Record told{};
+    told.code = PLAN.operation;
+    told.communicator = call.communicator = communicator.identity;
+    told.peer = -1;
+    if (PLAN.peer >= 0) {
+      const auto peer = argument(PLAN.peer).toInt();
+      if (peer >= 0 && peer < static_cast<int64_t>(communicator.ranks.size())) told.peer = communicator.ranks[peer];
     }
+    if (PLAN.payload >= 0) {
+      told.nbytes = payload.nbytes;
+      told.dtype = payload.dtype;
+    }
+    if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) told.flags = ASYNCHRONOUS;
+    told.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, told.peer}]
+                          : ++communicator.counters->collectives;
+    call.has_future = !communicator.without_future[INDEX];
+    call.ticket = {it.lane, it.lane->begin(told)};
+    return call;
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
-  if (!ticket.lane) return op.redispatchBoxed(below, stack);
+}
 
-  const c10::Device device = payload.device;
-  std::optional<c10::Event> began;
-  bool is_on_device = !device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
-  if (is_on_device) {
-    is_on_device = !is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    if (is_on_device) began.emplace(record_event(device));
-  }
-  try {
-    op.redispatchBoxed(below, stack);
-  } catch (...) {
-    ticket.end(FAILED);
-    throw;
-  }
-  if (schema.returns().empty()) return ticket.end(0);
-  const auto work = stack->back().toCustomClass<c10d::Work>();
-  if (!work || (!device.is_cpu() && !is_on_device)) return ticket.end(UNOBSERVED);
-
+// Has the end of an operation told. May put another work in the place of its own.
+template <size_t INDEX>
+void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
+  const auto work = result.toCustomClass<c10d::Work>();
+  if (!work || (runs_on_device(call.device) && !call.began)) return call.ticket.end(UNOBSERVED);
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  if (has_future) {
+  if (call.has_future) {
     try {
       future = work->getFuture();
     } catch (const std::exception&) {
       auto& it = recorder();
       const std::lock_guard lock(it.mutex);
-      const auto found = it.communicators.find(group.get());
+      const auto found = it.communicators.find(group);
       if (found != it.communicators.end()) found->second.without_future[INDEX] = true;
-      has_future = false;
+      call.has_future = false;
     }
   }
-  if (!future) {
-    if (is_on_device || has_future) return ticket.end(UNOBSERVED);
-    stack->back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, ticket)));
-    return;
+  if (future && !call.began) {
+    future->addCallback([ticket = call.ticket](c10::ivalue::Future& done) { ticket.end(done.hasError() ? FAILED : 0); });
+  } else if (future) {
+    // A device's future counts as complete once all is in its queue; then it runs callbacks with current streams that wait for what is.
+    auto began = std::make_shared<c10::Event>(std::move(*call.began));
+    future->addCallback([ticket = call.ticket, communicator = call.communicator, device = call.device,
+                         began](c10::ivalue::Future& done) {
+      if (done.hasError()) return ticket.end(FAILED);
+      auto ended = record_event(device);
+      if (!ended) return ticket.end(UNOBSERVED);
+      DeviceWatch::get().add(communicator, {ticket, std::move(*began), std::move(*ended)});
+    });
+  } else if (!call.began && !call.has_future) {
+    result = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, call.ticket)));
+  } else {
+    call.ticket.end(UNOBSERVED);
   }
-  if (!is_on_device) {
-    future->addCallback([ticket](c10::ivalue::Future& done) { ticket.end(done.hasError() ? FAILED : 0); });
-    return;
+}
+
+template <size_t INDEX>
+void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  if (!is_recording.load(std::memory_order_relaxed)) return op.redispatchBoxed(below, stack);
+  const auto& schema = op.schema();
+  const auto group = (*stack)[stack->size() - schema.arguments().size() + PLANS[INDEX].group].toCustomClass<c10d::ProcessGroup>();
+  auto call = enter<INDEX>(schema, *stack);
+  if (!call) return op.redispatchBoxed(below, stack);
+  try {
+    op.redispatchBoxed(below, stack);
+  } catch (...) {
+    call->ticket.end(FAILED);
+    throw;
   }
-  // A device's future counts as complete once all is in its queue; then it runs callbacks with current streams that wait for what is.
-  const uint32_t identity = told.communicator;
-  auto shared = std::make_shared<std::optional<c10::Event>>(std::move(began));
-  future->addCallback([ticket, shared, device, identity](c10::ivalue::Future& done) {
-    if (done.hasError()) return ticket.end(FAILED);
-    DeviceWatch::get().add(identity, {ticket, std::move(**shared), record_event(device)});
-  });
+  if (schema.returns().empty()) return call->ticket.end(0);
+  try {
+    watch<INDEX>(*call, group.get(), stack->back());
+  } catch (const std::exception&) {
+    call->ticket.end(UNOBSERVED);
+  }
 }
 
 template <size_t... INDEX>

@@ -172,6 +172,25 @@ def test_end_is_told_though_the_worker_holds_the_gil(tmp_path: Path) -> None:
         job.read_until(lambda told: unended(told, 0) == [])
 
 
+def test_numbers_begin_anew_with_a_generation_and_not_before(tmp_path: Path) -> None:
+    with Job(tmp_path, "generations", 1) as job:
+        job.expect("first")
+        assert operations(job.rings.read(10).ranks[0].records)["number"].tolist() == [1, 2]
+        job.proceed()
+        job.expect("second")
+        assert operations(job.rings.read(10).ranks[0].records)["number"].tolist() == [1]
+
+
+def test_odd_calls_go_on_as_if_nobody_watched(tmp_path: Path) -> None:
+    with Job(tmp_path, "odd", 1) as job:
+        job.expect("done")
+        called = operations(job.rings.read(10).ranks[0].records)
+        assert called[["code", "nbytes", "flags"]].tolist() == [
+            (Operation.ALL_REDUCE, 16, 0), (Operation.ALL_REDUCE, 0, 0), (Operation.REDUCE_SCATTER, 16, Flag.FAILED),
+        ]  # fmt: skip
+        assert (called["ended_s"] > 0).all()
+
+
 def entry_point(directory: Path) -> Path:
     """Make a distribution with our entry point, as installing this project does."""
     about = directory / "keepstep_test-0.dist-info"
