@@ -25,11 +25,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bitset>
-#include <condition_variable>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
@@ -283,6 +285,12 @@ class WatchedWork : public c10d::Work {
 
 // Finds out when operations on a device have ended, without ever making the job wait: a thread of its own, without the GIL,
 // asks once a millisecond for the oldest one of each communicator, for a query may block where a device's queue is full.
+//
+// The device's events tell spans only. A communicator's first event is its anchor: the least delay with which an event was
+// seen after its span from the anchor says when the anchor was. Every ten seconds a new anchor is taken, before the
+// device's clock has run off or its spans, which are single precision, have lost their microseconds.
+//
+// No test of ours runs this: they have no device.
 class DeviceWatch {
  public:
   struct Pending {
@@ -298,7 +306,8 @@ class DeviceWatch {
 
   void add(uint32_t communicator, Pending pending) {
     const std::lock_guard lock(mutex_);
-    queues_[communicator].push_back(std::move(pending));
+    timelines_[communicator].queue.push_back(std::move(pending));
+    ++waiting_;
     if (!is_running_) {
       is_running_ = true;
       std::thread([this] { run(); }).detach();
@@ -307,24 +316,31 @@ class DeviceWatch {
   }
 
  private:
+  static constexpr double ANCHOR_KEPT_S = 10.0;
+
+  struct Timeline {
+    std::deque<Pending> queue;
+    std::optional<c10::Event> anchor;
+    double anchor_s = 0.0;
+    double last_ended_s = 0.0;
+  };
+
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      news_.wait(lock, [this] { return !queues_.empty(); });
-      std::vector<uint32_t> keys;
-      for (const auto& [communicator, queue] : queues_) keys.push_back(communicator);
-      for (const uint32_t key : keys) {
-        // References into a deque stay valid while others append; only this thread takes away.
-        auto& queue = queues_.at(key);
-        while (!queue.empty()) {
-          Pending& oldest = queue.front();
+      news_.wait(lock, [this] { return waiting_ > 0; });
+      // Others add timelines, and append to queues, which leaves references valid; only this thread takes away.
+      for (auto& entry : timelines_) {
+        Timeline& timeline = entry.second;
+        while (!timeline.queue.empty()) {
+          Pending& oldest = timeline.queue.front();
           lock.unlock();
-          const bool is_over = settle(oldest);
+          const bool is_over = settle(timeline, oldest);
           lock.lock();
           if (!is_over) break;
-          queue.pop_front();
+          timeline.queue.pop_front();
+          --waiting_;
         }
-        if (queue.empty()) queues_.erase(key);
       }
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -332,13 +348,21 @@ class DeviceWatch {
     }
   }
 
-  // Returns whether nothing more is to be learnt of it.
-  static bool settle(const Pending& pending) {
+  // Returns whether nothing more is to be learnt of it. Its ended event may become the timeline's anchor.
+  static bool settle(Timeline& timeline, Pending& pending) {
     try {
       if (!pending.ended.query()) return false;
-      const double ended_s = now_s();
+      const double seen_s = now_s();
       const double duration_s = 1e-3 * pending.began.elapsedTime(pending.ended);
-      pending.ticket.lane->end(pending.ticket.position, DEVICE_TIMES, ended_s, ended_s - duration_s);
+      const double span_s = timeline.anchor ? 1e-3 * timeline.anchor->elapsedTime(pending.ended) : 0.0;
+      const bool takes_anchor = !timeline.anchor || span_s > ANCHOR_KEPT_S;
+      timeline.anchor_s = takes_anchor ? seen_s : std::min(timeline.anchor_s, seen_s - span_s);
+      const double ended_s = timeline.anchor_s + (takes_anchor ? 0.0 : span_s);
+      // What was called while the one before still ran began when that had ended.
+      const double started_s = std::min(std::max(ended_s - duration_s, timeline.last_ended_s), ended_s);
+      timeline.last_ended_s = ended_s;
+      pending.ticket.lane->end(pending.ticket.position, DEVICE_TIMES, ended_s, started_s);
+      if (takes_anchor) timeline.anchor.emplace(std::move(pending.ended));
     } catch (const std::exception&) {
       // The device has failed, or the process is ending: that is news for the job's own error handling.
       pending.ticket.end(FAILED | UNOBSERVED);
@@ -348,7 +372,8 @@ class DeviceWatch {
 
   std::mutex mutex_;
   std::condition_variable news_;
-  std::map<uint32_t, std::deque<Pending>> queues_;
+  std::map<uint32_t, Timeline> timelines_;
+  size_t waiting_ = 0;
   bool is_running_ = false;
 };
 
