@@ -1,7 +1,7 @@
 """Attaching the recorder to this process, whoever launched it.
 
 Three ways, with the same effect: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which
-`import torch` acts upon in every worker, by the entry point that PyTorch offers to extensions (group "torch.backends"; PyTorch 2.5 and
+`import torch` acts upon in every worker, by the entry point that PyTorch offers to extensions (`keepstep_monitor`; PyTorch 2.5 and
 later, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m monitor.run script.py`.
 
 Who the worker is comes from what launchers set: RANK and WORLD_SIZE, else Slurm's or Open MPI's variables, else the process group if
