@@ -7,7 +7,8 @@ Everything else about clocks is the reader's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -96,6 +97,8 @@ class Flag(IntEnum):
     DEVICE_TIMES = 2
     """`started_s` and `ended_s` were taken on the device."""
     FAILED = 4
+    UNOBSERVED = 8
+    """Nobody could tell when it ended: `ended_s` is only when it was last heard of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,12 @@ class Communicator:
     identity: int
     name: str
     ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, ranks: Sequence[int]) -> Communicator:
+        """Return a process group with the identity that all its ranks give it; never 0, which stands for none."""
+        told = f"{name}\0{','.join(map(str, ranks))}".encode()
+        return cls(zlib.crc32(told) or 1, name, tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +126,7 @@ class RankRecords:
         records: whole records of dtype `RECORD`, oldest first, among them operations that have not ended.
         read_at_s: when they were read, by the node's monotonic clock.
         is_alive: whether the process exists.
+        has_finished: whether it said that it ends in good order.
         offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
         offset_error_s: how far that may be off.
     """
@@ -126,6 +136,7 @@ class RankRecords:
     records: np.ndarray
     read_at_s: float
     is_alive: bool = True
+    has_finished: bool = False
     offset_s: float = 0.0
     offset_error_s: float = 0.0
 
