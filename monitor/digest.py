@@ -237,6 +237,7 @@ def _ranks(
     rows = np.zeros(len(reading.ranks), RANK)
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
     rows["alive"], rows["offset_s"] = reading.column("is_alive"), reading.column("offset_s")
+    rows["aligned"] = reading.column("offset_error_s") > 0
     rows["phase"], rows["marks_steps"] = -1, cuts["marks_steps"]
     moved = np.full(len(rows), -np.inf)
     for name in ("enqueued_s", "started_s", "ended_s"):

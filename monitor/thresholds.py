@@ -59,6 +59,12 @@ class SlowThresholds:
     """Seconds a step that it must cost: below, a scheduler's time slices decide."""
     transfer_ratio: float = 2.0
     """Transfer time over that of peers or of its own past: congestion comes and goes below this."""
+    job_transfer_ratio: float = 3.0
+    """The same for all communicators of a job at once, against their past: with no peer to compare, more is asked."""
+    job_cost_share: float = 0.10
+    """Share of the step that such a common slowdown must cost."""
+    job_own_ratio: float = 1.2
+    """If own times have grown by more at the same time, the machines are busy and not the network."""
     baseline: int = 10
     """Steps from which the own past is learnt; it learns nothing from steps that were found anomalous."""
     crowd: float = 0.25
@@ -91,6 +97,8 @@ class MeasureThresholds:
     """A spike is at least this over the median: a very smooth curve has a very small spread."""
     sustained: int = 3
     """Steps of a spike after which a person should look; a single one mostly heals."""
+    held: int = 10
+    """Steps for which a finding stands after the step that showed it."""
 
 
 @dataclass(frozen=True, slots=True)
