@@ -190,7 +190,8 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             trace.phase(rank, _PHASES[head[0]], *times, step)
             continue
         name, operation, size, *options = head
-        peer = next((int(one.lstrip("-><root=")) for one in options if one[:2] in ("->", "<-", "ro")), -1)
+        peers = [one for one in options if one.startswith(("->", "<-", "root="))]
+        peer = int(peers[0].removeprefix("root=").removeprefix("->").removeprefix("<-")) if peers else -1
         dtype = next((one for one in options if one in DTYPES), "float32")
         nbytes = int(size[:-1]) * {"k": 1024, "M": 2**20}[size[-1]] if size[-1] in "kM" else int(size)
         trace.operation(
