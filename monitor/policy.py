@@ -202,8 +202,8 @@ def _treat(
     """Return the one thing to do about a case now, if there is any."""
     case = state.cases[key]
     verdict = case.verdict
-    wanted = _wanted(policy, verdict, nodes)
-    if wanted is not None and case.acted is None and _is_due(policy, case, wanted):
+    wanted = _wanted(policy, state, verdict, nodes)
+    if wanted is not None and case.acted is not wanted and _is_due(policy, case, wanted):
         places, ranks = _targets(wanted, verdict, nodes)
         denied = _denied(policy, state, wanted, places, ranks, nodes)
         if not denied:
@@ -215,14 +215,22 @@ def _treat(
     return _alert(policy, state, key, f"{case.lost_s:.0f} s lost so far")
 
 
-def _wanted(policy: Policy, verdict: Verdict, nodes: Mapping[int, str]) -> ActionKind | None:
-    """Return what the verdict calls for, as far as the policy goes; None for telling people at most."""
+def _wanted(policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]) -> ActionKind | None:
+    """Return what the verdict calls for, as far as the policy goes; None for telling people at most.
+
+    A worker that was restarted and has the same kind of trouble again, or still, is on a bad node: that escalates to a replacement,
+    though not before the restart has had the time to work.
+    """
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
     if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
         return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
     if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
-        return ActionKind.RESTART_WORKER
+        restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
+        if not restarted:
+            return ActionKind.RESTART_WORKER
+        if policy.mode is Mode.REPLACE and state.now_s - restarted[-1] >= policy.replace_cost_s:
+            return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
     return None
 
 

@@ -52,6 +52,16 @@ def test_hang_is_acted_upon_as_soon_as_it_is_sustained() -> None:
     assert done == [(1.0, ActionKind.RESTART_WORKER)]
 
 
+def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
+    hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER)
+    done = kinds(POLICY, [(float(now), [hang]) for now in range(200)])
+    assert [kind for _, kind in done if kind is not ActionKind.ALERT] == [
+        ActionKind.RESTART_WORKER,
+        ActionKind.REPLACE_NODE,
+    ]
+    assert [now_s for now_s, kind in done if kind is ActionKind.REPLACE_NODE] == [1.0 + POLICY.replace_cost_s]
+
+
 def test_verdict_that_comes_and_goes_within_the_hysteresis_is_told_once() -> None:
     told = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
     assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), told)] == [ActionKind.ALERT]
