@@ -283,6 +283,12 @@ def _blame(
 ) -> tuple[Subject, Syndrome, float, tuple[str, ...]]:
     """Return who is at fault where all have begun an operation, with what, how surely, and why."""
     nodes = view.job.nodes
+    stopped = sorted(view.job.stopped & set(members))
+    if stopped:
+        told = tuple(f"the process of rank {rank} is stopped by a signal" for rank in stopped[:4])
+        subjects = gather(stopped, nodes)
+        subject = subjects[0] if len(subjects) == 1 else group_subject(stopped, nodes)
+        return subject, Syndrome.NON_COMMUNICATION_HANG, 0.95, told
     payloads = view.payloads(operation)
     if len(set(payloads.values())) > 1:
         told = (
