@@ -188,9 +188,7 @@ def test_one_of_many_communicators_with_slow_transfers_is_told_as_a_group() -> N
             took_s = 0.30 if rank % 4 == 2 else 0.1
             trace.operation(rank, f"row{rank % 4}", Operation.ALL_REDUCE, step + 0.2, step + 0.2 + took_s, step=step)
             # Own time is equal: the others work on after the shorter transfer.
-            trace.operation(
-                rank, f"row{rank % 4}", Operation.BARRIER, step + 0.7 + took_s - 0.1, step + 0.91, step=step
-            )
+            trace.operation(rank, f"row{rank % 4}", Operation.BARRIER, step + 0.7 + took_s - 0.1, step + 0.91, 0, step)
     trace.read_s = 32.0
     _, verdicts = diagnose(trace.job(), {}, NO_PAST, 32.0, Thresholds())
     assert told(verdicts) == ["communication slow: group 2, 6"]
