@@ -184,3 +184,20 @@ def test_survivors_whose_operations_failed_bear_witness_of_a_death() -> None:
     one = trace("world all_reduce 4k failed  0.30-0.45  0.31-0.45  .  0.33-0.45")
     one.dead = {2}
     assert told(at(one, 6.6)) == ["dead process: rank 2 on b"]
+
+
+def test_rank_that_lacks_at_an_earlier_operation_is_the_root_of_later_ones_too() -> None:
+    # All but rank 2 have begun the barrier as well; what lacks there is what lacks at the gather before it.
+    one = trace("world gather 4k root=3 async  0.1-0.2  0.1-0.2  .  0.1-?\nworld barrier 0  0.3-?  0.3-?  .  0.3-?")
+    assert told(at(one, 12.0)) == ["non-communication hang: rank 2 on b"]
+
+
+def test_gather_of_uneven_parts_that_all_have_begun_and_that_does_not_end_is_a_mismatch() -> None:
+    one = trace("world all_gather 4k  0.30-?  .  0.30-?  0.30-?\nworld all_gather 2k  .  0.31-?  .  .")
+    assert told(at(one, 12.0)) == ["mismatched collectives: group 0, 1, 2, 3"]
+
+
+def test_operation_is_stuck_only_when_the_last_to_come_has_waited_long() -> None:
+    one = trace("world all_reduce 4k  0.30-?  0.31-?  2.50-?  0.33-?")
+    assert at(one, 11.4) == ()
+    assert told(at(one, 11.6)) == ["communication hang: group 0, 1, 2, 3"]

@@ -118,17 +118,35 @@ def test_of_two_the_one_that_left_its_own_past_is_named() -> None:
 
 
 def test_stages_that_do_other_work_are_no_peers() -> None:
-    # Ranks 2 and 3 call an operation more and work longer; compared with 0 and 1 they would be slow.
-    trace = Trace({rank: "ab"[rank // 2] for rank in range(4)}, {}, {"world": (0, 1, 2, 3), "last": (2, 3)})
+    # Ranks 6 and 7 call an operation more and work longer; compared with the others they would be slow.
+    ranks = range(8)
+    trace = Trace({rank: "abcd"[rank // 2] for rank in ranks}, {}, {"world": tuple(ranks), "last": (6, 7)})
     for step in range(1, 41):
-        for rank in range(4):
-            if rank >= 2:
+        for rank in ranks:
+            if rank >= 6:
                 trace.operation(rank, "last", Operation.ALL_REDUCE, step + 0.30, step + 0.31, step=step)
             trace.operation(
-                rank, "world", Operation.ALL_REDUCE, step + (0.6 if rank >= 2 else 0.2), step + 0.7, step=step
+                rank, "world", Operation.ALL_REDUCE, step + (0.6 if rank >= 6 else 0.2), step + 0.7, step=step
             )
     trace.read_s = 42.0
     assert told(diagnose(trace.job(), {}, NO_PAST, 42.0, Thresholds())[1]) == []
+
+
+def test_where_many_are_slow_at_once_nobody_is_to_blame() -> None:
+    rng = noisy(8)
+    seen = follow(
+        job(
+            40,
+            lambda rank, step: 0.3 * rng.lognormal(0, 0.05) * (1.5 if rank in (1, 3, 5) and step > 20 else 1),
+            ranks=8,
+        )
+    )
+    assert [verdicts for _, verdicts in seen if verdicts] == []
+
+
+def test_rank_that_is_slow_in_six_of_ten_steps_is_not_yet_slow() -> None:
+    seen = follow(job(60, lambda rank, step: 0.3 * (1.5 if rank == 2 and step % 10 < 6 else 1)))
+    assert [verdicts for _, verdicts in seen if verdicts] == []
 
 
 def test_ranks_without_peers_are_judged_by_their_own_past() -> None:
@@ -200,3 +218,30 @@ def test_checkpoint_of_one_rank_alone_is_no_stall() -> None:
         row = trace.rows[0][step - 1][1]
         trace.phase(0, Phase.CHECKPOINT, float(row["enqueued_s"]) - 0.2, float(row["enqueued_s"]) - 0.1, step)
     assert [verdicts for _, verdicts in follow(trace) if verdicts] == []
+
+
+def test_transfers_that_grow_with_own_times_are_busy_machines_and_not_the_network() -> None:
+    seen = follow(
+        job(
+            60,
+            lambda _rank, step: 0.4 if step > 30 else 0.2,
+            transfer_s=lambda _rank, step: 0.4 if step > 30 else 0.05,
+        )
+    )
+    assert [verdicts for _, verdicts in seen if verdicts] == []
+
+
+def test_slow_rank_that_slows_its_communicators_transfers_is_named_alone() -> None:
+    trace = Trace(
+        {rank: "abcdefgh"[rank // 2] for rank in range(8)}, {}, {f"row{row}": (row, row + 4) for row in range(4)}
+    )
+    for step in range(1, 31):
+        for rank in range(8):
+            slow = rank % 4 == 2
+            began_s = step + (0.5 if rank == 2 else 0.2)
+            ended_s = step + (0.8 if slow else 0.3)
+            trace.operation(rank, f"row{rank % 4}", Operation.ALL_REDUCE, began_s, ended_s, step=step)
+            trace.operation(rank, f"row{rank % 4}", Operation.BARRIER, ended_s + 0.1, step + 0.95, 0, step)
+    trace.read_s = 32.0
+    _, verdicts = diagnose(trace.job(), {}, NO_PAST, 32.0, Thresholds())
+    assert told(verdicts) == ["non-communication slow: rank 2 on b"]
