@@ -62,22 +62,30 @@ Trial = dict[str, Any]
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
 @click.option("--quick", is_flag=True, help="Fewer trials, and no accuracy at 16,384 ranks.")
+@click.option(
+    "--ranks", "sizes", type=int, multiple=True, help="Only jobs of this many ranks; may be given several times."
+)
+@click.option("--trials", "count", type=int, help="Faults to inject at each size.")
 @click.option("--seed", default=1)
-def main(as_json: bool, quick: bool, seed: int) -> None:
+def main(as_json: bool, quick: bool, sizes: tuple[int, ...], count: int | None, seed: int) -> None:
     console = Console(stderr=as_json)
     trials = {1024: 12, 4096: 3, 16384: 0} if quick else {1024: 60, 4096: 12, 16384: 4}
     healthy = {1024: 100, 4096: 20, 16384: 0} if quick else {1024: 2000, 4096: 100, 16384: 30}
     results: dict[str, Any] = {"simulation": True, "sizes": {}}
     for ranks, shape in SHAPES.items():
-        outcome = accuracy(shape, trials[ranks], seed, console)
+        if sizes and ranks not in sizes:
+            continue
+        outcome = accuracy(shape, trials[ranks] if count is None else count, seed, console)
         outcome |= false_alarms(shape, healthy[ranks], seed)
         outcome |= cost(shape, 2 if quick else 4, seed)
         results["sizes"][ranks] = outcome
         console.print(f"{ranks} ranks: {outcome}")
-    sizes = results["sizes"]
+    done = results["sizes"]
+    smallest, largest = min(done), max(done)
     for key in ("cpu_top", "cpu_nodes"):
-        results[f"{key}_growth"] = round(sizes[16384][key] / sizes[1024][key] / 16, 3)
-    console.print(report(sizes))
+        # 1 is linear in ranks.
+        results[f"{key}_growth"] = round(done[largest][key] / done[smallest][key] / (largest / smallest), 3)
+    console.print(report(done))
     print(json.dumps(results))
 
 
