@@ -201,3 +201,9 @@ def test_operation_is_stuck_only_when_the_last_to_come_has_waited_long() -> None
     one = trace("world all_reduce 4k  0.30-?  0.31-?  2.50-?  0.33-?")
     assert at(one, 11.4) == ()
     assert told(at(one, 11.6)) == ["communication hang: group 0, 1, 2, 3"]
+
+
+def test_parting_in_the_first_step_is_told_without_the_patience_for_slow_starts() -> None:
+    text = "node a: 0 1 2\ncommunicator world: 0 1 2\nstep 1 at 1.0\nworld all_reduce 4k  0.3-?  0.3-?  .\n"
+    one = parse(text + "world all_reduce 8k  .  .  0.3-?\nread 4.0")
+    assert told(at(one, 4.0)) == ["mismatched collectives: rank 2 on a"]
