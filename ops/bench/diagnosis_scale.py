@@ -68,7 +68,7 @@ Trial = dict[str, Any]
 @click.option("--trials", "count", type=int, help="Faults to inject at each size.")
 @click.option("--seed", default=1)
 def main(as_json: bool, quick: bool, sizes: tuple[int, ...], count: int | None, seed: int) -> None:
-    console = Console(stderr=as_json)
+    console = Console(stderr=as_json, width=160)
     trials = {1024: 12, 4096: 3, 16384: 0} if quick else {1024: 60, 4096: 12, 16384: 4}
     healthy = {1024: 100, 4096: 20, 16384: 0} if quick else {1024: 2000, 4096: 100, 16384: 30}
     results: dict[str, Any] = {"simulation": True, "sizes": {}}

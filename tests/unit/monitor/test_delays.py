@@ -7,7 +7,7 @@ import numpy as np
 from monitor.delays import delay_matrix, find_slow_links, link_keys, message_delays, unpack
 from monitor.history import NOTHING, History
 from monitor.records import Communicator
-from monitor.tables import MESSAGE
+from monitor.tables import MESSAGE, fold_messages
 from monitor.thresholds import SlowThresholds
 from monitor.transfers import Fabric, find_slow_transfers, transfer_keys
 
@@ -78,6 +78,15 @@ def test_delay_runs_from_the_later_call_with_aligned_clocks_and_else_is_the_shor
     assert message_delays(rows, True, NODES)[1].round(6).tolist() == [0.2]
     assert message_delays(rows, False, NODES)[1].tolist() == [0.001]
     assert message_delays(rows, False, {0: "a", 1: "a"})[1].round(6).tolist() == [0.2]
+
+
+def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the_later_call() -> None:
+    rows = np.zeros(2, MESSAGE)
+    rows["sides"], rows["shortest_s"] = (1, 2), (0.3, 0.1)
+    rows["later_s"], rows["received_s"] = (5.0, 5.2), (-np.inf, 5.3)
+    for told in (rows, rows[::-1]):
+        (one,) = fold_messages(told)
+        assert (one["sides"], one["shortest_s"], one["later_s"], one["received_s"]) == (3, 0.1, 5.2, 5.3)
 
 
 def test_message_of_which_one_side_told_has_no_delay() -> None:
