@@ -22,7 +22,7 @@ class Reading:
     """One rank's ring as it was found.
 
     Args:
-        records: what the rank told, still in its ring.
+        records: what the rank told: all that its ring holds, or only what may have changed since the last reading.
         communicators: the ring's table of process groups.
         pid: the process that writes it.
         incarnation: tells one writer from the next of the same rank; record positions begin anew with it.

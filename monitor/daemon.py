@@ -270,7 +270,7 @@ class Daemon:
             return None
 
     async def _close_parts(self) -> None:
-        await self.ask(Watch.close)
+        await self.ask(lambda watch: watch.guarded("end", watch.close, None))
         for part in (self._parts.publisher, self._parts.teller):
             if part is not None:
                 await self._talk("end", part.close)
