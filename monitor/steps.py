@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.history import Changed
+from monitor.record_history import Changed
 from monitor.records import DTYPES, Communicator, Flag, Kind, Operation, Phase, RankRecords
 
 _PHASES = len(Phase)

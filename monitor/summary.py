@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from monitor.errors import ProtocolViolation
-from monitor.history import History, RankState, thin
+from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, VERSION, Communicator
 
 _HEAD = struct.Struct(">4sI")

@@ -19,7 +19,7 @@ import psutil
 
 from monitor.contracts import Alignment, Diagnosis, JobReader, Reading
 from monitor.delays import Delays, delays
-from monitor.history import History, RankHistory, RankState
+from monitor.record_history import History, RankHistory, RankState
 from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
 from monitor.records import JobRecords, Kind, Phase

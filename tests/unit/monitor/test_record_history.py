@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.errors import ProtocolViolation
-from monitor.history import History, RankState, thin
+from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, Communicator, Kind, Operation, Phase
 from monitor.summary import NodeFacts, decode, encode, summarize
 
