@@ -1,1 +1,58 @@
-"""The watch over a training job: what workers tell through shared memory, and what others make of it."""
+"""The watch over a training job: what workers tell through shared memory, and what others make of it.
+
+In a worker: `monitor.attach()`, or KEEPSTEP_MONITOR=1 in its environment; then `monitor.phase` and `monitor.measure`, if wanted. They do
+nothing in a process that is not attached.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+from monitor.records import Measure, Phase
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from monitor.recorder import Recorder
+
+__all__ = ["Measure", "Phase", "attach", "begin_step", "measure", "phase"]
+
+# The recorder needs PyTorch, which the daemon and the command do without: hence the imports inside.
+
+
+def attach(
+    *, job: str | None = None, rank: int | None = None, node: str | None = None, generation: int | None = None
+) -> Recorder:
+    """Record this worker from now on. See `monitor.attachment.attach`."""
+    from monitor.attachment import attach
+
+    return attach(job=job, rank=rank, node=node, generation=generation)
+
+
+def phase(phase: Phase) -> AbstractContextManager[None]:
+    """Mark what runs inside as a part of the step."""
+    recorder = _current()
+    return nullcontext() if recorder is None else recorder.phase(phase)
+
+
+def begin_step(number: int | None = None) -> None:
+    """Begin a step, with this number if given; needed only where no optimizer says when a step is over."""
+    recorder = _current()
+    if recorder is not None:
+        recorder.begin_step(number)
+
+
+def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
+    """Report a number of the step under way. See `monitor.recorder.Recorder.measure`."""
+    recorder = _current()
+    if recorder is not None:
+        recorder.measure(measure, value, group)
+
+
+def _current() -> Recorder | None:
+    import sys
+
+    # Where nobody has imported it, nobody has attached.
+    attachment = sys.modules.get("monitor.attachment")
+    return attachment.current() if attachment is not None else None

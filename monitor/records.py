@@ -96,6 +96,8 @@ class Flag(IntEnum):
     DEVICE_TIMES = 2
     """`started_s` and `ended_s` were taken on the device."""
     FAILED = 4
+    UNOBSERVED = 8
+    """Nobody could tell when it ended: `ended_s` is only when it was last heard of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class RankRecords:
         records: whole records of dtype `RECORD`, oldest first, among them operations that have not ended.
         read_at_s: when they were read, by the node's monotonic clock.
         is_alive: whether the process exists.
+        has_finished: whether it said that it ends in good order.
         offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
         offset_error_s: how far that may be off.
     """
@@ -126,6 +129,7 @@ class RankRecords:
     records: np.ndarray
     read_at_s: float
     is_alive: bool = True
+    has_finished: bool = False
     offset_s: float = 0.0
     offset_error_s: float = 0.0
 

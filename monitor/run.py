@@ -1,0 +1,29 @@
+"""`python -m monitor.run script.py [arguments]`, or `-m module`: runs a program as a recorded worker, where no environment variable is wanted."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from monitor.attachment import attach
+
+
+def main() -> None:
+    """Attach the recorder, then run the program as `__main__`."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    program = arguments[is_module:]
+    if not program:
+        sys.exit("usage: python -m monitor.run (script.py | -m module) [arguments]")
+    attach()
+    sys.argv = program
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(program[0]).resolve().parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
