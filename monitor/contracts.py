@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from monitor.metrics import NodeMetrics
 from monitor.records import Communicator, JobRecords, RankRecords
 from monitor.verdicts import Verdict
 
@@ -44,11 +45,21 @@ class JobReader(Protocol):
         """Let go of the rings. Their writers are not touched."""
 
 
+class Probe(Protocol):
+    """Measures this node."""
+
+    def sample(self, workers: Sequence[int]) -> NodeMetrics:
+        """Return the measures as they are now; what is about a cgroup, of the workers' (process ids)."""
+
+    def close(self) -> None:
+        """Let go of devices."""
+
+
 class Diagnosis(Protocol):
     """Draws conclusions from a job's records. Pure: what it must remember it returns and gets back."""
 
     def __call__(
-        self, job: JobRecords, metrics: Mapping[str, Any], past: Any, now_s: float
+        self, job: JobRecords, metrics: Mapping[str, NodeMetrics], past: Any, now_s: float
     ) -> tuple[Any, Sequence[Verdict]]:
         """Return what to remember, and the verdicts that hold now.
 

@@ -27,10 +27,9 @@ from aiohttp import web
 
 from monitor.access import is_loopback
 from monitor.children import Children
-from monitor.contracts import Alignment, Diagnosis, JobReader, Story, StoryTeller, VerdictPublisher
+from monitor.contracts import Alignment, Diagnosis, JobReader, Probe, Story, StoryTeller, VerdictPublisher
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from monitor.events import EventFile
-from monitor.metrics import NodeMetrics
 from monitor.service import application
 from monitor.stacks import dump
 from monitor.verdict_log import HANGS, Entry, VerdictLog
@@ -82,7 +81,7 @@ class Parts:
     """What a daemon is made of; it owns and closes them.
 
     Args:
-        sample: measures the node, given the workers' process ids.
+        probe: measures the node.
         reader: this node's rings; None for a daemon that only hears others.
         diagnosis: None for one that only relays.
         alignment: of clocks.
@@ -91,7 +90,7 @@ class Parts:
         children: URLs of the daemons below, asked for anew at every turn.
     """
 
-    sample: Callable[[Sequence[int]], NodeMetrics]
+    probe: Probe
     reader: JobReader | None = None
     diagnosis: Diagnosis | None = None
     alignment: Alignment | None = None
@@ -123,7 +122,7 @@ class Daemon:
         self._watch = Watch(
             settings.node,
             parts.reader,
-            parts.sample,
+            parts.probe,
             parts.diagnosis,
             parts.alignment,
             settings.limits,
@@ -270,7 +269,7 @@ class Daemon:
             return None
 
     async def _close_parts(self) -> None:
-        await self.ask(lambda watch: watch.guarded("end", watch.close, None))
+        await self.ask(Watch.close)
         for part in (self._parts.publisher, self._parts.teller):
             if part is not None:
                 await self._talk("end", part.close)

@@ -30,6 +30,7 @@ class RankState:
         pid: its process on that node.
         incarnation: of the writer of its records.
         is_alive: whether the process exists.
+        has_finished: whether it said that it ends in good order.
         read_at_s: node's monotonic clock when its ring was last read.
         progress_at_s: the same clock when a reading last brought a record that was new or had changed.
     """
@@ -39,6 +40,7 @@ class RankState:
     pid: int
     incarnation: str
     is_alive: bool
+    has_finished: bool
     read_at_s: float
     progress_at_s: float
 
@@ -185,7 +187,14 @@ class History:
         """Return everything as diagnosis takes it. The arrays are the history's own and not to be written to."""
         return JobRecords(
             {
-                rank: RankRecords(rank, kept.state.node, kept.records, kept.state.read_at_s, kept.state.is_alive)
+                rank: RankRecords(
+                    rank,
+                    kept.state.node,
+                    kept.records,
+                    kept.state.read_at_s,
+                    kept.state.is_alive,
+                    kept.state.has_finished,
+                )
                 for rank, kept in sorted(self.ranks.items())
             },
             dict(self.communicators),

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-from monitor.contracts import Alignment, Diagnosis, JobReader, Reading
-from monitor.delays import Delays, delays
-from monitor.record_history import History, RankHistory, RankState
+from monitor.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
+from monitor.matrices import Delays, delays
 from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
+from monitor.record_history import History, RankHistory, RankState
 from monitor.records import JobRecords, Kind, Phase
 from monitor.steps import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.summary import NodeFacts, Summary, summarize
@@ -75,7 +75,7 @@ class Watch:
         self,
         node: str,
         reader: JobReader | None,
-        sample: Callable[[Sequence[int]], NodeMetrics],
+        probe: Probe,
         diagnosis: Diagnosis | None,
         alignment: Alignment | None = None,
         limits: Limits | None = None,
@@ -90,7 +90,7 @@ class Watch:
         self.missing: dict[str, str] = {}
         self._limits = limits or Limits()
         self._reader = reader
-        self._sample = sample
+        self._probe = probe
         self._diagnosis = diagnosis
         self._alignment = alignment
         self._history = History(self._limits.records)
@@ -109,13 +109,21 @@ class Watch:
             for reading in readings:
                 told = reading.records
                 state = RankState(
-                    told.rank, self.node, reading.pid, reading.incarnation, told.is_alive, told.read_at_s, 0.0
+                    told.rank,
+                    self.node,
+                    reading.pid,
+                    reading.incarnation,
+                    told.is_alive,
+                    told.has_finished,
+                    told.read_at_s,
+                    0.0,
                 )
                 self._hear(state, told.records)
                 self._history.learn(reading.communicators)
             self._local = tuple(reading.records.rank for reading in readings)
         workers = tuple(self._history.ranks[rank].state.pid for rank in self._local)
-        metrics = self.guarded("probes", lambda: self._sample(workers), None)
+        unknown: NodeMetrics | None = None
+        metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
         used = self._process.cpu_times()
         self.nodes[self.node] = NodeFacts(
             self.node,
@@ -237,9 +245,10 @@ class Watch:
         return chosen, timeline(told, job.communicators, chosen, limit)
 
     def close(self) -> None:
-        """Let go of the rings."""
-        if self._reader is not None:
-            self._reader.close()
+        """Let go of the rings and of the probe."""
+        for part in (self._reader, self._probe):
+            if part is not None:
+                self.guarded("end", part.close, None)
 
     def guarded(self, part: str, call: Callable[[], _Result], otherwise: _Result) -> _Result:
         """Return what a part returns; if it raises, log and count that, and return `otherwise`: the rest goes on."""
@@ -290,6 +299,7 @@ def activity(kept: RankHistory) -> dict[str, Any]:
         "node": state.node,
         "pid": state.pid,
         "is_alive": state.is_alive,
+        "has_finished": state.has_finished,
         "step": int(records["step"].max()) if len(records) else 0,
         "silent_s": max(0.0, state.read_at_s - state.progress_at_s),
         "phase": None,

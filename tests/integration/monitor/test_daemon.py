@@ -28,8 +28,15 @@ def settings(node: str = "node-a", **more: Any) -> Settings:
     return Settings("run7", node, SECRET, read_every_s=0.05, ask_every_s=0.05, **more)
 
 
-def metrics(workers: Sequence[int]) -> NodeMetrics:
-    return NodeMetrics(time.monotonic(), load=float(len(workers)))
+class Probe:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def sample(self, workers: Sequence[int]) -> NodeMetrics:
+        return NodeMetrics(time.monotonic(), load=float(len(workers)))
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class Says:
@@ -61,7 +68,7 @@ class Publisher:
 def test_one_daemon_shows_ranks_steps_and_delays() -> None:
     async def check() -> None:
         reader = SampleReader(PLAN, time.monotonic() - 10)
-        async with running(settings(), Parts(metrics, reader, Says(), teller=SampleTeller(time.time() - 100))) as url:
+        async with running(settings(), Parts(Probe(), reader, Says(), teller=SampleTeller(time.time() - 100))) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [rank["rank"] for rank in told["ranks"]] == list(range(8))
             assert all(rank["step"] > 50 and rank["is_alive"] for rank in told["ranks"])
@@ -89,7 +96,7 @@ def test_one_daemon_shows_ranks_steps_and_delays() -> None:
 def test_late_rank_is_the_column_that_stands_out() -> None:
     async def check() -> None:
         plan = Plan(ranks=6, steps=100, step_s=0.1, slow={4: 1.6}, slow_link=(1, 2))
-        async with running(settings(), Parts(metrics, SampleReader(plan, time.monotonic() - 10))) as url:
+        async with running(settings(), Parts(Probe(), SampleReader(plan, time.monotonic() - 10))) as url:
             told = await (await get(url, "/v1/delays")).json()
             waits = [sum(row[j] or 0 for row in told["waiting"]) for j in range(6)]
             assert max(range(6), key=lambda j: waits[j]) == 4
@@ -104,12 +111,12 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
         begin_s = time.monotonic() - 5
         says = Says(verdict(5))
         async with (
-            running(settings("n0"), Parts(metrics, SampleReader(PLAN, begin_s, "n0", [0, 1, 2]))) as n0,
-            running(settings("n1"), Parts(metrics, SampleReader(PLAN, begin_s, "n1", [3, 4]))) as n1,
-            running(settings("n2"), Parts(metrics, SampleReader(PLAN, begin_s, "n2", [5, 6, 7]))) as n2,
-            running(settings("rack0"), Parts(metrics, children=lambda: (n0, n1))) as rack0,
-            running(settings("rack1"), Parts(metrics, children=lambda: (n2,))) as rack1,
-            running(settings("root"), Parts(metrics, diagnosis=says, children=lambda: (rack0, rack1))) as root,
+            running(settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2]))) as n0,
+            running(settings("n1"), Parts(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))) as n1,
+            running(settings("n2"), Parts(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7]))) as n2,
+            running(settings("rack0"), Parts(Probe(), children=lambda: (n0, n1))) as rack0,
+            running(settings("rack1"), Parts(Probe(), children=lambda: (n2,))) as rack1,
+            running(settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (rack0, rack1))) as root,
         ):
 
             async def complete() -> bool:
@@ -138,8 +145,8 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
         reader = SampleReader(PLAN, time.monotonic() - 5, "n0", [0, 1])
         other = Settings("run8", "n1", b"another secret", read_every_s=0.05)
         urls: list[str] = []
-        async with running(settings("root"), Parts(metrics, diagnosis=Says(), children=lambda: tuple(urls))) as root:
-            async with running(settings("n0"), Parts(metrics, reader)) as n0, running(other, Parts(metrics)) as n1:
+        async with running(settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: tuple(urls))) as root:
+            async with running(settings("n0"), Parts(Probe(), reader)) as n0, running(other, Parts(Probe())) as n1:
                 urls += [n0, n1]
 
                 async def heard() -> bool:
@@ -160,7 +167,7 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
 @pytest.mark.parametrize("path", ["/v1/summary", "/v1/overview", "/v1/heat", "/v1/stacks/0", "/metrics"])
 def test_whoever_lacks_the_token_learns_nothing(path: str) -> None:
     async def check() -> None:
-        async with running(settings(), Parts(metrics, SampleReader(PLAN, time.monotonic()))) as url:
+        async with running(settings(), Parts(Probe(), SampleReader(PLAN, time.monotonic()))) as url:
             assert (await get(url, path)).status == 200
             for token in ("", "wrong", bearer_token(b"another secret"), bearer_token(SECRET, "doctor")):
                 assert (await get(url, path, token)).status == 401
@@ -170,7 +177,7 @@ def test_whoever_lacks_the_token_learns_nothing(path: str) -> None:
 
 def test_page_without_token_is_for_loopback_by_name_only() -> None:
     async def check() -> None:
-        async with running(settings(opens_to_loopback=True), Parts(metrics)) as url:
+        async with running(settings(opens_to_loopback=True), Parts(Probe())) as url:
             assert (await get(url, "/v1/overview", "")).status == 200
             # Another site's page whose name was made to resolve to this machine still says its own name.
             port = url.rpartition(":")[2]
@@ -181,7 +188,7 @@ def test_page_without_token_is_for_loopback_by_name_only() -> None:
             status, _ = await process.communicate()
             assert status == b"401"
         with pytest.raises(MonitorError, match="loopback only"):
-            async with running(settings(host="0.0.0.0", opens_to_loopback=True), Parts(metrics)):
+            async with running(settings(host="0.0.0.0", opens_to_loopback=True), Parts(Probe())):
                 pass
 
     asyncio.run(check())
@@ -192,7 +199,7 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
         publisher = Publisher()
         kept = settings(events=tmp_path / "events.jsonl", state=tmp_path / "state.json")
         says = Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(metrics, SampleReader(PLAN, time.monotonic() - 5), says, publisher=publisher)
+        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, publisher=publisher)
         async with running(kept, parts) as url:
 
             async def has_stacks() -> bool:
@@ -202,7 +209,7 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
             await until(has_stacks)
         assert publisher.published == [says.verdicts]
         assert publisher.closed
-        async with running(kept, Parts(metrics, SampleReader(PLAN, time.monotonic() - 5), says)) as url:
+        async with running(kept, Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says)) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [entry["number"] for entry in told["verdicts"]] == [1]
             assert time.time() - told["verdicts"][0]["since_s"] > 4
@@ -231,7 +238,7 @@ def test_parts_that_fail_blind_only_themselves() -> None:
 
     async def check() -> None:
         failing: Any = Failing()
-        async with running(settings(), Parts(metrics, None, diagnosis, teller=failing)) as url:
+        async with running(settings(), Parts(Probe(), None, diagnosis, teller=failing)) as url:
 
             async def counted() -> bool:
                 told = await (await get(url, "/v1/overview")).json()
@@ -239,8 +246,7 @@ def test_parts_that_fail_blind_only_themselves() -> None:
 
             await until(counted)
         reader: Any = Failing()
-        reader.close = lambda: None
-        async with running(settings(), Parts(metrics, reader, Says())) as url:
+        async with running(settings(), Parts(Probe(), reader, Says())) as url:
 
             async def read_failed() -> bool:
                 return (await (await get(url, "/v1/overview")).json())["faults"].get("reader", 0) > 1
@@ -251,14 +257,16 @@ def test_parts_that_fail_blind_only_themselves() -> None:
 
 
 def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
-    program = "import time\ndef waits_for_nobody():\n    print('ready', flush=True)\n    time.sleep(1000)\nwaits_for_nobody()"
+    program = (
+        "import time\ndef waits_for_nobody():\n    print('ready', flush=True)\n    time.sleep(1000)\nwaits_for_nobody()"
+    )
 
     async def check(pid: int) -> None:
         reader = SampleReader(PLAN, time.monotonic() - 2, "n0", [0], pids={0: pid})
         async with (
-            running(settings("n0"), Parts(metrics, reader)) as n0,
-            running(settings("rack"), Parts(metrics, children=lambda: (n0,))) as rack,
-            running(settings("root"), Parts(metrics, diagnosis=Says(), children=lambda: (rack,))) as root,
+            running(settings("n0"), Parts(Probe(), reader)) as n0,
+            running(settings("rack"), Parts(Probe(), children=lambda: (n0,))) as rack,
+            running(settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: (rack,))) as root,
         ):
 
             async def known() -> bool:

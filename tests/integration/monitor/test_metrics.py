@@ -32,15 +32,19 @@ FULL = NodeMetrics(
 )  # fmt: skip
 
 
-def full(workers: Sequence[int]) -> NodeMetrics:
-    return FULL
+class FullProbe:
+    def sample(self, workers: Sequence[int]) -> NodeMetrics:
+        return FULL
+
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
 def scraped() -> str:
     async def scrape() -> str:
         reader = SampleReader(Plan(), time.monotonic() - 8)
-        parts = Parts(full, reader, Says(verdict(3)), teller=SampleTeller(time.time() - 100))
+        parts = Parts(FullProbe(), reader, Says(verdict(3)), teller=SampleTeller(time.time() - 100))
         async with running(Settings("run7", "node-a", SECRET, read_every_s=0.05), parts) as url:
             text = ""
 

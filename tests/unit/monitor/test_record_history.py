@@ -12,7 +12,7 @@ from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, Communicator, Kind, Operation, Phase
 from monitor.summary import NodeFacts, decode, encode, summarize
 
-STATE = RankState(3, "node-a", 41, "first", True, 10.0, 0.0)
+STATE = RankState(3, "node-a", 41, "first", True, False, 10.0, 0.0)
 
 
 def operations(count: int, first: int = 1, ended: bool = True, communicator: int = 7) -> np.ndarray:
