@@ -45,7 +45,7 @@ _SECRET = click.option(
 @click.option("--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart.")
 @click.option("--every", default=0.5, show_default=True, help="Seconds between readings.")
 @click.pass_context
-def monitor(context: click.Context, **options: Any) -> None:
+def monitor(context: click.Context, /, **options: Any) -> None:
     """Watch the ranks of a job on this node, and say who is sick.
 
     Every node runs one. With --child it also gathers what other daemons tell: nodes under racks, racks under one root, which
@@ -104,7 +104,8 @@ def _run(
         for ending in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(ending, daemon.stop)
         running = asyncio.create_task(daemon.run())
-        await asyncio.wait([running, daemon.address], return_when=asyncio.FIRST_COMPLETED)
+        either: list[asyncio.Future[Any]] = [running, daemon.address]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             address = daemon.address.result()
             # The token rides behind the #, which browsers do not send, so it is in no server's log.

@@ -57,14 +57,15 @@ def told_story(watch: Watch, story: Story | None) -> dict[str, Any] | None:
     return {**asdict(story), "goodput": {"wall_s": account.wall_s, "share": account.share, "parts": account.parts}}
 
 
-def heat(watch: Watch, columns: int, rows: int) -> dict[str, Any]:
-    """Return the step times, ranks by steps, and what is typical."""
-    shown = watch.heat(columns, rows)
+def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
+    """Return times of steps or of one part of them, ranks by steps, and their median."""
+    shown = watch.heat(columns, rows, phase)
+    known = shown.seconds[np.isfinite(shown.seconds)]
     return {
         "steps": shown.steps,
         "rows": shown.rows,
         "seconds": _numbers(shown.seconds),
-        "typical_step_s": watch.typical_step_s(),
+        "typical_s": float(np.median(known)) if known.size else None,
     }
 
 

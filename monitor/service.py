@@ -19,6 +19,7 @@ from monitor.access import is_authorized, is_loopback
 from monitor.contracts import Story
 from monitor.exporter import CONTENT_TYPE, exposition
 from monitor.pages import delay_matrices, heat, overview, step_timeline
+from monitor.records import Phase
 from monitor.summary import encode
 from monitor.watch import Watch
 
@@ -85,7 +86,8 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
 
     async def tell_heat(request: web.Request) -> web.Response:
         columns, rows = _number(request, "columns", 240, _MOST_COLUMNS), _number(request, "rows", 64, _MOST_ROWS)
-        return _json(await backend.ask(lambda watch: heat(watch, max(1, columns), max(1, rows))))
+        phase = _phase(request.query.get("phase", "step"))
+        return _json(await backend.ask(lambda watch: heat(watch, max(1, columns), max(1, rows), phase)))
 
     async def tell_delays(request: web.Request) -> web.Response:
         rows = _number(request, "rows", 32, 128)
@@ -134,6 +136,18 @@ def _json(told: dict[str, Any]) -> web.Response:
     response = web.json_response(told)
     response.enable_compression()
     return response
+
+
+def _phase(name: str) -> Phase:
+    """Return the phase that a query names.
+
+    Raises:
+        web.HTTPBadRequest: there is none of that name.
+    """
+    try:
+        return Phase[name.upper().replace(" ", "_")]
+    except KeyError:
+        raise web.HTTPBadRequest(text=f"there is no phase {name!r}\n") from None
 
 
 def _number(request: web.Request, name: str, default: int, most: int) -> int:

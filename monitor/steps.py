@@ -73,8 +73,8 @@ class HeatMap:
     seconds: np.ndarray
 
 
-def heat_map(tables: Mapping[int, StepTable], columns: int, rows: int) -> HeatMap:
-    """Return the newest `columns` steps of all ranks, in at most `rows` rows of neighbouring ranks."""
+def heat_map(tables: Mapping[int, StepTable], columns: int, rows: int, phase: Phase = Phase.STEP) -> HeatMap:
+    """Return the newest `columns` steps of all ranks, whole or one part of them, in at most `rows` rows of neighbouring ranks."""
     last = max((table.last_step for table in tables.values()), default=0)
     steps = tuple(range(max(1, last - columns + 1), last + 1))
     ranks = sorted(tables)
@@ -84,7 +84,9 @@ def heat_map(tables: Mapping[int, StepTable], columns: int, rows: int) -> HeatMa
     grouped = tuple(tuple(ranks[first : first + per_row]) for first in range(0, len(ranks), per_row))
     cells = np.full((len(grouped), len(steps)), np.nan)
     for row, members in enumerate(grouped):
-        cells[row] = np.fmax.reduce([tables[rank].seconds(steps)[:, Phase.STEP] for rank in members])
+        cells[row] = np.fmax.reduce([tables[rank].seconds(steps)[:, phase] for rank in members])
+    if phase != Phase.STEP and not np.nanmax(cells, initial=0.0) > 0:
+        cells[:] = np.nan  # Nobody marks it, which is not the same as its taking no time.
     return HeatMap(steps, grouped, cells)
 
 

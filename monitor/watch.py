@@ -225,9 +225,9 @@ class Watch:
         """Keep the stacks of a suspect with the verdict."""
         self.log = self.log.with_stacks(number, rank, dict(stacks))
 
-    def heat(self, columns: int, rows: int) -> HeatMap:
-        """Return step times, ranks by steps."""
-        return heat_map(self.tables, columns, rows)
+    def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
+        """Return times of steps or of one part of them, ranks by steps."""
+        return heat_map(self.tables, columns, rows, phase)
 
     def typical_step_s(self) -> float | None:
         """Return the median of the newest steps' seconds."""
