@@ -13,7 +13,7 @@ import numpy as np
 from monitor.contracts import Story
 from monitor.goodput import goodput
 from monitor.records import Operation, Phase
-from monitor.steps import Span
+from monitor.step_times import Span
 from monitor.watch import Watch, activity
 
 _MOST_RANKS = 4096

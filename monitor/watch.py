@@ -23,7 +23,7 @@ from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
 from monitor.record_history import History, RankHistory, RankState
 from monitor.records import JobRecords, Kind, Phase
-from monitor.steps import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
+from monitor.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.summary import NodeFacts, Summary, summarize
 from monitor.verdict_log import Changes, VerdictLog, advance
 from monitor.verdicts import Verdict
