@@ -48,7 +48,7 @@ class Subject:
     """Who it is: ranks (one for a rank, several for a node or a group that disagrees), or a link as `ranks = (from, to)`.
 
     Args:
-        kind: "rank", "node", "link" or "job".
+        kind: "rank", "node", "link", "job", or "group" for ranks of which nothing tells which it is.
         ranks: global ranks; empty for the whole job.
         node: the node's name, where kind is "node" or all ranks are on one.
     """

@@ -1,0 +1,60 @@
+"""What ranks must agree on when they call a collective, packed into one integer so that thousands compare at once.
+
+Layout, from the top: 8 bits operation + 1 (so that 0 means "not known"), 8 bits dtype, 16 bits root + 1, 32 bits payload. The payload is
+left out where ranks may differ in it rightly: gathers, scatters and exchanges of uneven parts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from monitor.records import DTYPES, Operation
+
+ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
+EQUALLY_SIZED = (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE)
+SYMMETRIC = (
+    Operation.ALL_REDUCE,
+    Operation.ALL_GATHER,
+    Operation.REDUCE_SCATTER,
+    Operation.ALL_TO_ALL,
+    Operation.BARRIER,
+)
+"""No rank can leave before the last has come, and all leave nearly together: who is in for the shortest came last."""
+
+
+def signatures(operations: np.ndarray) -> np.ndarray:
+    """Return the signatures, uint64, of records of collectives."""
+    code = operations["code"]
+    root = np.where(np.isin(code, ROOTED), operations["peer"].astype(np.int64) + 1, 0).astype(np.uint64)
+    nbytes = np.where(np.isin(code, EQUALLY_SIZED), operations["nbytes"], 0) & np.uint64(0xFFFFFFFF)
+    dtype = np.where(code == Operation.BARRIER, 0, operations["dtype"]).astype(np.uint64)
+    packed: np.ndarray = (
+        (code.astype(np.uint64) + np.uint64(1)) << np.uint64(56)
+        | dtype << np.uint64(48)
+        | (root & np.uint64(0xFFFF)) << np.uint64(32)
+        | nbytes.astype(np.uint64)
+    )
+    return packed
+
+
+def describe(signature: int) -> str:
+    """Return for people what a signature says: `all_reduce of 4096 bytes of float32`."""
+    code = (signature >> 56) - 1
+    if code < 0:
+        return "an unknown operation"
+    operation = Operation(code)
+    dtype, root, nbytes = (signature >> 48) & 0xFF, ((signature >> 32) & 0xFFFF) - 1, signature & 0xFFFFFFFF
+    words = operation.name.lower()
+    if operation in EQUALLY_SIZED:
+        words += f" of {nbytes} bytes"
+    if operation is not Operation.BARRIER and dtype:
+        words += f" of {DTYPES[dtype]}"
+    return words + (f" with root {root}" if operation in ROOTED else "")
+
+
+def size_classes(nbytes: np.ndarray) -> np.ndarray:
+    """Return for each payload its class, uint8: 0 for none, else 1 + the power of two below, as times go with magnitudes."""
+    classes = np.zeros(len(nbytes), np.uint8)
+    some = nbytes > 0
+    classes[some] = 1 + np.log2(nbytes[some].astype(np.float64)).astype(np.uint8)
+    return classes
