@@ -13,6 +13,7 @@ from monitor.ring_source import RingSource
 
 def assemble(
     job: str,
+    node: str,
     *,
     diagnoses: bool,
     children: Callable[[], Sequence[str]] = tuple,
@@ -21,7 +22,7 @@ def assemble(
 ) -> Parts:
     """Return the parts for a job's daemon on this node; whoever gets them closes them."""
     return Parts(
-        probe=NodeProbe(),
+        probe=NodeProbe(node),
         reader=RingSource(job_directory(job)),
         publisher=publisher,
         teller=teller,

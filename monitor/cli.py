@@ -96,7 +96,7 @@ def _run(
     settings = Settings(
         job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
     )  # fmt: skip
-    parts = assemble(job, diagnoses=not relay, children=_children(children, children_file))
+    parts = assemble(job, name, diagnoses=not relay, children=_children(children, children_file))
 
     async def serve() -> None:
         daemon = Daemon(settings, parts)

@@ -48,8 +48,8 @@ class JobReader(Protocol):
 class Probe(Protocol):
     """Measures this node."""
 
-    def sample(self, workers: Sequence[int]) -> NodeMetrics:
-        """Return the measures as they are now; what is about a cgroup, of the workers' (process ids)."""
+    def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
+        """Return the measures as they are now. `workers`: process id of each rank on this node, whose cgroup it is that counts."""
 
     def close(self) -> None:
         """Let go of devices."""

@@ -1,14 +1,15 @@
 """Taking a node's measures: /proc by psutil, the cgroup, and NVIDIA's management library where it is there.
 
-Whatever cannot be read is None in the result, never an error: a monitor without a thermometer is still a monitor. What
+Whatever cannot be read is 0 in the result, as `NodeMetrics` says, never an error: a monitor without a thermometer is still a monitor. What
 changes slowly or costs a millisecond to read is read less often than twice a second.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,48 +24,46 @@ _SLOW_EVERY_S = 5.0
 class NodeProbe:
     """Measures this node. Shares and latencies are over the time since the last sample; the first has none. `close` when done."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: str) -> None:
+        self._node = node
         self._cgroups: dict[int, cgroups.CgroupFiles] = {}
         self._gpus = GpuProbe.open()
         self._busy: tuple[float, float] | None = None
         self._disk: tuple[int, float] | None = None
-        self._slow: tuple[float | None, float | None, tuple[GpuMetrics, ...]] = (None, None, ())
+        self._cpu_hz = 0.0
+        self._devices: tuple[GpuMetrics, ...] = ()
         self._slow_due_s = 0.0
 
-    def sample(self, workers: Sequence[int] = ()) -> NodeMetrics:
-        """Return the measures as they are now; what is about a cgroup, of the `workers`' (process ids), not of the monitor's own."""
-        self._cgroups = {worker: self._cgroups.get(worker) or cgroups.find(worker) for worker in workers}
+    def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
+        """Return the measures as they are now; what is about a cgroup, of the workers' (process id by rank), not of the monitor's own."""
+        pids = set(workers.values())
+        self._cgroups = {pid: self._cgroups.get(pid) or cgroups.find(pid) for pid in pids}
         groups = set(self._cgroups.values())
         now_s = time.monotonic()
         if now_s >= self._slow_due_s:
             self._slow_due_s = now_s + _SLOW_EVERY_S
             frequency = psutil.cpu_freq()
-            gpus = self._gpus.sample() if self._gpus is not None else ()
-            self._slow = (
-                (frequency.current or None) if frequency else None,
-                (frequency.max or None) if frequency else None,
-                gpus,
-            )
-        memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-        total, available = memory.total, memory.available
+            self._cpu_hz = float(frequency.current) * 1e6 if frequency else 0.0
+            self._devices = self._gpus.sample() if self._gpus is not None else ()
+        memory = psutil.virtual_memory()
+        total, available = int(memory.total), int(memory.available)
         for group in groups:
             limit, held = cgroups.memory_limit_nbytes(group), cgroups.memory_held_nbytes(group)
             if limit is not None and held is not None and limit - held < available:
                 total, available = limit, max(0, limit - held)
-        denied = [denied_s for group in groups if (denied_s := cgroups.throttled_s(group)) is not None]
         return NodeMetrics(
-            taken_at_s=now_s,
-            cpus=psutil.cpu_count() or 0,
+            node=self._node,
+            at_s=now_s,
             cpu_share=self._cpu_share(),
-            throttled_s=max(denied, default=None),
-            cpu_mhz=self._slow[0],
-            cpu_max_mhz=self._slow[1],
-            load=psutil.getloadavg()[0],
-            memory_total_nbytes=total,
-            memory_available_nbytes=available,
-            swap_used_nbytes=swap.used,
+            load=float(psutil.getloadavg()[0]),
+            throttled_s=max((cgroups.throttled_s(group) or 0.0 for group in groups), default=0.0),
+            cpu_hz=self._cpu_hz,
+            memory_total=total,
+            memory_available=available,
+            swap_used=int(psutil.swap_memory().used),
             disk_latency_s=self._disk_latency_s(),
-            gpus=self._slow[2],
+            gpus=self._devices,
+            stopped_ranks=tuple(sorted(rank for rank, pid in workers.items() if _is_stopped(pid))),
         )
 
     def close(self) -> None:
@@ -72,23 +71,23 @@ class NodeProbe:
         if self._gpus is not None:
             self._gpus.close()
 
-    def _cpu_share(self) -> float | None:
+    def _cpu_share(self) -> float:
         times = psutil.cpu_times()
         total_s = float(sum(times[:8]))  # user to steal; guest time is in user already
         busy_s = total_s - float(times.idle) - float(times.iowait)
         before, self._busy = self._busy, (busy_s, total_s)
         if before is None or total_s <= before[1]:
-            return None
+            return 0.0
         return min(1.0, max(0.0, (busy_s - before[0]) / (total_s - before[1])))
 
-    def _disk_latency_s(self) -> float | None:
+    def _disk_latency_s(self) -> float:
         told = psutil.disk_io_counters()
         if told is None:
-            return None
+            return 0.0
         requests, spent_s = int(told.read_count + told.write_count), float(told.read_time + told.write_time) / 1e3
         before, self._disk = self._disk, (requests, spent_s)
         if before is None or requests <= before[0]:
-            return None
+            return 0.0
         return max(0.0, (spent_s - before[1]) / (requests - before[0]))
 
 
@@ -119,8 +118,8 @@ class GpuProbe:
 
     def sample(self) -> tuple[GpuMetrics, ...]:
         """Return every GPU's measures."""
-        xids = self._xids.newest() if self._xids is not None else {}
-        return tuple(self._measure(index, device, xids.get(index, 0)) for index, device in enumerate(self._devices))
+        xids = self._xids.collected() if self._xids is not None else {}
+        return tuple(self._measure(index, device, xids.get(index, ())) for index, device in enumerate(self._devices))
 
     def close(self) -> None:
         """Let go of the library."""
@@ -129,7 +128,7 @@ class GpuProbe:
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
-    def _measure(self, index: int, device: Any, xid: int) -> GpuMetrics:
+    def _measure(self, index: int, device: Any, xids: tuple[int, ...]) -> GpuMetrics:
         nvml = self._nvml
 
         def ask(name: str, *arguments: Any) -> Any:
@@ -139,33 +138,24 @@ class GpuProbe:
                 # Not every device and driver knows every question; a device fallen off the bus knows none.
                 return None
 
-        memory = ask("nvmlDeviceGetMemoryInfo")
-        utilization = ask("nvmlDeviceGetUtilizationRates")
-        power_mw = ask("nvmlDeviceGetPowerUsage")
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
-        slowing = (
-            nvml.nvmlClocksThrottleReasonSwPowerCap
-            | nvml.nvmlClocksThrottleReasonHwSlowdown
-            | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-            | nvml.nvmlClocksThrottleReasonHwThermalSlowdown
-            | nvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
-        )
-        uncorrected, corrected, volatile = (
-            nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
-            nvml.NVML_VOLATILE_ECC,
-        )
+        memory, utilization = ask("nvmlDeviceGetMemoryInfo"), ask("nvmlDeviceGetUtilizationRates")
+        uncorrected, corrected = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED
         return GpuMetrics(
             index=index,
-            temperature_celsius=ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-            clock_mhz=ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-            clock_max_mhz=ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-            memory_used_nbytes=memory.used if memory else None,
-            memory_total_nbytes=memory.total if memory else None,
-            utilization=utilization.gpu / 100 if utilization else None,
-            power_watts=power_mw / 1e3 if power_mw is not None else None,
-            is_throttled=bool(reasons & slowing) if reasons is not None else None,
-            ecc_uncorrected=ask("nvmlDeviceGetTotalEccErrors", uncorrected, volatile),
-            ecc_corrected=ask("nvmlDeviceGetTotalEccErrors", corrected, volatile),
-            xid=xid,
+            celsius=float(ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU) or 0.0),
+            clock_hz=(ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM) or 0) * 1e6,
+            power_watts=(ask("nvmlDeviceGetPowerUsage") or 0) / 1e3,
+            memory_used=int(memory.used) if memory else 0,
+            memory_total=int(memory.total) if memory else 0,
+            ecc_uncorrected=int(ask("nvmlDeviceGetTotalEccErrors", uncorrected, nvml.NVML_VOLATILE_ECC) or 0),
+            ecc_corrected=int(ask("nvmlDeviceGetTotalEccErrors", corrected, nvml.NVML_VOLATILE_ECC) or 0),
+            xids=xids,
+            busy_share=utilization.gpu / 100 if utilization else 0.0,
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -15,6 +15,7 @@ from monitor.record_history import Changed
 from monitor.records import DTYPES, Communicator, Flag, Kind, Operation, Phase, RankRecords
 
 _PHASES = len(Phase)
+_STUCK = 3.0
 
 
 class StepTable:
@@ -109,17 +110,20 @@ class Span:
 
 
 def newest_step(ranks: Mapping[int, RankRecords]) -> int | None:
-    """Return the newest step that every rank that is known to step has ended, or else the newest that any has begun."""
+    """Return the newest step that every rank has ended; where there is none, or a later one takes far longer, the newest begun."""
     ended: list[int] = []
     begun: list[int] = []
+    stuck = False
     for told in ranks.values():
         marks = told.records[(told.records["kind"] == Kind.PHASE) & (told.records["code"] == Phase.STEP)]
-        finished = marks["step"][marks["ended_s"] > 0]
+        finished = marks[marks["ended_s"] > 0]
         if len(finished):
-            ended.append(int(finished.max()))
+            ended.append(int(finished["step"].max()))
+            last = finished[-1]
+            stuck = stuck or told.read_at_s - last["ended_s"] > _STUCK * (last["ended_s"] - last["enqueued_s"])
         if len(told.records):
             begun.append(int(told.records["step"].max()))
-    if ended and len(ended) == len(ranks):
+    if ended and len(ended) == len(ranks) and not stuck:
         return min(ended)
     return max(begun, default=None)
 

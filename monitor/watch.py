@@ -121,7 +121,7 @@ class Watch:
                 self._hear(state, told.records)
                 self._history.learn(reading.communicators)
             self._local = tuple(reading.records.rank for reading in readings)
-        workers = tuple(self._history.ranks[rank].state.pid for rank in self._local)
+        workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
         used = self._process.cpu_times()

@@ -11,13 +11,13 @@ _MOST = 64
 
 
 class XidListener:
-    """Remembers each device's last critical Xid since it was opened. `close` when done."""
+    """Remembers each device's critical Xids since it was opened. `close` when done."""
 
     def __init__(self, nvml: Any, events: Any, index_of: dict[str, int]) -> None:
         self._nvml = nvml
         self._events = events
         self._index_of = index_of
-        self._newest: dict[int, int] = {}
+        self._told: dict[int, tuple[int, ...]] = {}
 
     @classmethod
     def open(cls, nvml: Any, devices: list[Any]) -> XidListener | None:
@@ -34,8 +34,8 @@ class XidListener:
                 index_of[nvml.nvmlDeviceGetUUID(device)] = index
         return cls(nvml, events, index_of)
 
-    def newest(self) -> dict[int, int]:
-        """Return the last Xid of each device that had one."""
+    def collected(self) -> dict[int, tuple[int, ...]]:
+        """Return the Xids of each device that had any, oldest first."""
         # A bound, so that a device that does nothing but fail cannot keep the monitor here.
         for _ in range(_MOST):
             try:
@@ -45,8 +45,8 @@ class XidListener:
             with suppress(self._nvml.NVMLError):
                 index = self._index_of.get(self._nvml.nvmlDeviceGetUUID(event.device))
                 if index is not None:
-                    self._newest[index] = int(event.eventData)
-        return dict(self._newest)
+                    self._told[index] = (*self._told.get(index, ()), int(event.eventData))
+        return dict(self._told)
 
     def close(self) -> None:
         """Free what the library keeps for it."""

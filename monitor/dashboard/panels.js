@@ -140,8 +140,8 @@ export function drawRanks(told) {
 
 export function drawNodes(told) {
   document.getElementById("nodes-note").textContent = `the monitor on ${told.node} has used ${seconds(told.monitor_cpu_s)} of processor time`;
-  const gpu = (facts) => (facts.metrics.gpus || []).map((one) => `${one.index}: ${one.temperature_celsius ?? "–"} °C ${one.clock_mhz ?? "–"} MHz${one.xid ? ` Xid ${one.xid}` : ""}`).join("; ");
+  const gpu = (facts) => (facts.metrics.gpus || []).map((one) => `${one.index}: ${one.celsius || "–"} °C ${Math.round(one.clock_hz / 1e6)} MHz${one.xids.length ? ` Xid ${one.xids.join(", ")}` : ""}`).join("; ");
   table(document.getElementById("nodes"), [["node"], ["processor", true], ["throttled", true], ["clock", true], ["load", true], ["memory free", true], ["swapped", true], ["disk request", true], ["GPUs"], ["heard", true]],
-    told.nodes.map((facts) => { const m = facts.metrics; return [facts.node, percent(m.cpu_share), seconds(m.throttled_s), m.cpu_mhz ? `${Math.round(m.cpu_mhz)} MHz` : "–", m.load?.toFixed(2) ?? "–",
-      `${bytes(m.memory_available_nbytes)} of ${bytes(m.memory_total_nbytes)}`, bytes(m.swap_used_nbytes), seconds(m.disk_latency_s), gpu(facts) || "none", [`${seconds(facts.age_s)} ago`, facts.age_s > 10]]; }));
+    told.nodes.map((facts) => { const m = facts.metrics; return [facts.node, percent(m.cpu_share), seconds(m.throttled_s), m.cpu_hz ? `${(m.cpu_hz / 1e9).toFixed(2)} GHz` : "–", m.load?.toFixed(2) ?? "–",
+      `${bytes(m.memory_available)} of ${bytes(m.memory_total)}`, bytes(m.swap_used), seconds(m.disk_latency_s), gpu(facts) || "none", [`${seconds(facts.age_s)} ago`, facts.age_s > 10]]; }));
 }

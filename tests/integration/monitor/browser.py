@@ -38,7 +38,9 @@ class Browser:
         """Wait until a script returns something true."""
         deadline_s = time.monotonic() + timeout_s
         while not (found := self.run(script)):
-            assert time.monotonic() < deadline_s, f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
+            assert time.monotonic() < deadline_s, (
+                f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
+            )
             time.sleep(0.1)
         return found
 

@@ -169,10 +169,19 @@ class SampleTeller:
         return Story(
             self.began_at_s,
             3,
-            tuple(Member(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20) for n, name in enumerate("abcd")),
+            tuple(
+                Member(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20)
+                for n, name in enumerate("abcd")
+            ),
             (
-                Recovery(2, "node-c: its connection closed", 6, lost_s, lost_s + 0.02, lost_s + 0.2, lost_s + 0.55, lost_s + 0.9, 118, 1, "memory, parity"),
-                Recovery(3, "node-c joins", 8, back_s, back_s + 0.03, back_s + 0.3, back_s + 0.8, back_s + 1.2, 205, 0, "memory, peers' memory"),
+                Recovery(
+                    2, "node-c: its connection closed", 6,
+                    lost_s, lost_s + 0.02, lost_s + 0.2, lost_s + 0.55, lost_s + 0.9, 118, 1, "memory, parity",
+                ),
+                Recovery(
+                    3, "node-c joins", 8,
+                    back_s, back_s + 0.03, back_s + 0.3, back_s + 0.8, back_s + 1.2, 205, 0, "memory, peers' memory",
+                ),
             ),
             self.step - 1,
             time.time() - 0.4,

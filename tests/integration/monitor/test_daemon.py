@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +34,8 @@ class Probe:
     def __init__(self) -> None:
         self.closed = False
 
-    def sample(self, workers: Sequence[int]) -> NodeMetrics:
-        return NodeMetrics(time.monotonic(), load=float(len(workers)))
+    def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
+        return NodeMetrics("node", time.monotonic(), load=float(len(workers)))
 
     def close(self) -> None:
         self.closed = True
@@ -287,15 +289,20 @@ def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
             process.kill()
 
 
-def test_probe_tells_what_this_machine_tells() -> None:
-    probe = NodeProbe()
-    try:
-        probe.sample()
-        told = probe.sample()
-        assert told.cpus > 0
-        assert told.memory_total_nbytes is not None
-        assert told.memory_available_nbytes is not None
-        assert 0 < told.memory_available_nbytes <= told.memory_total_nbytes
-        assert told.load is not None
-    finally:
-        probe.close()
+def test_probe_tells_what_this_machine_tells_and_which_rank_is_stopped() -> None:
+    probe = NodeProbe("node-a")
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as stopped:
+        try:
+            os.kill(stopped.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
+            workers = {4: os.getpid(), 5: stopped.pid, 6: 2**22 - 1}
+            probe.sample(workers)
+            told = probe.sample(workers)
+        finally:
+            stopped.kill()
+            probe.close()
+    assert told.stopped_ranks == (5,)
+    assert 0 < told.memory_available <= told.memory_total
+    assert 0 <= told.cpu_share <= 1
+    assert told.load > 0
+    assert told.node == "node-a"

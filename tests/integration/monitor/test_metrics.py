@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -24,16 +24,14 @@ ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "ops" / "prometheus"
 UNITS = ("_seconds", "_bytes", "_ratio", "_hertz", "_celsius", "_watts", "_info")
 UNITLESS = (
-    "_step", "_up", "_active", "_ranks", "_generation", "_load1", "_throttled", "_last_xid", "_missing_children",
+    "_step", "_up", "_active", "_ranks", "_generation", "_load1", "_missing_children",
 )  # fmt: skip
-FULL = NodeMetrics(
-    10.0, 8, 0.5, 1.5, 2400.0, 3600.0, 2.0, 64 << 30, 32 << 30, 0, 0.002,
-    (GpuMetrics(0, 60.0, 1400.0, 1980.0, 1 << 30, 80 << 30, 0.9, 400.0, False, 0, 3, 0),),
-)  # fmt: skip
+GPU = GpuMetrics(0, 60.0, 1.4e9, 400.0, 1 << 30, 80 << 30, 0, 3, (13,), 0.9)
+FULL = NodeMetrics("node-a", 10.0, 0.5, 2.0, 1.5, 2.4e9, 64 << 30, 32 << 30, 0, 0.002, (GPU,), (3,))
 
 
 class FullProbe:
-    def sample(self, workers: Sequence[int]) -> NodeMetrics:
+    def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
         return FULL
 
     def close(self) -> None:
