@@ -30,6 +30,8 @@ CUT = np.dtype(
         ("skip_step", "<u4"),  # the step in which reading began: known in part only
         ("stamp", "<u8"),  # newest record seen
         ("measured", "<u8"),  # newest measure seen
+        ("moved_s", "<f8"),  # last sign of life
+        ("step", "<u4"),  # highest step heard of
         ("marks_steps", "?"),
     ]
 )
@@ -80,14 +82,17 @@ def digest(
     records = np.concatenate([one.records for one in ranks]) if lengths.sum() else np.zeros(0, RECORD)
     reading = Reading(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
     cuts = _cuts(reading, memory)
+    newest_stamp = _newest_stamps(reading)
+    reading = _unread(reading, cuts)
+    records = reading.records
 
     is_operation = records["kind"] == Kind.OPERATION
     operations, operation_owner = _newest(records[is_operation], reading.owner[is_operation])
     frontiers, is_open = _frontiers(reading, operations, operation_owner, memory.frontiers)
     phases = records["kind"] == Kind.PHASE
     rows = _ranks(reading, operations, operation_owner, records[phases], reading.owner[phases], cuts)
-    cuts["marks_steps"] |= rows["marks_steps"]
-    rows["marks_steps"] = cuts["marks_steps"]
+    for name in ("marks_steps", "moved_s", "step"):
+        cuts[name] = rows[name]
 
     continued = np.isin(memory.steps["rank"], cuts["rank"][~np.isneginf(cuts["cut_s"])])
     accounts = account(
@@ -102,10 +107,7 @@ def digest(
         communicators=communicators,
     )
     measures = _measures(reading, cuts)
-    if len(records):
-        newest = np.zeros(len(ranks), np.uint64)
-        np.maximum.at(newest, reading.owner, records["stamp"])
-        cuts["stamp"] = np.maximum(cuts["stamp"], newest)
+    cuts["stamp"] = np.maximum(cuts["stamp"], newest_stamp)
     told_ranks = cuts["rank"]
     kept = memory.cuts[~np.isin(memory.cuts["rank"], told_ranks)]
     kept_steps = memory.steps[~np.isin(memory.steps["rank"], told_ranks)]
@@ -133,7 +135,7 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     """Return where accounting stands for each rank told; -inf for those not seen before, or read too late."""
     cuts = np.zeros(len(reading.ranks), CUT)
     cuts["rank"] = reading.column("rank")
-    cuts["cut_s"] = cuts["busy_s"] = -np.inf
+    cuts["cut_s"] = cuts["busy_s"] = cuts["moved_s"] = -np.inf
     if not len(memory.cuts):
         return cuts
     order = np.argsort(memory.cuts["rank"])
@@ -150,6 +152,24 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     cuts["cut_s"][lost] = -np.inf
     cuts["busy_s"][lost] = -np.inf
     return cuts
+
+
+def _newest_stamps(reading: Reading) -> np.ndarray:
+    newest = np.zeros(len(reading.ranks), np.uint64)
+    np.maximum.at(newest, reading.owner, reading.records["stamp"])
+    return newest
+
+
+def _unread(reading: Reading, cuts: np.ndarray) -> Reading:
+    """Drop what was accounted for and cannot change: whatever ended before its rank's cut, and measures told.
+
+    What a ring still holds of the past is most of it, and costs no more than this look.
+    """
+    records, owner = reading.records, reading.owner
+    ended_s = records["ended_s"]
+    keep = (ended_s <= 0) | (ended_s > cuts["cut_s"][owner])
+    keep &= (records["kind"] != Kind.MEASURE) | (records["stamp"] > cuts["measured"][owner])
+    return Reading(reading.ranks, records[keep], owner[keep])
 
 
 def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,19 +206,26 @@ def _frontiers(
         channel = _channel(operations, owner)
         starts = np.flatnonzero(np.concatenate([[True], channel[1:] != channel[:-1]]))
         index = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(channel))))
-        ended = np.maximum.reduceat(np.where(operations["ended_s"] > 0, operations["number"], 0), starts)
-        newest_step = np.zeros(len(ranks), np.int64)
-        np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
-        is_open = (operations["ended_s"] <= 0) & (operations["number"] > ended[index])
-        is_open &= operations["step"].astype(np.int64) + FORGOTTEN_STEPS > newest_step[owner]
-        rows = np.zeros(len(starts), FRONTIER)
         first = operations[starts]
         code = first["code"]
+        rows = np.zeros(len(starts), FRONTIER)
         rows["rank"] = ranks[owner[starts]]
         rows["communicator"] = first["communicator"]
         rows["direction"] = np.where((code == Operation.SEND) | (code == Operation.RECEIVE), code, 0)
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
-        rows["entered"] = np.maximum.reduceat(operations["number"], starts)
+    old = remembered[np.isin(remembered["rank"], ranks)]
+    same, at = _find(rows, old)
+    rows["history"][same] = old["history"][at[same]]
+    if len(operations):
+        numbers = operations["number"]
+        rows["entered"] = np.maximum.reduceat(numbers, starts)
+        rows["ended"] = np.maximum.reduceat(np.where(operations["ended_s"] > 0, numbers, 0), starts)
+        for name in ("entered", "ended"):
+            rows[name][same] = np.maximum(rows[name][same], old[name][at[same]])
+        newest_step = np.zeros(len(ranks), np.int64)
+        np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
+        is_open = (operations["ended_s"] <= 0) & (numbers > rows["ended"][index])
+        is_open &= operations["step"].astype(np.int64) + FORGOTTEN_STEPS > newest_step[owner]
         candidates = np.where(is_open, np.arange(len(operations)), len(operations))
         lowest = np.minimum.reduceat(candidates, starts)
         has_open = lowest < len(operations)
@@ -207,22 +234,32 @@ def _frontiers(
         rows["open_nbytes"][has_open] = opened["nbytes"]
         rows["open_s"][has_open] = opened["enqueued_s"]
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
-        recent = operations["number"] + HISTORY > rows["entered"][index]
-        slots = (operations["number"] % HISTORY).astype(np.int64)
+        recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (rows["direction"][index] == 0)
+        slots = (numbers % np.uint64(HISTORY)).astype(np.int64)
         rows["history"][index[recent], slots[recent]] = signatures(operations[recent])
-    # A channel of which nothing is left in the ring was used long ago: as far as was remembered it still is.
-    old = remembered[np.isin(remembered["rank"], ranks)]
-    old = old[~_among(old, rows)]
-    old["open"] = 0
-    return np.concatenate([rows, old]), is_open
+    # A channel of which nothing new was read is as far as it was, and has nothing under way.
+    others = np.ones(len(old), bool)
+    others[at[same]] = False
+    quiet = old[others]
+    quiet["open"] = 0
+    return np.concatenate([rows, quiet]), is_open
 
 
-def _among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which frontiers' channels are among those of others."""
-    names = ["rank", "communicator", "direction", "peer"]
-    both = np.concatenate([rows[names], others[names]])
-    _, index = np.unique(both, return_inverse=True)
-    return np.isin(index[: len(rows)], index[len(rows) :])
+def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which frontiers' channels are among those of others, and for those, where."""
+    found, at = np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
+    if not len(rows) or not len(others):
+        return found, at
+    both = np.concatenate([rows, others])
+    _, communicator = np.unique(both["communicator"], return_inverse=True)
+    # 20 bits of ranks, 17 of communicators, 2 of direction (SEND and RECEIVE differ in their lowest bits), 24 of peers.
+    keys = (both["rank"].astype(np.int64) << 17 | communicator) << 2 | (both["direction"].astype(np.int64) & 3)
+    keys = keys << 24 | (both["peer"].astype(np.int64) + 1)
+    known = keys[len(rows) :]
+    order = np.argsort(known)
+    place = np.minimum(np.searchsorted(known[order], keys[: len(rows)]), len(known) - 1)
+    at = order[place]
+    return known[at] == keys[: len(rows)], at
 
 
 def _ranks(
@@ -238,8 +275,8 @@ def _ranks(
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
     rows["alive"], rows["offset_s"] = reading.column("is_alive"), reading.column("offset_s")
     rows["aligned"] = reading.column("offset_error_s") > 0
-    rows["phase"], rows["marks_steps"] = -1, cuts["marks_steps"]
-    moved = np.full(len(rows), -np.inf)
+    rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
+    moved = cuts["moved_s"].copy()
     for name in ("enqueued_s", "started_s", "ended_s"):
         np.maximum.at(moved, owner, np.where(operations[name] > 0, operations[name], -np.inf))
     np.maximum.at(rows["step"], owner, operations["step"])

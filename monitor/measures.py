@@ -19,7 +19,6 @@ from monitor.thresholds import MeasureThresholds
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _NAMES = {int(Measure.LOSS): "loss", int(Measure.GRADIENT_NORM): "gradient norm"}
-_PENDING_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,6 @@ def judge_measures(
     A step is judged once `expected` ranks have told of it, or others are two steps on; what is not finite is judged at once.
     """
     pending = np.concatenate([curves.pending, told])
-    pending = pending[pending["step"] > max(0, int(pending["step"].max(initial=0)) - _PENDING_STEPS)]
     standing = {(one.subject, one.syndrome): (one, until) for one, until in curves.standing}
     for verdict, step in _not_finite(told, nodes):
         standing[verdict.subject, verdict.syndrome] = (verdict, step + thresholds.held)
@@ -67,8 +65,7 @@ def judge_measures(
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
     keys = pending[["step", "code", "communicator"]][order]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
-    for begin, end in zip(starts.tolist(), [*starts[1:].tolist(), len(order)], strict=True):
-        at = order[begin:end]
+    for at in np.split(order, starts[1:]) if len(order) else ():
         rows = pending[at]
         step, code = int(rows["step"][0]), int(rows["code"][0])
         is_checksum = code == Measure.REPLICA_CHECKSUM

@@ -44,6 +44,7 @@ FRONTIER = np.dtype(
         ("direction", "u1"),  # 0 for collectives, else Operation.SEND or RECEIVE
         ("peer", "<i4"),  # of send and receive, else -1
         ("entered", "<u8"),  # highest number begun
+        ("ended", "<u8"),  # highest number ended
         ("open", "<u8"),  # lowest number under way, 0 if none
         ("open_nbytes", "<u8"),
         ("open_s", "<f8"),  # when that was called, by the node's clock

@@ -1,0 +1,302 @@
+"""What to do about verdicts: a state machine with hysteresis, patience that follows cost, and a budget.
+
+Three guards stand between a verdict and a machine being taken away:
+
+- hysteresis: a verdict must stand for a while before anything is done, and must be gone for a while before it is forgotten, so that one
+  that flickers neither acts early nor starts afresh each time;
+- ski rental: waiting out a slowdown costs a little every step, acting costs much at once, and nobody knows how long it will last. Acting
+  when the loss so far equals the action's cost never costs more than twice what a prophet would pay (Karlin et al., 1988; Greyhound
+  escalates so). A hang loses a second every second, so it is acted upon as soon as its verdict is sustained;
+- a budget: no more replacements and restarts an hour than stated, and never more than a share of the nodes replaced within the window,
+  whatever verdicts come. What the budget denies becomes an alert. Only time gives the budget back.
+
+Pure: (state, verdicts, now) -> (state, actions).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+
+class Mode(StrEnum):
+    """How far a policy may go; each includes the ones before."""
+
+    OBSERVE = "observe only"
+    ALERT = "alert"
+    RESTART = "restart workers"
+    REPLACE = "replace nodes"
+
+
+class ActionKind(StrEnum):
+    """What is done."""
+
+    ALERT = "alert"
+    RESTART_WORKER = "restart worker"
+    REPLACE_NODE = "replace node"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something to do, once.
+
+    Args:
+        kind: what.
+        subject: to whom.
+        verdict: because of what.
+        reason: for people: what was lost so far, or why no more is done.
+        nodes: nodes to replace; empty unless `kind` is REPLACE_NODE.
+        ranks: ranks whose workers to restart; empty unless `kind` is RESTART_WORKER.
+    """
+
+    kind: ActionKind
+    subject: Subject
+    verdict: Verdict
+    reason: str
+    nodes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The rules.
+
+    Args:
+        mode: how far to go; watching comes first, trust later.
+        sustained_s: how long a verdict must stand before anything is done: two readings of a hang already lasting 3 s.
+        forgotten_s: how long it must be gone to be forgotten: a slow rank's verdict flickers with the window of ten steps.
+        alert_again_s: after this long, a verdict that still stands is told again: people overlook things.
+        restart_cost_s: what a restart of a worker costs the job; keepstep's measured gap is 1 s, other launchers take a minute.
+        replace_cost_s: what a replacement costs: a spare's start-up, a new generation, state to load.
+        least_confidence: verdicts below are told and no more.
+        replacements: at most so many nodes within `window_s`.
+        restarts: at most so many workers restarted within `window_s`.
+        fleet_share: at most this share of all nodes replaced within `window_s`; at least one is allowed if `replacements` is.
+        window_s: the budget's window; an hour, in which a person can look.
+    """
+
+    mode: Mode = Mode.ALERT
+    sustained_s: float = 1.0
+    forgotten_s: float = 60.0
+    alert_again_s: float = 3600.0
+    restart_cost_s: float = 10.0
+    replace_cost_s: float = 60.0
+    least_confidence: float = 0.7
+    replacements: int = 2
+    restarts: int = 10
+    fleet_share: float = 0.05
+    window_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One subject's syndrome, as long as it is remembered.
+
+    Args:
+        verdict: the newest.
+        first_s: when it was first told.
+        last_s: when it was last told.
+        lost_s: seconds the job has lost by it since `first_s`, while it stood.
+        alerted_s: when people were last told; -inf if never.
+        acted: what was done, if anything.
+    """
+
+    verdict: Verdict
+    first_s: float
+    last_s: float
+    lost_s: float = 0.0
+    alerted_s: float = -math.inf
+    acted: ActionKind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """What a policy remembers.
+
+    Args:
+        cases: by subject and syndrome.
+        replaced: when nodes were replaced, within the window, the oldest first.
+        restarted: when workers were restarted.
+        now_s: of the last call.
+    """
+
+    cases: Mapping[tuple[Subject, Syndrome], Case] = field(default_factory=dict)
+    replaced: tuple[tuple[float, str], ...] = ()
+    restarted: tuple[tuple[float, int], ...] = ()
+    now_s: float = -math.inf
+
+
+def decide(
+    policy: Policy,
+    state: PolicyState,
+    verdicts: Sequence[Verdict],
+    nodes: Mapping[int, str],
+    step_s: float,
+    now_s: float,
+) -> tuple[PolicyState, tuple[Action, ...]]:
+    """Return what to do about the verdicts that stand now. Pure: equal inputs give equal outputs.
+
+    Args:
+        policy: the rules.
+        state: as returned by the last call.
+        verdicts: all that stand now.
+        nodes: each rank's node: the fleet that the budget counts by.
+        step_s: the job's step time, which turns costs per step into costs per second; 0.0 if not known.
+        now_s: monotonic; an earlier time than before is taken as the same.
+    """
+    now_s = max(now_s, state.now_s)
+    cases = _follow(policy, state, verdicts, step_s, now_s)
+    state = PolicyState(
+        cases,
+        tuple(entry for entry in state.replaced if now_s - entry[0] < policy.window_s),
+        tuple(entry for entry in state.restarted if now_s - entry[0] < policy.window_s),
+        now_s,
+    )
+    actions: list[Action] = []
+    if policy.mode is Mode.OBSERVE:
+        return state, ()
+    # The costliest first: the budget goes to who loses most. Ties are broken by name, so that equal inputs give equal outputs.
+    standing = [
+        key for key, case in cases.items() if case.last_s == now_s and now_s - case.first_s >= policy.sustained_s
+    ]
+    for key in sorted(standing, key=lambda one: (-cases[one].lost_s, str(one[0]), one[1])):
+        state, action = _treat(policy, state, key, nodes)
+        if action:
+            actions.append(action)
+    return state, tuple(actions)
+
+
+def _follow(
+    policy: Policy, state: PolicyState, verdicts: Sequence[Verdict], step_s: float, now_s: float
+) -> dict[tuple[Subject, Syndrome], Case]:
+    """Return the cases with what stands now taken in, and what was gone for long forgotten."""
+    cases = {key: case for key, case in state.cases.items() if now_s - case.last_s <= policy.forgotten_s}
+    for verdict in verdicts:
+        key = (verdict.subject, verdict.syndrome)
+        case = cases.get(key)
+        if case is None:
+            cases[key] = Case(verdict, now_s, now_s)
+            continue
+        # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
+        stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
+        cases[key] = replace(
+            case, verdict=verdict, last_s=now_s, lost_s=case.lost_s + stood_s * _loss_rate(verdict, step_s)
+        )
+    return cases
+
+
+def _loss_rate(verdict: Verdict, step_s: float) -> float:
+    """Return the share of time that the job loses by a verdict, 0 to 1."""
+    if math.isinf(verdict.cost_s_per_step):
+        return 1.0
+    return min(1.0, max(0.0, verdict.cost_s_per_step) / step_s) if step_s > 0 else 0.0
+
+
+def _treat(
+    policy: Policy, state: PolicyState, key: tuple[Subject, Syndrome], nodes: Mapping[int, str]
+) -> tuple[PolicyState, Action | None]:
+    """Return the one thing to do about a case now, if there is any."""
+    case = state.cases[key]
+    verdict = case.verdict
+    wanted = _wanted(policy, state, verdict, nodes)
+    if wanted is not None and case.acted is not wanted and _is_due(policy, case, wanted):
+        places, ranks = _targets(wanted, verdict, nodes)
+        denied = _denied(policy, state, wanted, places, ranks, nodes)
+        if not denied:
+            action = Action(wanted, verdict.subject, verdict, f"{case.lost_s:.0f} s lost so far", places, ranks)
+            return _spend(state, key, action), action
+        return _alert(policy, state, key, f"not done: {denied}")
+    if verdict.advice is Advice.OBSERVE:
+        return state, None
+    return _alert(policy, state, key, f"{case.lost_s:.0f} s lost so far")
+
+
+def _wanted(policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]) -> ActionKind | None:
+    """Return what the verdict calls for, as far as the policy goes; None for telling people at most.
+
+    A worker that was restarted and has the same kind of trouble again, or still, is on a bad node: that escalates to a replacement,
+    though not before the restart has had the time to work.
+    """
+    if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
+        return None
+    if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
+        return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
+    if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
+        restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
+        if not restarted:
+            return ActionKind.RESTART_WORKER
+        if policy.mode is Mode.REPLACE and state.now_s - restarted[-1] >= policy.replace_cost_s:
+            return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
+    return None
+
+
+def _is_due(policy: Policy, case: Case, wanted: ActionKind) -> bool:
+    """Return whether the loss so far equals the cost of acting; standstills and errors of a device or of data do not wait."""
+    cost_s = case.verdict.cost_s_per_step
+    if math.isinf(cost_s) or cost_s <= 0.0:
+        return True
+    return case.lost_s >= (policy.replace_cost_s if wanted is ActionKind.REPLACE_NODE else policy.restart_cost_s)
+
+
+def _places(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
+    if subject.kind == "node":
+        return (subject.node,)
+    return tuple(sorted({nodes[rank] for rank in subject.ranks if nodes.get(rank)}))
+
+
+def _targets(wanted: ActionKind, verdict: Verdict, nodes: Mapping[int, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    if wanted is ActionKind.REPLACE_NODE:
+        return _places(verdict.subject, nodes), ()
+    return (), verdict.subject.ranks
+
+
+def _denied(
+    policy: Policy,
+    state: PolicyState,
+    wanted: ActionKind,
+    places: Collection[str],
+    ranks: Collection[int],
+    nodes: Mapping[int, str],
+) -> str:
+    """Return why the budget does not allow it; empty if it does."""
+    if wanted is ActionKind.RESTART_WORKER:
+        if len(state.restarted) + len(ranks) > policy.restarts:
+            return f"{len(state.restarted)} workers were restarted within {policy.window_s:.0f} s, the budget is {policy.restarts}"
+        return ""
+    if any(place == replaced for _, replaced in state.replaced for place in places):
+        return "the node was replaced already, and a new one of its name has the same trouble"
+    allowed = allowance(policy, nodes)
+    if len(state.replaced) + len(places) > allowed:
+        return f"{len(state.replaced)} nodes were replaced within {policy.window_s:.0f} s, the budget is {allowed}"
+    return ""
+
+
+def allowance(policy: Policy, nodes: Mapping[int, str]) -> int:
+    """Return how many nodes of a fleet may be replaced within the window."""
+    fleet = len(set(nodes.values()))
+    return min(policy.replacements, max(1, math.floor(policy.fleet_share * fleet)))
+
+
+def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) -> PolicyState:
+    cases = {**state.cases, key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s)}
+    return replace(
+        state,
+        cases=cases,
+        replaced=(*state.replaced, *((state.now_s, node) for node in action.nodes)),
+        restarted=(*state.restarted, *((state.now_s, rank) for rank in action.ranks)),
+    )
+
+
+def _alert(
+    policy: Policy, state: PolicyState, key: tuple[Subject, Syndrome], reason: str
+) -> tuple[PolicyState, Action | None]:
+    case = state.cases[key]
+    if state.now_s - case.alerted_s < policy.alert_again_s:
+        return state, None
+    cases = {**state.cases, key: replace(case, alerted_s=state.now_s)}
+    action = Action(ActionKind.ALERT, case.verdict.subject, case.verdict, reason)
+    return replace(state, cases=cases), action
