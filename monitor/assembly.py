@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from monitor.clocks import align
 from monitor.contracts import StoryTeller, VerdictPublisher
 from monitor.daemon import Parts
+from monitor.diagnosis import NO_PAST, Past, conclude
+from monitor.metrics import NodeMetrics
 from monitor.probes import NodeProbe
+from monitor.records import Communicator
 from monitor.ring_files import job_directory
 from monitor.ring_source import RingSource
+from monitor.tables import Digest
+from monitor.thresholds import Thresholds
+from monitor.verdicts import Verdict
 
 
 def assemble(
@@ -24,7 +31,20 @@ def assemble(
     return Parts(
         probe=NodeProbe(node),
         reader=RingSource(job_directory(job)),
+        diagnosis=_diagnose if diagnoses else None,
+        alignment=align,
         publisher=publisher,
         teller=teller,
         children=children,
     )
+
+
+def _diagnose(
+    told: Digest,
+    communicators: Mapping[int, Communicator],
+    nodes: Mapping[int, str],
+    metrics: Mapping[str, NodeMetrics],
+    past: Past | None,
+    now_s: float,
+) -> tuple[Past, Sequence[Verdict]]:
+    return conclude(told, communicators, nodes, metrics, past or NO_PAST, now_s, Thresholds())

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from monitor.metrics import NodeMetrics
 from monitor.records import Communicator, JobRecords, RankRecords
+from monitor.tables import Digest
 from monitor.verdicts import Verdict
 
 
@@ -56,18 +57,26 @@ class Probe(Protocol):
 
 
 class Diagnosis(Protocol):
-    """Draws conclusions from a job's records. Pure: what it must remember it returns and gets back."""
+    """Draws conclusions from digests. Pure: what it must remember it returns and gets back."""
 
     def __call__(
-        self, job: JobRecords, metrics: Mapping[str, NodeMetrics], past: Any, now_s: float
+        self,
+        told: Digest,
+        communicators: Mapping[int, Communicator],
+        nodes: Mapping[int, str],
+        metrics: Mapping[str, NodeMetrics],
+        past: Any,
+        now_s: float,
     ) -> tuple[Any, Sequence[Verdict]]:
         """Return what to remember, and the verdicts that hold now.
 
         Args:
-            job: lately told records of all ranks.
-            metrics: measures of each node, by its name.
-            past: what the last call returned first; None at the first.
-            now_s: the job's clock, in seconds.
+            told: what all ranks told since the last call; ranks not in it are as they were.
+            communicators: of the job.
+            nodes: each rank's node.
+            metrics: the newest measures of each node.
+            past: what the last call returned first; None at the first, and when ranks or their processes have changed.
+            now_s: this daemon's monotonic clock.
         """
 
 

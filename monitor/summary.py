@@ -1,7 +1,8 @@
 """What daemons of the tree tell each other: the form on the wire, and nothing else.
 
 A summary is `KSM1`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
-bytes each, as they lie in the rings. Nothing in it is executable, and every length is checked before it is believed.
+bytes each, as they lie in the rings, and the rows of digests. Nothing in it is executable, and every length is checked
+before it is believed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from monitor.digest_relay import Outbox, as_bytes, counts, from_bytes
 from monitor.errors import ProtocolViolation
 from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, VERSION, Communicator
+from monitor.tables import Digest
 
 _HEAD = struct.Struct(">4sI")
 _MAGIC = b"KSM1"
@@ -54,6 +57,7 @@ class Summary:
         ranks: those that were heard of, with their new records.
         communicators: process groups not told before.
         nodes: nodes that were heard of.
+        digests: for diagnosis, in order.
         missing: daemons below that do not answer, with the reason.
     """
 
@@ -63,11 +67,13 @@ class Summary:
     ranks: tuple[tuple[RankState, np.ndarray], ...]
     communicators: tuple[Communicator, ...]
     nodes: tuple[NodeFacts, ...]
+    digests: tuple[Digest, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def summarize(
     history: History,
+    outbox: Outbox,
     nodes: Mapping[str, NodeFacts],
     missing: Mapping[str, str],
     incarnation: str,
@@ -82,6 +88,7 @@ def summarize(
         tuple((kept.state, thin(kept.since(since), budget)) for kept in history.heard_since(since)),
         history.communicators_since(since),
         tuple(nodes.values()),
+        outbox.since(since),
         dict(missing),
     )
 
@@ -96,10 +103,12 @@ def encode(summary: Summary) -> bytes:
         "ranks": [{**asdict(state), "count": len(records)} for state, records in summary.ranks],
         "communicators": [[group.identity, group.name, group.ranks] for group in summary.communicators],
         "nodes": [asdict(node) for node in summary.nodes],
+        "digests": [counts(digest) for digest in summary.digests],
         "missing": dict(summary.missing),
     }
     body = json.dumps(told, separators=(",", ":")).encode()
-    return b"".join([_HEAD.pack(_MAGIC, len(body)), body, *(records.tobytes() for _, records in summary.ranks)])
+    records = (records.tobytes() for _, records in summary.ranks)
+    return b"".join([_HEAD.pack(_MAGIC, len(body)), body, *records, *map(as_bytes, summary.digests)])
 
 
 def decode(data: bytes) -> Summary:
@@ -125,6 +134,10 @@ def decode(data: bytes) -> Summary:
             records = np.frombuffer(data, RECORD, count, offset)
             offset += count * RECORD.itemsize
             ranks.append((RankState(**entry), records))
+        digests = []
+        for rows in told["digests"]:
+            digest, offset = from_bytes(data, offset, rows)
+            digests.append(digest)
         if offset != len(data):
             raise ProtocolViolation("the summary carries more records than it promises")
         return Summary(
@@ -134,6 +147,7 @@ def decode(data: bytes) -> Summary:
             tuple(ranks),
             tuple(Communicator(identity, name, tuple(members)) for identity, name, members in told["communicators"]),
             tuple(NodeFacts(**node) for node in told["nodes"]),
+            tuple(digests),
             told["missing"],
         )
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:

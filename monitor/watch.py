@@ -11,13 +11,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 
 from monitor.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
+from monitor.digest import FORGETFUL, Memory, digest
+from monitor.digest_relay import Inbox, Outbox
 from monitor.matrices import Delays, delays
 from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
@@ -25,6 +28,7 @@ from monitor.record_history import History, RankHistory, RankState
 from monitor.records import JobRecords, Kind, Phase
 from monitor.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.summary import NodeFacts, Summary, summarize
+from monitor.tables import EMPTY, Digest
 from monitor.verdict_log import Changes, VerdictLog, advance
 from monitor.verdicts import Verdict
 
@@ -96,12 +100,18 @@ class Watch:
         self._history = History(self._limits.records)
         self._below: dict[str, _Below] = {}
         self._local: tuple[int, ...] = ()
+        self._told: list[Digest] = []
         self._past: Any = None
+        self._memory: Memory = FORGETFUL
+        self._incarnations: dict[int, str] = {}
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._processes: frozenset[tuple[int, str]] = frozenset()
         self._process = psutil.Process()
 
     def read(self) -> None:
         """Read the rings and the node's measures: one heartbeat, which carries how far every rank has come."""
-        self._history.begin()
+        number = self._history.begin()
+        own: Digest | None = None
         if self._reader is not None:
             reader = self._reader
             nothing: tuple[Reading, ...] = ()
@@ -121,6 +131,7 @@ class Watch:
                 self._hear(state, told.records)
                 self._history.learn(reading.communicators)
             self._local = tuple(reading.records.rank for reading in readings)
+            own = self.guarded("digest", lambda: self._digest(readings), own)
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
@@ -133,6 +144,9 @@ class Watch:
             used.user + used.system,
         )
         self._forget()
+        self._told = self._inbox.rounds(own, self._history.communicators)
+        for one in self._told:
+            self._outbox.add(number, one)
 
     def cursor(self, url: str) -> tuple[str, int]:
         """Return what to ask the daemon at `url` for: news since which number, if it still is that incarnation."""
@@ -151,6 +165,9 @@ class Watch:
             del self.missing[old]
         # A daemon two levels down is named by the way to it.
         self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
+        if below.incarnation != summary.incarnation:
+            self._inbox.drop(url)
+        self._inbox.add(url, summary.digests)
         below.incarnation, below.number = summary.incarnation, summary.number
         below.ranks, below.answered_at_s = summary.present, time.monotonic()
         below.nodes = tuple(facts.node for facts in summary.nodes)
@@ -166,6 +183,7 @@ class Watch:
         """Forget the daemons that are not among `urls`: they are no longer below this one."""
         for url in set(self._below) - set(urls):
             del self._below[url]
+            self._inbox.drop(url)
             for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
                 del self.missing[old]
         self._forget()
@@ -175,20 +193,33 @@ class Watch:
         if self._diagnosis is None:
             return None
         diagnosis = self._diagnosis
-        job = self.job()
-        now_s = max((told.read_at_s + told.offset_s for told in job.ranks.values()), default=time.monotonic())
+        states = [kept.state for kept in self._history.ranks.values()]
+        processes = frozenset((state.rank, state.incarnation) for state in states)
+        if processes != self._processes:
+            self._processes, self._past = processes, None
+        nodes = {state.rank: state.node for state in states}
         metrics = {name: metrics_from_json(facts.metrics) for name, facts in self.nodes.items() if facts.metrics}
-        concluded = self.guarded("diagnosis", lambda: diagnosis(job, metrics, self._past, now_s), None)
-        if concluded is None:
+        now_s = time.monotonic()
+        # With nothing new time still passes, and with it the patience with those who are silent.
+        told, self._told = self._told or [EMPTY], []
+        verdicts: Sequence[Verdict] | None = None
+        for one in told:
+            concluded = self.guarded(
+                "diagnosis",
+                partial(diagnosis, one, self._history.communicators, nodes, metrics, self._past, now_s),
+                None,
+            )
+            if concluded is not None:
+                self._past, verdicts = concluded
+        if verdicts is None:
             return None
-        self._past, verdicts = concluded
         self.log, changes = advance(self.log, verdicts, now_s, time.time())
         return Turn(tuple(verdicts), now_s, changes)
 
     def summary(self, incarnation: str, since: int, budget: int) -> Summary:
         """Return what is new since `since`, or everything if that was said by another incarnation."""
         asked = since if incarnation == self.incarnation else 0
-        return summarize(self._history, self.nodes, self.missing, self.incarnation, asked, budget)
+        return summarize(self._history, self._outbox, self.nodes, self.missing, self.incarnation, asked, budget)
 
     def job(self) -> JobRecords:
         """Return all records, with clocks aligned as well as they can be."""
@@ -270,6 +301,18 @@ class Watch:
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
+
+    def _digest(self, readings: Sequence[Reading]) -> Digest:
+        """Return what this node's ranks told since the last reading."""
+        if any(
+            (known := self._incarnations.get(reading.records.rank)) is not None and known != reading.incarnation
+            for reading in readings
+        ):
+            self._memory = FORGETFUL  # Positions have begun anew.
+        self._incarnations = {reading.records.rank: reading.incarnation for reading in readings}
+        ranks = [replace(reading.records, node=self.node) for reading in readings]
+        self._memory, digested = digest(ranks, self._history.communicators, self._memory)
+        return digested
 
     def _forget(self) -> None:
         """Forget ranks and nodes that nobody tells of any more."""

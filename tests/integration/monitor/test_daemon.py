@@ -18,7 +18,8 @@ from monitor.daemon import Parts, Settings
 from monitor.errors import MonitorError
 from monitor.metrics import NodeMetrics
 from monitor.probes import NodeProbe
-from monitor.records import JobRecords
+from monitor.records import Communicator
+from monitor.tables import Digest
 from monitor.verdicts import Verdict
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
@@ -46,12 +47,17 @@ class Says:
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = verdicts
-        self.jobs: list[JobRecords] = []
+        self.told: list[Digest] = []
+        self.nodes: dict[int, str] = {}
+        self.communicators: dict[int, Communicator] = {}
         self.metrics: list[Any] = []
 
-    def __call__(self, job: JobRecords, metrics: Any, past: Any, now_s: float) -> tuple[Any, Sequence[Verdict]]:
-        self.jobs.append(job)
+    def __call__(
+        self, told: Digest, communicators: Any, nodes: Any, metrics: Any, past: Any, now_s: float
+    ) -> tuple[Any, Sequence[Verdict]]:
+        self.told.append(told)
         self.metrics.append(metrics)
+        self.nodes, self.communicators = dict(nodes), dict(communicators)
         return (past or 0) + 1, self.verdicts
 
 
@@ -122,12 +128,12 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
         ):
 
             async def complete() -> bool:
-                return bool(says.jobs) and len(says.jobs[-1].ranks) == 8 and len(says.metrics[-1]) == 6
+                digested = {int(rank) for told in says.told for rank in told.ranks["rank"]}
+                return digested == set(range(8)) and len(says.metrics[-1]) == 6
 
             await until(complete)
-            job = says.jobs[-1]
-            assert [told.node for told in job.ranks.values()] == ["n0"] * 3 + ["n1"] * 2 + ["n2"] * 3
-            assert job.communicators[7].ranks == tuple(range(8))
+            assert [says.nodes[rank] for rank in range(8)] == ["n0"] * 3 + ["n1"] * 2 + ["n2"] * 3
+            assert says.communicators[7].ranks == tuple(range(8))
             assert says.metrics[-1]["n0"].load == 3.0
             told = await (await get(root, "/v1/overview")).json()
             assert told["verdicts"][0]["verdict"]["subject"]["ranks"] == [5]
@@ -235,7 +241,7 @@ def test_parts_that_fail_blind_only_themselves() -> None:
         def close(self) -> None:
             raise RuntimeError("cannot even close")
 
-    def diagnosis(job: JobRecords, metrics: Any, past: Any, now_s: float) -> Any:
+    def diagnosis(*_: Any) -> Any:
         raise ZeroDivisionError
 
     async def check() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.digest_relay import Outbox
 from monitor.errors import ProtocolViolation
 from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, Communicator, Kind, Operation, Phase
@@ -105,7 +106,7 @@ def test_asking_for_news_again_and_again_gives_what_reading_at_once_gives(
         end = max(end, first + count)
         child.begin()
         child.merge(STATE, operations(count, first + 1))
-        told = decode(encode(summarize(child, {}, {}, "x", since, 10**6)))
+        told = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, 10**6)))
         since = told.number
         parent.begin()
         for state, records in told.ranks:
@@ -136,7 +137,7 @@ def test_summary_survives_the_wire() -> None:
     history.merge(STATE, np.concatenate([operations(9), phases(2)]))
     history.learn([Communicator(7, "world", (3, 4))])
     facts = NodeFacts("node-a", {"load": 1.5}, 1000.0, 10.0, 0.25)
-    told = decode(encode(summarize(history, {"node-a": facts}, {"http://x": "silent"}, "x", 0, 1000)))
+    told = decode(encode(summarize(history, Outbox(), {"node-a": facts}, {"http://x": "silent"}, "x", 0, 1000)))
     assert told.ranks[0][0] == history.ranks[3].state
     assert told.ranks[0][1].tobytes() == history.ranks[3].since(0).tobytes()
     assert told.communicators == (Communicator(7, "world", (3, 4)),)
@@ -149,7 +150,7 @@ def test_damaged_summary_is_refused_and_nothing_else_happens(noise: bytes, place
     history = History(100)
     history.begin()
     history.merge(STATE, operations(3))
-    good = bytearray(encode(summarize(history, {}, {}, "x", 0, 1000)))
+    good = bytearray(encode(summarize(history, Outbox(), {}, {}, "x", 0, 1000)))
     with pytest.raises(ProtocolViolation):
         decode(bytes(good[:-1]))
     with pytest.raises(ProtocolViolation):
