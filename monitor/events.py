@@ -63,7 +63,7 @@ class EventFile:
         """Tell of a verdict that began to hold."""
         verdict = entry.verdict
         severity = _ERROR if verdict.syndrome in _GRAVE else _WARN
-        body = f"{verdict.subject}: {verdict.syndrome}. {' '.join(verdict.evidence)}".strip()
+        body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
         self.write("keepstep.verdict.opened", severity, body, _attributes(entry), entry.opened_at_s)
 
     def closed(self, entry: Entry) -> None:

@@ -18,6 +18,7 @@ from monitor import cgroups
 from monitor.metrics import GpuMetrics, NodeMetrics
 from monitor.xid import XidListener
 
+_EVERY_S = 0.9
 _SLOW_EVERY_S = 5.0
 
 
@@ -30,12 +31,22 @@ class NodeProbe:
         self._gpus = GpuProbe.open()
         self._busy: tuple[float, float] | None = None
         self._disk: tuple[int, float] | None = None
+        self._sampled: NodeMetrics | None = None
         self._cpu_hz = 0.0
         self._devices: tuple[GpuMetrics, ...] = ()
         self._slow_due_s = 0.0
 
     def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
-        """Return the measures as they are now; what is about a cgroup, of the workers' (process id by rank), not of the monitor's own."""
+        """Return the measures as they are now; what is about a cgroup, of the workers' (process id by rank), not of the monitor's own.
+
+        More than about once a second the last sample is given again.
+        """
+        if self._sampled is not None and time.monotonic() - self._sampled.at_s < _EVERY_S:
+            return self._sampled
+        self._sampled = self._sample(workers)
+        return self._sampled
+
+    def _sample(self, workers: Mapping[int, int]) -> NodeMetrics:
         pids = set(workers.values())
         self._cgroups = {pid: self._cgroups.get(pid) or cgroups.find(pid) for pid in pids}
         groups = set(self._cgroups.values())

@@ -122,7 +122,7 @@ def _doing(rank: Mapping[str, Any]) -> str:
     if rank["operation"] is not None:
         operation = rank["operation"]
         doing.append(
-            f"{operation['name']} {operation['group']} no. {operation['number']} {_seconds(operation['age_s'])}"
+            f"{operation['name']} no. {operation['number']} of group {operation['group']} {_seconds(operation['age_s'])}"
         )
     if rank["silent_s"] > 1:
         doing.append(f"no progress for {_seconds(rank['silent_s'])}")

@@ -81,7 +81,7 @@ export function drawTimeline(told) {
     const { span } = hit;
     const took = span.end_s === null ? `has not ended, began at ${seconds(span.begin_s)}` : `${seconds(span.end_s - span.begin_s)}, from ${seconds(span.begin_s)}`;
     const facts = span.facts;
-    const more = span.kind === "phase" ? "" : `\n${facts.group} no. ${facts.number}, ${bytes(facts.nbytes)} of ${facts.dtype}`
+    const more = span.kind === "phase" ? "" : `\nno. ${facts.number} of group ${facts.group}, ${bytes(facts.nbytes)} of ${facts.dtype}`
       + (facts.peer === undefined ? "" : `, peer ${facts.peer}`) + (facts.failed ? "\nfailed" : "");
     return `rank ${hit.rank}: ${span.name}\n${took}${more}`;
   });
