@@ -55,6 +55,7 @@ class Settings:
         port: 0 for any.
         opens_to_loopback: whether requests from loopback need no token.
         read_every_s: seconds between readings.
+        conclude_every_s: seconds between diagnoses.
         ask_every_s: seconds between asking the daemons below.
         budget: finished operations that a daemon below sends of each rank at a time, at most.
         events: file for events; None for none.
@@ -69,6 +70,7 @@ class Settings:
     port: int = 0
     opens_to_loopback: bool = False
     read_every_s: float = 0.5
+    conclude_every_s: float = 1.0
     ask_every_s: float = 1.0
     budget: int = 256
     events: Path | None = None
@@ -149,7 +151,8 @@ class Daemon:
             self.address.set_result(address)
             async with asyncio.TaskGroup() as tasks:
                 loops = [
-                    tasks.create_task(self._every(self._settings.read_every_s, self._turn)),
+                    tasks.create_task(self._every(self._settings.read_every_s, self._read)),
+                    tasks.create_task(self._every(self._settings.conclude_every_s, self._conclude)),
                     tasks.create_task(self._every(self._settings.ask_every_s, self._ask_children)),
                 ]
                 if self._parts.teller is not None:
@@ -202,9 +205,12 @@ class Daemon:
             due_s = max(due_s + period_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
-    async def _turn(self) -> None:
-        """Read, conclude, tell."""
-        turn = await self.ask(_read_and_diagnose)
+    async def _read(self) -> None:
+        await self.ask(Watch.read)
+
+    async def _conclude(self) -> None:
+        """Conclude, and tell."""
+        turn = await self.ask(_diagnose)
         if turn is None:
             return
         for entry in turn.changes.opened:
@@ -275,8 +281,8 @@ class Daemon:
                 await self._talk("end", part.close)
 
 
-def _read_and_diagnose(watch: Watch) -> Turn | None:
-    watch.read()
+def _diagnose(watch: Watch) -> Turn | None:
+    watch.digest()
     return watch.diagnose()
 
 

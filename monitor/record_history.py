@@ -125,6 +125,13 @@ class RankHistory:
         """Return the records that changed after reading `number`."""
         return np.concatenate([lane.records[lane.changed > number] for lane in (self._operations, self._marks)])
 
+    def since_and_open(self, number: int) -> np.ndarray:
+        """Return the records that changed after reading `number`, and those of what is under way, by the time they began."""
+        lanes = (self._operations, self._marks)
+        parts = [lane.records[(lane.changed > number) | (lane.records["ended_s"] == 0)] for lane in lanes]
+        both = np.concatenate(parts)
+        return both[np.argsort(both["enqueued_s"], kind="stable")]
+
 
 class History:
     """All ranks' newest records and the process groups they name."""

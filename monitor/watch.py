@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from monitor.matrices import Delays, delays
 from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
 from monitor.record_history import History, RankHistory, RankState
-from monitor.records import JobRecords, Kind, Phase
+from monitor.records import JobRecords, Kind, Phase, RankRecords
 from monitor.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.summary import NodeFacts, Summary, summarize
 from monitor.tables import EMPTY, Digest
@@ -101,6 +101,7 @@ class Watch:
         self._below: dict[str, _Below] = {}
         self._local: tuple[int, ...] = ()
         self._told: list[Digest] = []
+        self._digested = 0
         self._past: Any = None
         self._memory: Memory = FORGETFUL
         self._incarnations: dict[int, str] = {}
@@ -110,8 +111,7 @@ class Watch:
 
     def read(self) -> None:
         """Read the rings and the node's measures: one heartbeat, which carries how far every rank has come."""
-        number = self._history.begin()
-        own: Digest | None = None
+        self._history.begin()
         if self._reader is not None:
             reader = self._reader
             nothing: tuple[Reading, ...] = ()
@@ -131,7 +131,6 @@ class Watch:
                 self._hear(state, told.records)
                 self._history.learn(reading.communicators)
             self._local = tuple(reading.records.rank for reading in readings)
-            own = self.guarded("digest", lambda: self._digest(readings), own)
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
@@ -144,9 +143,17 @@ class Watch:
             used.user + used.system,
         )
         self._forget()
-        self._told = self._inbox.rounds(own, self._history.communicators)
-        for one in self._told:
-            self._outbox.add(number, one)
+
+    def digest(self) -> None:
+        """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
+
+        Less often than reading: it costs more, and verdicts are a matter of seconds.
+        """
+        nothing: Digest | None = None
+        own = self.guarded("digest", self._digest, nothing) if self._local else nothing
+        for one in self._inbox.rounds(own, self._history.communicators):
+            self._told.append(one)
+            self._outbox.add(self._history.number, one)
 
     def cursor(self, url: str) -> tuple[str, int]:
         """Return what to ask the daemon at `url` for: news since which number, if it still is that incarnation."""
@@ -302,15 +309,25 @@ class Watch:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
 
-    def _digest(self, readings: Sequence[Reading]) -> Digest:
-        """Return what this node's ranks told since the last reading."""
-        if any(
-            (known := self._incarnations.get(reading.records.rank)) is not None and known != reading.incarnation
-            for reading in readings
-        ):
+    def _digest(self) -> Digest:
+        """Return what this node's ranks told since the last digest."""
+        local = [self._history.ranks[rank] for rank in self._local]
+        incarnations = {kept.state.rank: kept.state.incarnation for kept in local}
+        if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
             self._memory = FORGETFUL  # Positions have begun anew.
-        self._incarnations = {reading.records.rank: reading.incarnation for reading in readings}
-        ranks = [replace(reading.records, node=self.node) for reading in readings]
+        self._incarnations = incarnations
+        ranks = [
+            RankRecords(
+                kept.state.rank,
+                self.node,
+                kept.since_and_open(self._digested),
+                kept.state.read_at_s,
+                kept.state.is_alive,
+                kept.state.has_finished,
+            )
+            for kept in local
+        ]
+        self._digested = self._history.number
         self._memory, digested = digest(ranks, self._history.communicators, self._memory)
         return digested
 

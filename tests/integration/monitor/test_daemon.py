@@ -28,7 +28,7 @@ PLAN = Plan(ranks=8, steps=300, step_s=0.1)
 
 
 def settings(node: str = "node-a", **more: Any) -> Settings:
-    return Settings("run7", node, SECRET, read_every_s=0.05, ask_every_s=0.05, **more)
+    return Settings("run7", node, SECRET, read_every_s=0.05, conclude_every_s=0.1, ask_every_s=0.05, **more)
 
 
 class Probe:
