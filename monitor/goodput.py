@@ -38,8 +38,8 @@ def goodput(recoveries: Sequence[Recovery], began_at_s: float, now_s: float, ste
     """
     wall_s = max(0.0, now_s - began_at_s)
     parts = dict.fromkeys((KEPT, REDONE, DETECTING, CONNECTING, RESTORING, FIRST), 0.0)
-    ends = [*(later.detected_at_s for later in recoveries[1:]), now_s]
-    for recovery, end_s in zip(recoveries, ends, strict=True):
+    for place, recovery in enumerate(recoveries):
+        end_s = recoveries[place + 1].detected_at_s if place + 1 < len(recoveries) else now_s
         instants = [
             recovery.detected_at_s, recovery.opened_at_s, recovery.ready_at_s, recovery.restored_at_s,
             recovery.stepped_at_s,
