@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from checkpoint.errors import CheckpointError
 from elastic.errors import ElasticError, UsageError
 from monitor.errors import MonitorError
+
+if TYPE_CHECKING:
+    from monitor.contracts import StoryTeller
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
@@ -57,8 +60,17 @@ def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 @click.group(cls=_Commands)
 @click.version_option(package_name="keepstep")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
+    # How `keepstep monitor`, which knows nothing of this package, gets at what the coordinator knows of a job.
+    context.obj = _story_teller
+
+
+def _story_teller(store: str | None, job: str) -> StoryTeller | None:
+    from elastic.story import teller
+
+    return teller(store, job)
 
 
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})

@@ -9,13 +9,16 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from monitor.access import bearer_token
 from monitor.errors import MonitorError
 from monitor.job_secret import job_secret
+
+if TYPE_CHECKING:
+    from monitor.contracts import StoryTeller
 
 PORT = 8433
 _JOB = click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
@@ -41,6 +44,7 @@ _SECRET = click.option(
     help="File with URLs of daemons to gather from, one a line; read again when it changes.",
 )
 @click.option("--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost.")
+@click.option("--store", metavar="URL", help="The job's coordinator, for its membership and recoveries on the page.")
 @click.option("--events", type=click.Path(path_type=Path), help="File to append events to, one JSON object a line.")
 @click.option("--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart.")
 @click.option("--every", default=0.5, show_default=True, help="Seconds between readings.")
@@ -52,7 +56,7 @@ def monitor(context: click.Context, /, **options: Any) -> None:
     diagnoses for all. The page is at the address that is printed.
     """
     if context.invoked_subcommand is None:
-        _run(**options)
+        _run(context.obj, **options)
 
 
 @click.command()
@@ -68,6 +72,7 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
 
 
 def _run(
+    story_teller: Callable[[str | None, str], StoryTeller | None] | None,
     *,
     job: str,
     node: str | None,
@@ -79,6 +84,7 @@ def _run(
     children: tuple[str, ...],
     children_file: Path | None,
     relay: bool,
+    store: str | None,
     events: Path | None,
     state: Path | None,
     every: float,
@@ -96,7 +102,8 @@ def _run(
     settings = Settings(
         job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
     )  # fmt: skip
-    parts = assemble(job, name, diagnoses=not relay, children=_children(children, children_file))
+    teller = story_teller(store, job) if story_teller is not None and not relay else None
+    parts = assemble(job, name, diagnoses=not relay, children=_children(children, children_file), teller=teller)
 
     async def serve() -> None:
         daemon = Daemon(settings, parts)

@@ -133,7 +133,6 @@ def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path) -> 
         assert code == 1
         named = {(finding["subject"], finding["what"]) for finding in told["findings"]}
         assert {("d", "slow sending"), ("d", "slow receiving")} <= named
-        assert not any(" -> " in subject for subject, what in named if what == "slow link")
         assert [node["name"] for node in told["nodes"]] == ["a", "b", "c", "d"]
         assert sum(len(node["links"]) for node in told["nodes"]) == 6
     assert all(told["findings"] == results[0][1]["findings"] for _, told in results)
