@@ -23,6 +23,7 @@ def assemble(
     node: str,
     *,
     diagnoses: bool,
+    reads_rings: bool = True,
     children: Callable[[], Sequence[str]] = tuple,
     publisher: VerdictPublisher | None = None,
     teller: StoryTeller | None = None,
@@ -30,7 +31,7 @@ def assemble(
     """Return the parts for a job's daemon on this node; whoever gets them closes them."""
     return Parts(
         probe=NodeProbe(node),
-        reader=RingSource(job_directory(job)),
+        reader=RingSource(job_directory(job)) if reads_rings else None,
         diagnosis=_diagnose if diagnoses else None,
         alignment=align,
         publisher=publisher,

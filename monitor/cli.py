@@ -43,6 +43,7 @@ _SECRET = click.option(
     type=click.Path(path_type=Path),
     help="File with URLs of daemons to gather from, one a line; read again when it changes.",
 )
+@click.option("--gather-only", is_flag=True, help="Do not read this node's own ranks: another daemon here does.")
 @click.option("--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost.")
 @click.option("--store", metavar="URL", help="The job's coordinator, for its membership and recoveries on the page.")
 @click.option("--events", type=click.Path(path_type=Path), help="File to append events to, one JSON object a line.")
@@ -83,6 +84,7 @@ def _run(
     print_token: bool,
     children: tuple[str, ...],
     children_file: Path | None,
+    gather_only: bool,
     relay: bool,
     store: str | None,
     events: Path | None,
@@ -103,7 +105,14 @@ def _run(
         job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
     )  # fmt: skip
     teller = story_teller(store, job) if story_teller is not None and not relay else None
-    parts = assemble(job, name, diagnoses=not relay, children=_children(children, children_file), teller=teller)
+    parts = assemble(
+        job,
+        name,
+        diagnoses=not relay,
+        reads_rings=not gather_only,
+        children=_children(children, children_file),
+        teller=teller,
+    )
 
     async def serve() -> None:
         daemon = Daemon(settings, parts)

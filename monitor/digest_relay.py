@@ -8,8 +8,8 @@ one of them only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -61,6 +61,18 @@ class Inbox:
                 own = None
             merged.append(merge(parts, communicators))
         return merged
+
+
+def without(digest: Digest, ranks: Collection[int]) -> Digest:
+    """Return the digest without what it tells of some ranks in particular."""
+    if not ranks:
+        return digest
+    kept: dict[str, np.ndarray] = {}
+    for name in _TABLES:
+        rows = getattr(digest, name)
+        if "rank" in (rows.dtype.names or ()):
+            kept[name] = rows[~np.isin(rows["rank"], list(ranks))]
+    return replace(digest, **kept)
 
 
 def counts(digest: Digest) -> list[int]:

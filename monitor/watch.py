@@ -20,7 +20,7 @@ import psutil
 
 from monitor.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
 from monitor.digest import FORGETFUL, Memory, digest
-from monitor.digest_relay import Inbox, Outbox
+from monitor.digest_relay import Inbox, Outbox, without
 from monitor.matrices import Delays, delays
 from monitor.metrics import NodeMetrics
 from monitor.node_series import metrics_from_json, metrics_to_json
@@ -164,8 +164,10 @@ class Watch:
         """Take in what the daemon at `url` told."""
         self._history.begin()
         below = self._below.setdefault(url, _Below())
+        twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
         for state, records in summary.ranks:
-            self._hear(state, records)
+            if state.rank not in twice:
+                self._hear(state, records)
         self._history.learn(summary.communicators)
         self.nodes.update({facts.node: facts for facts in summary.nodes})
         for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
@@ -174,9 +176,15 @@ class Watch:
         self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
         if below.incarnation != summary.incarnation:
             self._inbox.drop(url)
-        self._inbox.add(url, summary.digests)
+        self._inbox.add(url, (without(one, twice) for one in summary.digests))
         below.incarnation, below.number = summary.incarnation, summary.number
-        below.ranks, below.answered_at_s = summary.present, time.monotonic()
+        below.ranks = tuple(rank for rank in summary.present if rank not in twice)
+        below.answered_at_s = time.monotonic()
+        if not twice.isdisjoint(self._local):
+            named = ", ".join(map(str, sorted(twice & set(self._local))))
+            self.missing[url] = (
+                f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
+            )
         below.nodes = tuple(facts.node for facts in summary.nodes)
         self._forget()
 
@@ -308,6 +316,16 @@ class Watch:
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
+
+    def _knows_better(self, state: RankState) -> bool:
+        """Return whether a rank is read on this node itself, or what is told of it is of a dead process and another node has a living one.
+
+        A rank that moved to another node with a new generation leaves its old ring where it was.
+        """
+        if state.rank in self._local:
+            return True
+        known = self._history.ranks.get(state.rank)
+        return known is not None and known.state.node != state.node and known.state.is_alive and not state.is_alive
 
     def _digest(self) -> Digest:
         """Return what this node's ranks told since the last digest."""

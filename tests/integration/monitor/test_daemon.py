@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,59 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
                 return all(rank["last_step"] > 40 for rank in found["ranks"])
 
             await until(steps_arrive)
+
+    asyncio.run(check())
+
+
+def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
+    class Dead(SampleReader):
+        def read(self) -> Any:
+            return [replace(one, records=replace(one.records, is_alive=False)) for one in super().read()]
+
+    async def check() -> None:
+        begin_s = time.monotonic() - 5
+        says = Says()
+        async with (
+            running(settings("old"), Parts(Probe(), Dead(PLAN, begin_s, "old", [0, 1]))) as old,
+            running(settings("new"), Parts(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2]))) as new,
+            running(settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (old, new))) as root,
+        ):
+
+            async def settled() -> bool:
+                found = await (await get(root, "/v1/overview")).json()
+                return [(r["node"], r["is_alive"]) for r in found["ranks"]] == [
+                    ("old", False), ("new", True), ("new", True),
+                ]  # fmt: skip
+
+            await until(settled)
+            count = len(says.told)
+
+            async def told_more() -> bool:
+                return len(says.told) > count + 6
+
+            await until(told_more)
+            assert await settled()
+            alive = [{int(row["rank"]): bool(row["alive"]) for row in told.ranks} for told in says.told[count + 2 :]]
+            assert all(rows.get(1, True) for rows in alive)
+
+    asyncio.run(check())
+
+
+def test_daemon_that_reads_what_its_child_reads_says_so() -> None:
+    async def check() -> None:
+        begin_s = time.monotonic() - 5
+        async with (
+            running(settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))) as n0,
+            running(
+                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0]), Says(), children=lambda: (n0,))
+            ) as root,
+        ):
+
+            async def noticed() -> bool:
+                found = await (await get(root, "/v1/overview")).json()
+                return "--gather-only" in found["missing"].get(n0, "") and found["ranks_total"] == 2
+
+            await until(noticed)
 
     asyncio.run(check())
 
