@@ -32,7 +32,7 @@ def assemble(
     return Parts(
         probe=NodeProbe(node),
         reader=RingSource(job_directory(job)) if reads_rings else None,
-        diagnosis=_diagnose if diagnoses else None,
+        diagnosis=diagnose if diagnoses else None,
         alignment=align,
         publisher=publisher,
         teller=teller,
@@ -40,7 +40,7 @@ def assemble(
     )
 
 
-def _diagnose(
+def diagnose(
     told: Digest,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
@@ -48,4 +48,5 @@ def _diagnose(
     past: Past | None,
     now_s: float,
 ) -> tuple[Past, Sequence[Verdict]]:
+    """Diagnose, with the usual thresholds: the daemon's `Diagnosis`."""
     return conclude(told, communicators, nodes, metrics, past or NO_PAST, now_s, Thresholds())

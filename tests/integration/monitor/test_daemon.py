@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from monitor.access import bearer_token
+from monitor.assembly import diagnose
 from monitor.daemon import Parts, Settings
 from monitor.errors import MonitorError
 from monitor.metrics import NodeMetrics
 from monitor.probes import NodeProbe
 from monitor.records import Communicator
 from monitor.tables import Digest
-from monitor.verdicts import Verdict
+from monitor.verdicts import Syndrome, Verdict
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 
@@ -145,6 +146,34 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
                 return all(rank["last_step"] > 40 for rank in found["ranks"])
 
             await until(steps_arrive)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("plan", "syndrome", "rank"),
+    [
+        (Plan(ranks=6, steps=900, step_s=0.1, hang=(3, 60)), Syndrome.NON_COMMUNICATION_HANG, 3),
+        (Plan(ranks=6, steps=900, step_s=0.1, slow={4: 1.8}, slow_from=60), Syndrome.NON_COMMUNICATION_SLOW, 4),
+    ],
+)
+def test_root_names_the_rank_from_digests_of_digests(plan: Plan, syndrome: Syndrome, rank: int) -> None:
+    async def check() -> None:
+        begin_s = time.monotonic() - 2
+        async with (
+            running(settings("n0"), Parts(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))) as n0,
+            running(settings("n1"), Parts(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))) as n1,
+            running(settings("n2"), Parts(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))) as n2,
+            running(settings("rack"), Parts(Probe(), children=lambda: (n0, n1))) as rack,
+            running(settings("root"), Parts(Probe(), diagnosis=diagnose, children=lambda: (rack, n2))) as root,
+        ):
+
+            async def named() -> bool:
+                told = (await (await get(root, "/v1/overview")).json())["verdicts"]
+                assert not [one for one in told if one["verdict"]["subject"]["ranks"] != [rank]], told
+                return [one["verdict"]["syndrome"] for one in told] == [syndrome]
+
+            await until(named, timeout_s=40)
 
     asyncio.run(check())
 
