@@ -87,9 +87,9 @@ def test_slow_rank_is_told_by_its_cell_and_matrices_and_steps_can_be_chosen() ->
         page.run("document.querySelectorAll('#matrix-kind button')[1].click()")
         page.until("return document.getElementById('matrix-title').textContent.startsWith('Messages')")
         page.run("document.getElementById('step-back').click()")
-        chosen = page.until("return /[0-9]+/.exec(document.getElementById('step-number').textContent)?.[0]")
-        page.until(f"return document.getElementById('ranks').rows[1].cells[3].textContent > {int(chosen) + 3}")
-        assert page.text("#step-number") == f"step {chosen}"
+        # The job goes on, the step that was chosen stays: live, the two are never so far apart.
+        at = "Number(document.getElementById('ranks').rows[1].cells[3].textContent)"
+        page.until(f"return {at} > Number(/[0-9]+/.exec(document.getElementById('step-number').textContent)) + 30")
         assert page.complaints() == []
 
     reader = SampleReader(Plan(ranks=6, steps=900, step_s=0.1, slow={4: 1.6}), time.monotonic() - 15)
