@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from checkpoint.errors import CheckpointError
 from elastic.errors import ElasticError, UsageError
+from monitor.errors import MonitorError
+
+if TYPE_CHECKING:
+    from monitor.contracts import StoryTeller
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
+_ELSEWHERE = {
+    "ckpt": "checkpoint.cli",
+    "doctor": "monitor.doctor_cli",
+    "monitor": "monitor.cli",
+    "top": "monitor.cli",
+}
 
 
 class _Commands(click.Group):
     """A group whose commands' own errors become one line and an exit status.
 
-    `ckpt` is imported when it is asked for: an agent that starts in a hurry has no use for what it needs.
+    Commands of other packages are imported when they are asked for: an agent that starts in a hurry has no use for what they need.
     """
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), "ckpt"])
+        return sorted([*super().list_commands(context), *_ELSEWHERE])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name != "ckpt":
+        if name not in _ELSEWHERE:
             return super().get_command(context, name)
-        from checkpoint.cli import ckpt
-
-        return ckpt
+        command: click.Command = getattr(import_module(_ELSEWHERE[name]), name)
+        return command
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -37,7 +47,7 @@ class _Commands(click.Group):
         except UsageError as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_USAGE)
-        except (ElasticError, CheckpointError) as error:
+        except (ElasticError, CheckpointError, MonitorError) as error:
             click.echo(f"keepstep: {error}", err=True)
             sys.exit(_EXIT_FAILURE)
 
@@ -50,8 +60,17 @@ def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 
 @click.group(cls=_Commands)
 @click.version_option(package_name="keepstep")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
+    # How `keepstep monitor`, which knows nothing of this package, gets at what the coordinator knows of a job.
+    context.obj = _story_teller
+
+
+def _story_teller(store: str | None, job: str) -> StoryTeller | None:
+    from elastic.story import teller
+
+    return teller(store, job)
 
 
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})

@@ -21,3 +21,11 @@ class RecorderUnavailable(MonitorError):
 
 class DumpUnreadable(MonitorError):
     """A Flight Recorder dump is damaged, or holds what such dumps do not hold."""
+
+
+class MonitorUnreachable(MonitorError):
+    """A monitor daemon or a doctor could not be reached in time, refused us, or answered what is no answer."""
+
+
+class ProtocolViolation(MonitorError):
+    """What came over a connection is not what keepstep's monitors say to each other."""

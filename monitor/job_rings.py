@@ -45,6 +45,13 @@ class JobRings:
         """Return the process id of each rank, as of the last `read`."""
         return {reader.identity.rank: reader.process for reader in self._newest()}
 
+    def incarnations(self) -> dict[int, str]:
+        """Return for each rank what tells its ring from the one that the same rank had before."""
+        return {
+            reader.identity.rank: f"{reader.process}-{reader.process_started}-{reader.created_s:.6f}"
+            for reader in self._readers.values()
+        }
+
     def close(self) -> None:
         """Let all rings go."""
         for reader in self._readers.values():

@@ -1,0 +1,88 @@
+// One step: what every rank did when. Phases lie above, operations of torch.distributed below; what has not ended is hatched.
+import { explain, prepare } from "./canvas.js";
+import { bytes, color, make, seconds } from "./format.js";
+
+// Okabe and Ito's colours, which differ for every kind of colour vision.
+export const PHASES = {
+  "data wait": "#e69f00", forward: "#56b4e9", backward: "#2a78c2", optimizer: "#009e73", checkpoint: "#cc79a7", "garbage collection": "#d55e00",
+};
+const LEFT = 58, TOP = 6, BAND = 13, ROW = 31, BOTTOM = 20;
+
+export function drawKeys() {
+  const keys = Object.entries(PHASES).map(([name, fill]) => make("span", { class: "key" }, make("span", { class: "swatch", color: fill }), name));
+  document.getElementById("timeline-keys").replaceChildren(...keys, make("span", { class: "key" }, make("span", { class: "swatch", color: color("--quiet") }), "operation"));
+}
+
+function hatch(context, fill) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 8;
+  const inside = tile.getContext("2d");
+  inside.fillStyle = fill;
+  inside.globalAlpha = 0.35;
+  inside.fillRect(0, 0, 8, 8);
+  inside.globalAlpha = 1;
+  inside.strokeStyle = fill;
+  inside.lineWidth = 2;
+  for (const shift of [-8, 0, 8]) { inside.beginPath(); inside.moveTo(shift, 8); inside.lineTo(shift + 8, 0); inside.stroke(); }
+  return context.createPattern(tile, "repeat");
+}
+
+function ticks(span) {
+  const rough = span / 8, power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+}
+
+export function drawTimeline(told) {
+  const canvas = document.getElementById("timeline");
+  document.getElementById("step-number").textContent = told.step ? `step ${told.step}` : "–";
+  const lines = told.ranks.filter((one) => one.spans.length);
+  if (!lines.length) {
+    const { context, width } = prepare(canvas, 90);
+    context.fillStyle = color("--quiet");
+    context.textAlign = "center";
+    context.fillText("No records of this step: it is not begun, or too long ago.", width / 2, 45);
+    explain(canvas, () => null);
+    return;
+  }
+  const all = lines.flatMap((one) => one.spans);
+  const isOpen = all.some((span) => span.end_s === null);
+  const last = Math.max(...all.map((span) => span.end_s ?? span.begin_s), 1e-6) * (isOpen ? 1.15 : 1);
+  const { context, width, height } = prepare(canvas, TOP + lines.length * ROW + BOTTOM);
+  const x = (at) => LEFT + (at / last) * (width - LEFT - 4);
+  context.textBaseline = "middle";
+  const apart = ticks(last);
+  context.textAlign = "center";
+  for (let at = 0; at <= last; at += apart) {
+    context.fillStyle = color("--line");
+    context.fillRect(x(at), 0, 1, height - BOTTOM);
+    context.fillStyle = color("--quiet");
+    context.fillText(at === 0 ? "0" : seconds(at), Math.min(x(at), width - 22), height - 9);
+  }
+  const placed = [];
+  lines.forEach((one, place) => {
+    const top = TOP + place * ROW;
+    context.fillStyle = color("--quiet");
+    context.textAlign = "right";
+    context.fillText(`rank ${one.rank}`, LEFT - 9, top + BAND);
+    for (const span of one.spans) {
+      if (span.name === "step") continue;
+      const phase = span.kind === "phase";
+      const fill = phase ? PHASES[span.name] || "#999999" : color("--quiet");
+      const from = x(span.begin_s), to = x(span.end_s ?? last);
+      const y = top + (phase ? 0 : BAND + 1), tall = phase ? BAND : 9;
+      context.fillStyle = span.end_s === null ? hatch(context, phase ? fill : color("--bad")) : fill;
+      context.fillRect(from, y, Math.max(to - from - 0.5, 1), tall);
+      placed.push({ span, rank: one.rank, from, to: Math.max(to, from + 2), y, tall });
+    }
+  });
+  explain(canvas, (px, py) => {
+    const hit = placed.findLast((one) => px >= one.from && px <= one.to && py >= one.y && py <= one.y + one.tall);
+    if (!hit) return null;
+    const { span } = hit;
+    const took = span.end_s === null ? `has not ended, began at ${seconds(span.begin_s)}` : `${seconds(span.end_s - span.begin_s)}, from ${seconds(span.begin_s)}`;
+    const facts = span.facts;
+    const more = span.kind === "phase" ? "" : `\nno. ${facts.number} of group ${facts.group}, ${bytes(facts.nbytes)} of ${facts.dtype}`
+      + (facts.peer === undefined ? "" : `, peer ${facts.peer}`) + (facts.failed ? "\nfailed" : "");
+    return `rank ${hit.rank}: ${span.name}\n${took}${more}`;
+  });
+}

@@ -1,0 +1,112 @@
+"""A headless Chromium, driven over the W3C WebDriver protocol by chromedriver; no package needed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+)  # fmt: skip
+
+
+class Browser:
+    def __init__(self, base: str) -> None:
+        self._base = base
+
+    def open(self, url: str) -> None:
+        self._post("/url", {"url": url})
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        return self._post("/execute/sync", {"script": script, "args": list(arguments)})
+
+    def until(self, script: str, timeout_s: float = 30.0) -> Any:
+        """Wait until a script returns something true."""
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := self.run(script)):
+            assert time.monotonic() < deadline_s, (
+                f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
+            )
+            time.sleep(0.1)
+        return found
+
+    def text(self, selector: str) -> str:
+        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def hover(self, selector: str, x: int, y: int) -> str:
+        """Move the pointer to a place within an element; return what the page says there."""
+        script = """const box = document.querySelector(arguments[0]).getBoundingClientRect();
+            return [Math.round(box.left), Math.round(box.top)]"""
+        self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
+        left, top = self.run(script, selector)
+        move = {"type": "pointerMove", "duration": 0, "x": left + x, "y": top + y}
+        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": [move]}
+        self._post("/actions", {"actions": [pointer]})
+        return str(self.run("const h = document.getElementById('hover'); return h.hidden ? '' : h.textContent"))
+
+    def screenshot(self, path: Path) -> None:
+        path.write_bytes(base64.b64decode(self._get("/screenshot")))
+
+    def resize(self, width: int, height: int) -> None:
+        self._post("/window/rect", {"width": width, "height": height})
+
+    def complaints(self) -> list[str]:
+        """Return what the browser's console holds of errors and warnings."""
+        told = self._post("/se/log", {"type": "browser"})
+        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+
+    def _get(self, path: str) -> Any:
+        return _call(f"{self._base}{path}", None)
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return _call(f"{self._base}{path}", body)
+
+
+@contextmanager
+def browser(width: int = 1280, height: int = 800, *, dark: bool = False) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    assert DRIVER is not None
+    with tempfile.TemporaryDirectory(prefix="keepstep-browser-") as profile:
+        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            assert driver.stdout is not None
+            port = next(int(m[1]) for line in driver.stdout if (m := re.search(r"on port ([1-9]\d*)", line)))
+            options = {
+                "binary": CHROMIUM,
+                "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+                + (["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []),
+            }
+            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            base = f"http://127.0.0.1:{port}/session"
+            session = _call(base, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+            try:
+                yield Browser(f"{base}/{session}")
+            finally:
+                _call(f"{base}/{session}", None, "DELETE")
+        finally:
+            driver.terminate()
+            driver.wait()
+
+
+def _call(url: str, body: dict[str, Any] | None, method: str | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)["value"]
+    except urllib.error.HTTPError as error:
+        raise AssertionError(f"{url}: {error.read().decode()[:2000]}") from error

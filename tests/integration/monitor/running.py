@@ -1,0 +1,44 @@
+"""Daemons in this process, started and ended by a test, and conditions waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from monitor.access import bearer_token
+from monitor.daemon import Daemon, Parts, Settings
+
+SECRET = b"a secret of this test"
+
+
+@asynccontextmanager
+async def running(settings: Settings, parts: Parts) -> AsyncIterator[str]:
+    daemon = Daemon(settings, parts)
+    task = asyncio.create_task(daemon.run())
+    try:
+        await asyncio.wait([task, daemon.address], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield daemon.address.result()
+    finally:
+        daemon.stop()
+        await task
+
+
+async def get(url: str, path: str, token: str | None = None) -> aiohttp.ClientResponse:
+    headers = {"Authorization": f"Bearer {bearer_token(SECRET) if token is None else token}"}
+    async with aiohttp.ClientSession(headers=headers) as session, session.get(url + path) as response:
+        await response.read()
+        return response
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+    """Wait until a condition holds; what it looks at is across a socket and tells nobody of changes."""
+    deadline_s = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, "the condition did not come to hold in time"
+        await asyncio.sleep(0.02)

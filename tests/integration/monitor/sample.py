@@ -1,0 +1,194 @@
+"""A job that is only told of: what the rings of a data-parallel job would say at any instant, computed from a plan.
+
+Everything a rank will ever do is laid out beforehand; reading at an instant shows what has begun by then, and as ended what has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from monitor.contracts import Member, Reading, Recovery, Story
+from monitor.records import DTYPES, RECORD, Communicator, Kind, Operation, Phase, RankRecords
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+LAYERS = 6
+WORLD = 7
+
+
+@dataclass(frozen=True)
+class Plan:
+    ranks: int = 8
+    steps: int = 200
+    step_s: float = 0.25
+    slow: dict[int, float] = field(default_factory=dict)  # rank -> factor of its compute
+    slow_from: int = 1
+    hang: tuple[int, int] | None = None  # rank, step in whose forward it stops
+    neighbours: bool = True  # sends and receives around the ring
+    slow_link: tuple[int, int] | None = None
+    seed: int = 1
+
+
+def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]:
+    """Return every rank's records, ends included; what never ends has an infinite one."""
+    rng = np.random.default_rng(plan.seed)
+    group = Communicator(WORLD, "world", tuple(range(plan.ranks)))
+    rows: list[list[tuple[object, ...]]] = [[] for _ in range(plan.ranks)]
+    clock = np.full(plan.ranks, begin_s)
+    number = 0
+
+    def phase(rank: int, code: Phase, step: int, began_s: float, ended_s: float) -> None:
+        rows[rank].append((Kind.PHASE, code, 0, 0, step, 0, -1, step, began_s, began_s, ended_s))
+
+    def operation(rank: int, code: Operation, of: int, nbytes: int, peer: int, step: int, a: float, b: float) -> None:
+        rows[rank].append((Kind.OPERATION, code, DTYPES.index("float32"), WORLD, of, nbytes, peer, step, a, a, b))
+
+    for step in range(1, plan.steps + 1):
+        began = clock.copy()
+        factor = np.array([plan.slow.get(r, 1.0) if step >= plan.slow_from else 1.0 for r in range(plan.ranks)])
+        jitter = rng.normal(1.0, 0.015, plan.ranks).clip(0.95, 1.1) * (1.15 if rng.random() < 0.03 else 1.0)
+        hung = plan.hang is not None and step == plan.hang[1]
+        for rank in range(plan.ranks):
+            wait_s = plan.step_s * 0.04 * rng.random()
+            phase(rank, Phase.DATA_WAIT, step, clock[rank], clock[rank] + wait_s)
+            clock[rank] += wait_s
+            forward_s = plan.step_s * 0.28 * factor[rank] * jitter[rank]
+            stuck = hung and plan.hang is not None and rank == plan.hang[0]
+            phase(rank, Phase.FORWARD, step, clock[rank], np.inf if stuck else clock[rank] + forward_s)
+            clock[rank] = np.inf if stuck else clock[rank] + forward_s
+        backward_began = clock.copy()
+        for layer in range(LAYERS):
+            number += 1
+            clock += plan.step_s * 0.55 / LAYERS * factor * jitter
+            arrivals = clock.copy()
+            done_s = arrivals.max() + 0.002
+            for rank in range(plan.ranks):
+                if np.isfinite(arrivals[rank]):
+                    nbytes = 4 << 20 if layer else 1 << 16
+                    operation(rank, Operation.ALL_REDUCE, number, nbytes, -1, step, arrivals[rank], done_s)
+            clock[:] = done_s
+            if not np.isfinite(done_s):
+                break
+        for rank in range(plan.ranks):
+            if np.isfinite(backward_began[rank]):
+                phase(rank, Phase.BACKWARD, step, backward_began[rank], clock[rank])
+        if np.isfinite(clock).all():
+            for rank in range(plan.ranks):
+                optimizer_s = plan.step_s * 0.06 * jitter[rank]
+                phase(rank, Phase.OPTIMIZER, step, clock[rank], clock[rank] + optimizer_s)
+                clock[rank] += optimizer_s
+            if plan.neighbours:
+                at = clock.copy()
+                for rank in range(plan.ranks):
+                    peer = (rank + 1) % plan.ranks
+                    took_s = 0.001 + rng.random() * 2e-4 + (0.006 if (rank, peer) == plan.slow_link else 0)
+                    both = max(at[rank], at[peer])
+                    operation(rank, Operation.SEND, step, 1 << 18, peer, step, at[rank], both + took_s)
+                    operation(peer, Operation.RECEIVE, step, 1 << 18, rank, step, at[peer], both + took_s)
+                    clock[peer] = max(clock[peer], both + took_s)
+        for rank in range(plan.ranks):
+            phase(rank, Phase.STEP, step, began[rank], clock[rank])
+        if hung:
+            break
+    return [_records(told) for told in rows], group
+
+
+def _records(rows: Sequence[tuple[object, ...]]) -> np.ndarray:
+    records = np.zeros(len(rows), RECORD)
+    for place, (kind, code, dtype, identity, number, nbytes, peer, step, *times) in enumerate(rows):
+        records[place] = (0, kind, code, dtype, 0, identity, number, nbytes, peer, step, *times)
+    records = records[np.argsort(records["enqueued_s"], kind="stable")]
+    for operation in (True, False):
+        lane = (records["kind"] == Kind.OPERATION) == operation
+        records["stamp"][lane] = 2 * np.arange(1, lane.sum() + 1)
+    return records
+
+
+class SampleReader:
+    """Rings of the given ranks of a plan, as they are at `clock()`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        begin_s: float,
+        node: str = "node-a",
+        ranks: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        kept: int = 2000,
+        pids: dict[int, int] | None = None,
+    ) -> None:
+        laid_out, self.group = lay_out(plan, begin_s)
+        self.ranks = list(ranks if ranks is not None else range(plan.ranks))
+        self.whole = {rank: laid_out[rank] for rank in self.ranks}
+        self.node, self.clock, self.kept = node, clock, kept
+        self.pids = pids or {}
+        self.closed = False
+
+    def read(self) -> list[Reading]:
+        now_s = self.clock()
+        found = []
+        for rank, whole in self.whole.items():
+            until = int(np.searchsorted(whole["enqueued_s"], now_s, side="right"))
+            shown = whole[max(0, until - self.kept) : until].copy()
+            shown["ended_s"][shown["ended_s"] > now_s] = 0.0
+            told = RankRecords(rank, self.node, shown, now_s)
+            found.append(Reading(told, (self.group,), self.pids.get(rank, os.getpid()), "first"))
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def verdict(rank: int, syndrome: Syndrome = Syndrome.NON_COMMUNICATION_HANG, since_s: float = 0.0) -> Verdict:
+    return Verdict(
+        Subject("rank", (rank,), "node-a"),
+        syndrome,
+        since_s,
+        (
+            f"rank {rank} is in forward of step 41 and began no operation since",
+            "7 of 8 ranks wait for it in all_reduce 246 of group world",
+        ),
+        0.97,
+        float("inf") if "hang" in syndrome else 0.31,
+        Advice.RESTART_WORKER if "hang" in syndrome else Advice.ALERT,
+    )
+
+
+class SampleTeller:
+    """The story of a job that lost a node and took it in again."""
+
+    def __init__(self, began_at_s: float, step: int = 240) -> None:
+        self.began_at_s, self.step, self.closed = began_at_s, step, False
+
+    def story(self) -> Story:
+        lost_s, back_s = self.began_at_s + 40, self.began_at_s + 75
+        return Story(
+            self.began_at_s,
+            3,
+            tuple(
+                Member(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20)
+                for n, name in enumerate("abcd")
+            ),
+            (
+                Recovery(
+                    2, "node-c: its connection closed", 6,
+                    lost_s, lost_s + 0.02, lost_s + 0.2, lost_s + 0.55, lost_s + 0.9, 118, 1, "memory, parity",
+                ),
+                Recovery(
+                    3, "node-c joins", 8,
+                    back_s, back_s + 0.03, back_s + 0.3, back_s + 0.8, back_s + 1.2, 205, 0, "memory, peers' memory",
+                ),
+            ),
+            self.step - 1,
+            time.time() - 0.4,
+            200,
+            "s3://bucket/run7",
+            1,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,66 @@
+"""The terminal's picture of a job, and what it says when there is no daemon."""
+
+import asyncio
+import io
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from monitor.access import bearer_token
+from monitor.daemon import Parts, Settings
+from monitor.top import render, show, strip
+from tests.integration.monitor.running import SECRET, get, running
+from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
+from tests.integration.monitor.test_daemon import Probe, Says
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_strip_shows_what_stands_out_without_colours() -> None:
+    assert strip([1.0, 1.05, 1.2, 1.4, 1.9, 5.0, None, 1.0, 1.0, 1.0, 1.0]).plain == "··▂▄▆█ ····"
+    assert strip([]).plain == ""
+
+
+def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
+    async def ask() -> str:
+        plan = Plan(ranks=4, steps=60, step_s=0.2, hang=(2, 41))
+        parts = Parts(
+            Probe(), SampleReader(plan, time.monotonic() - 20), Says(verdict(2)), teller=SampleTeller(time.time() - 200)
+        )
+        async with running(Settings("run7", "node-a", SECRET), parts) as url:
+            told = await (await get(url, "/v1/overview")).json()
+            heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
+            console = Console(width=100, record=True, file=io.StringIO())
+            console.print(render(told, heat, time.time()))
+            return console.export_text()
+
+    text = asyncio.run(ask())
+    assert "non-communication hang: rank 2 on node-a" in text
+    assert "stands still" in text
+    assert "7 of 8 ranks wait for it" in text
+    assert "steps 1 to 40" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    assert re.search(r"1 +node-a +41 .*backward .*all reduce", text)
+    assert re.search(r"2 +node-a +41 .*forward", text)
+
+
+def test_top_once_prints_and_without_a_daemon_says_so() -> None:
+    async def ask() -> None:
+        parts = Parts(Probe(), SampleReader(Plan(ranks=2), time.monotonic() - 5), Says())
+        async with running(Settings("run7", "node-a", SECRET), parts) as url:
+            await asyncio.get_running_loop().run_in_executor(None, lambda: show(url, bearer_token(SECRET), once=True))
+
+    asyncio.run(ask())
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic.cli", "top", "--once", "--url", "http://127.0.0.1:9"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "no monitor answers at" in done.stderr
+    assert "Traceback" not in done.stderr
