@@ -235,4 +235,7 @@ def test_crowd_turns_and_shifts_with_the_values(values: list[int]) -> None:
 
 @given(seeds)
 def test_crowd_is_where_a_one_sided_tail_begins(seed: int) -> None:
-    assert 0 < crowd(np.random.default_rng(seed).exponential(1.0, 400)) < 0.5
+    found = [crowd(np.random.default_rng([seed, draw]).exponential(1.0, 400)) for draw in range(25)]
+    assert min(found) > 0
+    # The middle of the tail is at 0.69.
+    assert np.median(found) < 0.3
