@@ -1,7 +1,8 @@
 """Restoring from memory: a committed snapshot, wherever its shards are held, as one source of boxes.
 
 A rank reads its own old shard first, then those of its node (both straight from shared memory), then other nodes' over TCP. Indexes
-are fetched only until what is wanted is covered, so a rank whose layout has not changed asks nobody else.
+are fetched only until what is wanted is covered, so a rank whose layout has not changed asks nobody else. What no holder has may come
+from elsewhere, such as a stored checkpoint of the same snapshot.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import numpy as np
 
 from checkpoint.arena import box_bytes
 from checkpoint.client import SnapshotClient
+from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import LayoutMismatch, SnapshotUnavailable
-from checkpoint.layout import Box, Entry, Json, ShardIndex
+from checkpoint.layout import Box, Json, ShardIndex
 from checkpoint.planner import Read, plan_what_is_there
 from checkpoint.retention import Snapshot
-from checkpoint.source import BoxRequest, TensorSpec
+from checkpoint.source import BoxRequest, Source, TensorSpec
 
 _PARALLEL_PEERS = 8
 
@@ -35,20 +37,39 @@ class Holder:
 
 
 class MemorySnapshot:
-    """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections."""
+    """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections.
 
-    def __init__(self, snapshot: Snapshot, holders: Sequence[Holder], secret: bytes, *, rank: int) -> None:
+    Args:
+        snapshot: which.
+        holders: who has which ranks' shards.
+        secret: the job's.
+        rank: whose shard is nearest.
+        open_rest: opens what has the shards that no holder has; called at most once, and only if one is needed.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        holders: Sequence[Holder],
+        secret: bytes,
+        *,
+        rank: int,
+        open_rest: Callable[[], Source] | None = None,
+    ) -> None:
+        self._open_rest = open_rest
+        self._rest: Source | None = None
         self._snapshot = snapshot
         self._secret = secret
         self._holder = {r: holder for holder in holders for r in holder.ranks}
         self._order = sorted(self._holder, key=lambda r: (r != rank, not self._is_local(r), r))
         self._clients: dict[str, SnapshotClient] = {}
         self._indexes: dict[int, ShardIndex] = {}
-        self._tensors = _Lookup(self, _specs)
-        self._documents = _Lookup(self, lambda index: dict(index.documents))
+        self._tensors = _Lookup(self, _specs, lambda rest: rest.tensors)
+        self._documents = _Lookup(self, lambda index: dict(index.documents), lambda rest: rest.documents)
         self.local_nbytes = 0
         self.peer_nbytes = 0
         self.rebuilt_nbytes = 0
+        self.rest_nbytes = 0
 
     @property
     def step(self) -> int:
@@ -67,8 +88,15 @@ class MemorySnapshot:
 
     def describe(self) -> str:
         """Return in words where the bytes came from."""
-        rebuilt = ", parity" if self.rebuilt_nbytes else ""
-        return ("memory, peers' memory" if self.peer_nbytes else "memory") + rebuilt
+        also = {"peers' memory": self.peer_nbytes, "parity": self.rebuilt_nbytes, "storage": self.rest_nbytes}
+        return ", ".join(["memory", *(name for name, nbytes in also.items() if nbytes)])
+
+    @property
+    def rest(self) -> Source | None:
+        """What has the shards that no holder has, if anything."""
+        if self._rest is None and self._open_rest is not None:
+            self._rest = self._open_rest()
+        return self._rest
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -96,13 +124,28 @@ class MemorySnapshot:
             open_boxes = [(wanted[number][0], box) for number, (_, box) in zip(asked, missing, strict=True)]
             if not open_boxes:
                 break
-        if open_boxes:
+        if open_boxes and self.rest is not None:
+            self._read_rest(self.rest, list(zip(asked, open_boxes, strict=True)), requests)
+        elif open_boxes:
             key, box = open_boxes[0]
             raise LayoutMismatch(
                 f"{key}: elements at offset {box.offset}, shape {box.shape}, are in no shard of step {self.step}; "
                 "the model has changed, or a rank did not save it"
             )
         self._fetch(reads, requests)
+
+    def _read_rest(
+        self, rest: Source, missing: Sequence[tuple[int, tuple[str, Box]]], requests: Sequence[BoxRequest]
+    ) -> None:
+        itemsizes = {key: numpy_dtype(rest.tensors[key].dtype).itemsize for _, (key, _) in missing}
+        pieces = [np.empty((*box.shape, itemsizes[key]), np.uint8) for _, (key, box) in missing]
+        rest.read([
+            BoxRequest(key, box, piece.reshape(-1).data)
+            for (_, (key, box)), piece in zip(missing, pieces, strict=True)
+        ])  # fmt: skip
+        for (number, (key, box)), piece in zip(missing, pieces, strict=True):
+            _target(requests[number], key, itemsizes[key], box)[...] = piece
+            self.rest_nbytes += piece.nbytes
 
     def close(self) -> None:
         """End all connections."""
@@ -144,7 +187,7 @@ class MemorySnapshot:
         try:
             for read in reads:
                 source = box_bytes(read.entry, arena.bytes, read.box)
-                _target(requests[read.wanted], read.entry, read.box)[...] = source
+                _target(requests[read.wanted], read.entry.key, source.shape[-1], read.box)[...] = source
                 self.local_nbytes += source.nbytes
                 del source
         finally:
@@ -154,7 +197,8 @@ class MemorySnapshot:
         pieces, buffers, scattered = [], [], []
         for read in reads:
             pieces.append((self._order[read.source], read.entry.key, read.box))
-            target = _target(requests[read.wanted], read.entry, read.box)
+            itemsize = read.entry.nbytes // max(read.entry.box.size, 1)
+            target = _target(requests[read.wanted], read.entry.key, itemsize, read.box)
             if target.flags.c_contiguous:
                 buffers.append(target.reshape(-1).data)
             else:
@@ -170,9 +214,15 @@ class MemorySnapshot:
 class _Lookup(Mapping[str, Any]):
     """A union over the ranks' indexes that is searched nearest first. What begins `rank/<rank>/` only that rank has."""
 
-    def __init__(self, snapshot: MemorySnapshot, view: Callable[[ShardIndex], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        snapshot: MemorySnapshot,
+        view: Callable[[ShardIndex], dict[str, Any]],
+        view_rest: Callable[[Source], Mapping[str, Any]],
+    ) -> None:
         self._snapshot = snapshot
         self._view = view
+        self._view_rest = view_rest
         self._seen: dict[int, dict[str, Any]] = {}
 
     def _part(self, rank: int) -> dict[str, Any]:
@@ -189,10 +239,15 @@ class _Lookup(Mapping[str, Any]):
             part = self._part(rank)
             if key in part:
                 return part[key]
-        raise KeyError(key)
+        rest = self._snapshot.rest
+        if rest is None:
+            raise KeyError(key)
+        return self._view_rest(rest)[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({key: None for rank in self._snapshot.ranks for key in self._part(rank)})
+        rest = self._snapshot.rest
+        found = {key: None for rank in self._snapshot.ranks for key in self._part(rank)}
+        return iter(found | dict.fromkeys(self._view_rest(rest) if rest is not None else ()))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -202,13 +257,12 @@ def _specs(index: ShardIndex) -> dict[str, TensorSpec]:
     return {entry.key: TensorSpec(entry.dtype, entry.global_shape) for entry in index.entries}
 
 
-def _target(request: BoxRequest, entry: Entry, box: Box) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+def _target(request: BoxRequest, key: str, itemsize: int, box: Box) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     """Return the part of a request's buffer that a box fills: its shape plus a last axis of one element's bytes."""
-    itemsize = entry.nbytes // max(entry.box.size, 1)
     whole = np.frombuffer(request.into, dtype=np.uint8)
     if whole.nbytes != request.box.size * itemsize:
         raise SnapshotUnavailable(
-            f"{entry.key}: the snapshot's elements have {itemsize} bytes, the tensor to fill has others; "
+            f"{key}: the snapshot's elements have {itemsize} bytes, the tensor to fill has others; "
             "its dtype has changed"
         )
     return whole.reshape(*request.box.shape, itemsize)[box.within(request.box).slices]

@@ -220,12 +220,14 @@ class SnapshotCommit(Record):
     """A snapshot that every rank of its generation has sealed, and who holds it.
 
     Any `parity` holders of each group may be lost. `adoptions` say who rebuilds the shards of those that were, when it was resumed from.
+    If more were lost but it is stored as well, `stored` says under which URL, and `holders` are those that are left.
     """
 
     snapshot: SnapshotId
     holders: tuple[Member, ...]
     parity: int = 0
     adoptions: tuple[Adoption, ...] = ()
+    stored: str = ""
 
     def group_of(self, node: str) -> tuple[Member, ...]:
         """Return the members of a holder's erasure group, by position."""

@@ -33,6 +33,7 @@ from elastic.records import (
     Trouble,
 )
 from elastic.succession import (
+    completed_by_storage,
     eligible,
     grouped,
     newest_restorable,
@@ -221,7 +222,7 @@ def _reopen(
         if commit is not None:
             return Decision(deliberation, commit)
         return Decision(deliberation, message=f"generation {old.generation} drains: {', '.join(draining)}")
-    resume = newest_restorable(view, old)
+    resume = newest_restorable(view, old) or completed_by_storage(view)
     failure = _first_failure(present, old)
     failures = _failures(view, old, resume, failure)
     if failure is not None and failures > policy.max_restarts:

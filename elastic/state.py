@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -276,11 +277,13 @@ class Keeper:
             # Later ones count: a lost rank's shard is with whoever rebuilds it.
             holders += [Holder(self._server(adopted), (adopted.rank,), rebuilds=True) for adopted in resume.adoptions]
             snapshot = resume.snapshot
+            stored = partial(StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation)
             return MemorySnapshot(
                 Snapshot(snapshot.generation, snapshot.step),
                 holders,
                 bytes.fromhex(self._assignment.secret),
                 rank=self._assignment.rank,
+                open_rest=stored if resume.stored else None,
             ), "memory"
         if self._checkpoint is None:
             return None, "start"

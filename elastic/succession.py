@@ -79,6 +79,18 @@ def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | No
     )
 
 
+def completed_by_storage(view: View) -> SnapshotCommit | None:
+    """Return the committed snapshot with those who still hold parts of it, if all of it is in storage, too."""
+    commit, stored = view.snapshot, view.checkpoint
+    if commit is None or stored is None or (stored.generation, stored.step) != (
+        commit.snapshot.generation, commit.snapshot.step
+    ):  # fmt: skip
+        return None
+    absent = absent_holders(view, commit)
+    holders = tuple(member for member in commit.holders if member not in absent)
+    return replace(commit, holders=holders, adoptions=(), stored=stored.url) if holders else None
+
+
 def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
     """Return the holders of a snapshot that are gone, or no longer hold it."""
     return tuple(
@@ -102,6 +114,9 @@ def with_adoptions(commit: SnapshotCommit, view: View, members: Sequence[Member]
 def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
     """Whether in every group either all shards are there, or no more are missing than the parity of the others gives back."""
     absent = {member.node for member in absent_holders(view, commit)}
+    if absent and commit.stored:
+        # Its groups are no longer whole, so parity gives nothing back.
+        return False
     for group in {member.group for member in commit.holders}:
         members = [member for member in commit.holders if member.group == group]
         left = [member for member in members if member.node not in absent]

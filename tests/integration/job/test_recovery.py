@@ -197,6 +197,28 @@ def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Pat
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
+def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(tmp_path: Path, without_dropout: Lines) -> None:
+    def is_stored(view: View) -> bool:
+        return view.snapshot is not None and view.checkpoint is not None and view.checkpoint.step >= 20
+
+    with cluster(tmp_path, "1:3", steps=60, snapshots=20, every=20, checkpoint=str(tmp_path / "checkpoint")) as running:
+        for node in ("a", "b", "c"):
+            running.start(node)
+        running.wait_until(is_stored, 120)
+        # Of three nodes in a group, any one may be lost.
+        for node in ("b", "c"):
+            os.kill(running.agents[node].pid, signal.SIGKILL)
+        lost = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60).history.recoveries[1]
+        assert running.wait("a", 120) == 0, running.output()
+    assert lost.source == "memory, storage"
+    assert lost.resumed_step == 20
+    disturbed = last_run_of_each_step(tmp_path)
+    assert disturbed.keys() == set(range(1, 61))
+    first = {step: lines for step, lines in disturbed.items() if step <= STEPS}
+    assert samples(first) == samples(without_dropout)
+    assert mean_losses(first) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+
+
 @pytest.mark.parametrize("leaver", ["a", "b"])
 def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
     tmp_path: Path, without_dropout: Lines, leaver: str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.records import Generation, Member, NodeRecord, SnapshotCommit, SnapshotId
-from elastic.succession import grouped, newest_restorable, with_adoptions
+from dataclasses import replace
+
+from elastic.records import Generation, Member, NodeRecord, SnapshotCommit, SnapshotId, StoredCheckpoint
+from elastic.succession import completed_by_storage, grouped, newest_restorable, with_adoptions
 from elastic.view import Joined, View
 
 SNAPSHOT = SnapshotId(1, 6)
@@ -49,6 +51,32 @@ def test_a_member_that_came_back_without_its_memory_counts_as_lost() -> None:
 
 def test_without_parity_every_shard_must_be_there() -> None:
     assert resumed("000", 0, record("a"), record("b")) is None
+
+
+def test_what_more_losses_took_comes_from_storage_if_that_has_the_same_snapshot() -> None:
+    commit = SnapshotCommit(SNAPSHOT, members_of("000"), 1)
+    generation = Generation(1, members_of("000"), "h", 1, "start", parity=1)
+    left = View(nodes={"b": Joined(record("b"), 1)}, generation=generation, snapshot=commit)
+    assert newest_restorable(left, generation) is None
+    assert completed_by_storage(left) is None
+    for step, is_same in ((6, True), (5, False)):
+        found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(step, 1, "/c", 0.0)))
+        assert (found is not None) == is_same
+    found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0)))
+    assert found is not None
+    assert ([holder.node for holder in found.holders], found.stored) == (["b"], "/c")
+
+
+def test_a_snapshot_in_parts_is_never_rebuilt_from_parity() -> None:
+    commit = SnapshotCommit(SNAPSHOT, members_of("000")[:2], 1, stored="/c")
+    generation = Generation(2, members_of("00"), "h", 1, "lost c", parity=1)
+    both = View(nodes={n: Joined(record(n), 1) for n in "ab"}, generation=generation, snapshot=commit)
+    assert newest_restorable(both, generation) == commit
+    one = replace(both, nodes={"a": Joined(record("a"), 1)}, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0))
+    assert newest_restorable(one, generation) is None
+    found = completed_by_storage(one)
+    assert found is not None
+    assert [holder.node for holder in found.holders] == ["a"]
 
 
 def test_who_is_a_lost_rank_now_rebuilds_its_shard_and_the_rest_is_dealt_in_turn() -> None:
