@@ -12,7 +12,7 @@ from elastic.registry import local_jobs
 from elastic.store.address import parse_address
 from elastic.store.etcd import EtcdStore
 from elastic.view import Keys, View, from_listing
-from monitor.contracts import Member, Recovery, Story
+from monitor.daemon.contracts import Member, Recovery, Story
 
 
 def story_of(view: View) -> Story | None:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.diagnosis import NO_PAST, conclude, diagnose
-from monitor.digest import FORGETFUL, digest
+from monitor.diagnosis.conclusion import NO_PAST, conclude, diagnose
+from monitor.diagnosis.digest import FORGETFUL, digest
+from monitor.diagnosis.tables import Digest, merge
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Communicator, JobRecords, RankRecords
-from monitor.tables import Digest, merge
-from monitor.thresholds import Thresholds
 from monitor.verdicts import Subject, Verdict
 from ops.bench.traces import Jitter, Shape, Simulation
 from tests.unit.monitor.trace_text import Trace, load

@@ -2,10 +2,10 @@
 
 import pytest
 
-from monitor.diagnosis import NO_PAST, Past, diagnose
-from monitor.metrics import NodeMetrics
+from monitor.diagnosis.conclusion import NO_PAST, Past, diagnose
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Operation
-from monitor.thresholds import Thresholds
 from monitor.verdicts import Advice, Verdict
 from tests.unit.monitor.trace_text import Trace, parse
 

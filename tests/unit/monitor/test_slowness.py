@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from monitor.diagnosis import NO_PAST, diagnose
-from monitor.metrics import NodeMetrics
+from monitor.diagnosis.conclusion import NO_PAST, diagnose
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Operation, Phase
-from monitor.thresholds import Thresholds
 from monitor.verdicts import Verdict
 from tests.unit.monitor.trace_text import Trace
 
