@@ -7,7 +7,7 @@ straight to storage, or by way of one other rank where shards form no regular gr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar, cast
 
 import torch
@@ -88,6 +88,7 @@ def load(
     strict: bool = True,
     convert: bool = False,
     fallback: bool = False,
+    resize: Collection[str] = (),
 ) -> int:
     """Fill `state` from a checkpoint under `url`, whatever layout it was saved in; return its step.
 
@@ -99,6 +100,8 @@ def load(
         strict: refuse if names do not agree; else fill what both have.
         convert: convert tensors that were saved in another data type.
         fallback: if it is damaged, take the newest one that is intact; what is wrong is logged.
+        resize: names of parameters that may be larger or smaller than they were, such as embeddings whose vocabulary was
+            padded: what both have is filled, the rest is zero. Their optimizer state likewise.
 
     Raises:
         CheckpointMissing: there is none.
@@ -110,7 +113,7 @@ def load(
     listed = exchange([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
     for position, chosen in enumerate(listed or [[step, None]]):
         try:
-            return _load(url, state, *chosen, strict=strict, convert=convert)
+            return _load(url, state, *chosen, strict=strict, convert=convert, resize=frozenset(resize))
         except CheckpointDamaged as error:
             if not fallback or position == len(listed) - 1:
                 raise
@@ -118,11 +121,20 @@ def load(
     raise AssertionError("unreachable: the last one loads or raises")
 
 
-def _load(url: str, state: State, step: int | None, generation: int | None, *, strict: bool, convert: bool) -> int:
+def _load(
+    url: str,
+    state: State,
+    step: int | None,
+    generation: int | None,
+    *,
+    strict: bool,
+    convert: bool,
+    resize: Collection[str],
+) -> int:
     def prepare() -> tuple[StoredCheckpoint, LiveState]:
         source = StoredCheckpoint.open(url, step, generation)
         for model, optimizers in _modules(state):
-            allocate(model, optimizers, source.tensors)
+            allocate(model, optimizers, source.tensors, resize=resize)
         return source, _capture(state)
 
     source, live = _together(prepare)
@@ -133,7 +145,7 @@ def _load(url: str, state: State, step: int | None, generation: int | None, *, s
         elsewhere = {key for keys in exchange(sorted(mine)) for key in keys}
 
     def fill() -> int:
-        restore(live, source, strict=strict, convert=convert, elsewhere=elsewhere)
+        restore(live, source, strict=strict, convert=convert, elsewhere=elsewhere, resize=resize)
         for model, optimizers in _modules(state):
             restore_options(model, optimizers, source.documents)
         _fill_values(state, source.documents.get(_VALUES, {}))

@@ -262,7 +262,13 @@ class Capturer:
         )
 
 
-def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, TensorSpec]) -> None:
+def allocate(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    tensors: Mapping[str, TensorSpec],
+    *,
+    resize: Collection[str] = (),
+) -> None:
     """Create the optimizer slots that a source has and a fresh optimizer still lacks.
 
     A slot of the parameter's shape is laid out like the parameter; another is whole on every rank. `step` is
@@ -272,6 +278,7 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
         model: gives the parameters their names.
         optimizers: those whose state is empty so far.
         tensors: what the source holds.
+        resize: as for `restore`.
     """
     names = parameter_names(model)
     slots: dict[str, dict[str, TensorSpec]] = {}
@@ -287,7 +294,10 @@ def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping
                     if slot in optimizer.state[parameter]:
                         continue
                     dtype = torch_dtype(spec.dtype)
-                    if spec.shape == tuple(parameter.shape) and slot != "step":
+                    is_alike = spec.shape == tuple(parameter.shape) or (
+                        name_of(parameter, names) in resize and len(spec.shape) == parameter.dim()
+                    )
+                    if is_alike and slot != "step":
                         made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         on_cpu = slot == "step" and not on_device
@@ -302,6 +312,7 @@ def restore(
     strict: bool = True,
     convert: bool = False,
     elsewhere: Collection[str] = frozenset(),
+    resize: Collection[str] = (),
 ) -> None:
     """Fill live tensors from a source.
 
@@ -315,6 +326,8 @@ def restore(
             what both have.
         convert: convert where the source has another data type.
         elsewhere: tensors that other ranks fill, such as those of other pipeline stages.
+        resize: names of parameters that may be larger or smaller than in the source, such as embeddings whose vocabulary
+            was padded: what both have is filled, the rest is zero. Their optimizer state likewise.
 
     Raises:
         LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
@@ -324,7 +337,7 @@ def restore(
         f"{key}: the source holds {spec.dtype} {spec.shape}, the model expects {tensor.dtype} {tensor.global_shape}"
         for key, tensor in mine.items()
         if (spec := source.tensors.get(key)) is not None
-        and (spec.shape != tensor.global_shape or (spec.dtype != tensor.dtype and not convert))
+        and (not _fits(tensor, spec, resize) or (spec.dtype != tensor.dtype and not convert))
     ]
     if strict:
         wrong += [f"{key}: missing in the source" for key in mine if key not in source.tensors]
@@ -337,7 +350,8 @@ def restore(
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(wrong[:8])}{more}. "
-            "Pass strict=False to fill only what fits by name, convert=True to convert data types; shapes must agree"
+            "Pass strict=False to fill only what fits by name, convert=True to convert data types; shapes must agree, but for "
+            "parameters named in resize=[...], such as embeddings whose vocabulary was padded"
         )
     straight: list[BoxRequest] = []
     staged: list[LiveTensor] = []
@@ -346,7 +360,8 @@ def restore(
             continue
         if tensor.data.device.type == "meta":
             raise LayoutMismatch(f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first")
-        is_alike = source.tensors[tensor.key].dtype == tensor.dtype
+        spec = source.tensors[tensor.key]
+        is_alike = (spec.dtype, spec.shape) == (tensor.dtype, tensor.global_shape)
         if is_alike and tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
             straight.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
         else:
@@ -354,16 +369,34 @@ def restore(
     if straight:
         source.read(straight)
     for batch in _batches(staged):
+        specs = [source.tensors[tensor.key] for tensor in batch]
+        boxes = [tensor.box.intersect(Box.whole(spec.shape)) for tensor, spec in zip(batch, specs, strict=True)]
         buffers = [
-            torch.empty(
-                tensor.box.shape, dtype=torch_dtype(source.tensors[tensor.key].dtype), pin_memory=tensor.data.is_cuda
-            )
-            for tensor in batch
+            torch.empty(box.shape if box else 0, dtype=torch_dtype(spec.dtype), pin_memory=tensor.data.is_cuda)
+            for tensor, spec, box in zip(batch, specs, boxes, strict=True)
         ]
-        source.read([BoxRequest(t.key, t.box, as_bytes(buffer)) for t, buffer in zip(batch, buffers, strict=True)])
+        source.read([
+            BoxRequest(tensor.key, box, as_bytes(buffer))
+            for tensor, box, buffer in zip(batch, boxes, buffers, strict=True)
+            if box
+        ])  # fmt: skip
         with torch.no_grad():
-            for tensor, buffer in zip(batch, buffers, strict=True):
-                tensor.data.copy_(buffer)
+            for tensor, box, buffer in zip(batch, boxes, buffers, strict=True):
+                if box == tensor.box:
+                    tensor.data.copy_(buffer)
+                    continue
+                tensor.data.zero_()
+                if box:
+                    tensor.data[box.within(tensor.box).slices].copy_(buffer)
+
+
+def _fits(tensor: LiveTensor, spec: TensorSpec, resize: Collection[str]) -> bool:
+    """Whether a tensor can be filled from a source's of this shape."""
+    if spec.shape == tensor.global_shape:
+        return True
+    kind, _, name = tensor.key.partition("/")
+    parameter = name.rpartition("/")[0] if kind == "optim" else name
+    return parameter in resize and len(spec.shape) == len(tensor.global_shape)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

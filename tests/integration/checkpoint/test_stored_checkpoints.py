@@ -441,3 +441,30 @@ def test_what_was_damaged_in_the_last_checkpoint_is_written_anew(tmp_path: Path)
     into = {"frozen": torch.zeros(600, 1000)}
     checkpoint.load(str(tmp_path), into, step=2)
     assert torch.equal(into["frozen"], frozen)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(10, 16), (16, 10)])
+def test_a_vocabulary_may_be_padded_otherwise_than_it_was(tmp_path: Path, saved: int, loaded: int) -> None:
+    def trained_with(rows: int) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained_with(saved)
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
+    other = trained_with(loaded)[0]
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    names = ["0.weight", "1.weight", "1.bias"]
+    with pytest.raises(LayoutMismatch, match=r"resize=\[\.\.\.\]"):
+        checkpoint.load(str(tmp_path), {"model": other}, resize=names[:2])
+    checkpoint.load(str(tmp_path), {"model": other, "optimizer": fresh}, resize=names)
+    common = min(saved, loaded)
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        slots = [(optimizer.state[before][slot], fresh.state[after][slot]) for slot in ("exp_avg", "exp_avg_sq")]
+        for old, new in [(before, after), *slots]:
+            assert torch.equal(old[:common], new[:common])
+            assert not new[common:].any()
+        assert fresh.state[after]["step"] == 1
