@@ -30,9 +30,9 @@ from checkpoint.layout import Json
 from elastic.data import Batches, Dataset, Position
 from elastic.errors import UsageError
 from elastic.intervals import AUTO
+from elastic.keeper import Keeper
 from elastic.pace import Pace
 from elastic.session import Assignment, Session, current, seconds
-from elastic.state import Keeper
 from elastic.world import ProcessGroups, World, is_peer_failure
 
 T = TypeVar("T")
@@ -155,27 +155,27 @@ class Job:
     @property
     def model(self) -> nn.Module:
         """The model of the present generation. It is a new object after every change of membership."""
-        return self._kept.model
+        return self._kept.training.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of the present generation, the first if there are several."""
-        return self._kept.optimizers[0]
+        return self._kept.training.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers of the present generation."""
-        return self._kept.optimizers
+        return self._kept.training.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The learning-rate scheduler of `optimizer`, if `build` named one."""
-        return self._kept.schedulers[0] if self._kept.schedulers else None
+        return self._kept.training.schedulers[0] if self._kept.training.schedulers else None
 
     @property
     def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, one for each optimizer, if `build` named one."""
-        return self._kept.schedulers
+        return self._kept.training.schedulers
 
     @property
     def steps(self) -> int:
