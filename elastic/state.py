@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+import monitor
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
 from checkpoint.errors import LayoutMismatch, StateChanged
@@ -220,8 +221,9 @@ class Keeper:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
         if not self._may_begin():
             return False
-        live = self._whole(position)
-        self._snapshotter.start(position.step, live.tensors, live.documents, gives_up=self._gives_up)
+        with monitor.phase(monitor.Phase.CHECKPOINT):
+            live = self._whole(position)
+            self._snapshotter.start(position.step, live.tensors, live.documents, gives_up=self._gives_up)
         self._taken, self._is_torn, self._gives_up = position.step, False, False
         if self.copies_at_once:
             self._wait()

@@ -60,6 +60,11 @@ class Action:
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {'; '.join(self.verdict.evidence)}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:

@@ -68,7 +68,7 @@ class Publisher:
         self.published: list[tuple[Verdict, ...]] = []
         self.closed = False
 
-    def publish(self, verdicts: Sequence[Verdict], now_s: float) -> None:
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
         self.published.append(tuple(verdicts))
 
     def close(self) -> None:

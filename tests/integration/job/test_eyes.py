@@ -1,0 +1,96 @@
+"""Claims about a job that its monitor watches: what it sees reaches the coordinator, and what it decides is carried out."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastic.view import View
+from examples.local_cluster import LocalCluster
+from monitor.errors import RecorderUnavailable
+from monitor.verdicts import Syndrome
+
+ROOT = Path(__file__).parents[3]
+STEPS = 30
+HANGS_AT = 8
+SCRIPT = f"""
+import functools, time, torch, elastic
+import torch.distributed as dist
+
+def build(world):
+    return elastic.State(torch.nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
+
+with elastic.join(build) as job:
+    data = torch.utils.data.TensorDataset(torch.randn(4096, 4))
+    for (batch,) in job.batches(data, global_batch=4, steps={STEPS}):
+        with job.step():
+            loss = job.model(batch).square().mean()
+            while (job.world.rank, job.world.generation, job.steps) == (1, 1, {HANGS_AT}):
+                pass
+            loss.backward()
+            for parameter in job.model.parameters():
+                dist.all_reduce(parameter.grad)
+            job.optimizer.step()
+"""
+
+
+def native_recorder() -> None:
+    from monitor.native import build
+
+    try:
+        build()
+    except RecorderUnavailable as error:
+        pytest.skip(f"operations cannot be recorded here: {error}")
+
+
+@contextmanager
+def monitored(store: str, *options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A real `keepstep monitor` of the job for as long as the context lasts."""
+    command = [sys.executable, "-m", "elastic.cli", "monitor", "--store", store, "--job", "job", "--port", "0"]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings = tmp_path / "rings"
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
+    native_recorder()
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def is_named(view: View) -> bool:
+        return any(
+            (one.ranks, one.node, one.syndrome) == ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
+            for one in view.held_verdicts
+        )
+
+    running = LocalCluster("job", [str(script)], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0)
+    said = tmp_path / "monitor.log"
+    with running, monitored(running.url, "--act", "restart", log=said):
+        running.start("a", "--monitor")
+        running.wait_until(lambda view: view.leader == "a", 60)
+        running.start("b", "--monitor")
+        # Nothing but the monitor ends the loop.
+        named = running.wait_until(is_named, 120)
+        assert named.number == 1
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output() + said.read_text()
+    assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
+    assert "rank 1 on b was restarted: non-communication hang" in running.output()
+    assert "generation 2: 2 ranks on 2 nodes" in running.output()
+    # The agents took the rings away with the job.
+    assert not list(rings.rglob("*.ring"))
