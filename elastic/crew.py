@@ -208,13 +208,17 @@ class Crew:
                 await worker.tell(message)
 
     def restart(self, rank: int, reason: str) -> None:
-        """Kill a rank's worker; what follows is what follows any crash. Does nothing if it is not there, or was killed before."""
+        """Kill a rank's worker; what follows is what follows any crash.
+
+        Does nothing if it is not there, was killed before, or has drained: then it is not the one that hung.
+        """
         if self._member is None or rank not in self._member.ranks:
             return
         worker = self.workers.get(rank - self._member.first_rank)
-        if worker is not None and worker.alive and not worker.stopping and not worker.condemned:
-            log.warning("rank %d is restarted: %s", rank, reason)
-            worker.kill(reason)
+        if worker is None or not worker.alive or worker.stopping or worker.drained or worker.condemned:
+            return
+        log.warning("rank %d is restarted: %s", rank, reason)
+        worker.kill(reason)
 
     def fail(self, reason: str) -> None:
         """Note a trouble of the node that is no worker's fault."""

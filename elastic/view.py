@@ -119,9 +119,9 @@ class View:
         return self.verdicts.verdicts if self.verdicts is not None and self.verdicts.generation == self.number else ()
 
     def restarts_on(self, node: str) -> tuple[RestartRequest, ...]:
-        """Return the restarts that a node is to carry out: of its own ranks, in the current generation, while that is not over."""
+        """Return the restarts that a node is to carry out: of its own ranks, in the current generation."""
         member = self.generation.member(node) if self.generation is not None else None
-        if member is None or self.is_closing:
+        if member is None:
             return ()
         return tuple(
             request
