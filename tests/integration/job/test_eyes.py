@@ -13,13 +13,15 @@ import pytest
 from elastic.view import View
 from examples.local_cluster import LocalCluster
 from monitor.errors import RecorderUnavailable
+from monitor.ring import Identity
+from monitor.ring_files import ring_paths
+from monitor.ring_reader import RingReader
 from monitor.verdicts import Syndrome
 
 ROOT = Path(__file__).parents[3]
-STEPS = 30
 HANGS_AT = 8
 SCRIPT = f"""
-import functools, time, torch, elastic
+import functools, os, sys, torch, elastic
 import torch.distributed as dist
 
 def build(world):
@@ -27,7 +29,8 @@ def build(world):
 
 with elastic.join(build) as job:
     data = torch.utils.data.TensorDataset(torch.randn(4096, 4))
-    for (batch,) in job.batches(data, global_batch=4, steps={STEPS}):
+    for (batch,) in job.batches(data, global_batch=4, epochs=10**6):
+        over = torch.tensor(0)
         with job.step():
             loss = job.model(batch).square().mean()
             while (job.world.rank, job.world.generation, job.steps) == (1, 1, {HANGS_AT}):
@@ -36,7 +39,23 @@ with elastic.join(build) as job:
             for parameter in job.model.parameters():
                 dist.all_reduce(parameter.grad)
             job.optimizer.step()
+            over = torch.tensor(int(os.path.exists(sys.argv[1])))
+            dist.all_reduce(over, dist.ReduceOp.MIN)
+        if over:
+            break
 """
+
+
+def step_of(view: View) -> int:
+    return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def identity_of(path: Path) -> Identity:
+    reader = RingReader(path)
+    assert reader.is_alive()
+    assert reader.step > 0
+    reader.close()
+    return reader.identity
 
 
 def native_recorder() -> None:
@@ -70,7 +89,7 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
     monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
     native_recorder()
-    script = tmp_path / "train.py"
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
     script.write_text(SCRIPT)
 
     def is_named(view: View) -> bool:
@@ -79,7 +98,9 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
             for one in view.held_verdicts
         )
 
-    running = LocalCluster("job", [str(script)], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0)
+    running = LocalCluster(
+        "job", [str(script), str(enough)], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0
+    )
     said = tmp_path / "monitor.log"
     with running, monitored(running.url, "--act", "restart", log=said):
         running.start("a", "--monitor")
@@ -88,8 +109,17 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
         # Nothing but the monitor ends the loop.
         named = running.wait_until(is_named, 120)
         assert named.number == 1
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2 and step_of(view) > 2 * HANGS_AT, 120)
+        assert view.history.recoveries[1].reason.startswith("rank 1 on b is restarted: non-communication hang")
+        assert view.held_verdicts == ()
+        assert view.restarts == {}
+        # Both record on, the one that survived as well as the one in whose place a spare is.
+        assert [identity_of(path) for path in ring_paths(rings / "job")] == [
+            Identity("job", 0, "a", generation=2, world_size=2),
+            Identity("job", 1, "b", generation=2, world_size=2),
+        ]
+        enough.touch()
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output() + said.read_text()
     assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
-    assert "generation 2: 2 ranks on 2 nodes (rank 1 on b is restarted: non-communication hang" in running.output()
     # The agents took the rings away with the job.
     assert not list(rings.rglob("*.ring"))
