@@ -125,10 +125,10 @@ class CoordinatorVerdicts:
             self._last = told
 
     def enforce(self, action: Action, generation: int) -> bool:
-        """Ask the agents to carry out an action; False if the job has gone on to another generation, or has no such rank or node."""
+        """Ask the agents to carry out an action; False if the job is going on to another generation, or has no such rank or node."""
         view = self._view()
         operations = requests(self._keys, view, action)
-        if view.number != generation or view.result is not None or not operations:
+        if view.number != generation or view.is_closing or view.result is not None or not operations:
             return False
         return self._store.commit((self._is_current(view),), operations).succeeded
 

@@ -110,7 +110,7 @@ class Enforcer(Protocol):
     """Carries out what the policy decided (`elastic`: by asking the job's agents)."""
 
     def enforce(self, action: Action, generation: int) -> bool:
-        """Have a worker restarted or a node replaced; False if the job has gone on to another generation, where ranks are others."""
+        """Have a worker restarted or a node replaced; False if the job is going on to another generation, or has."""
 
     def close(self) -> None:
         """Let go of connections."""

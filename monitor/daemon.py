@@ -40,7 +40,7 @@ from monitor.contracts import (
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from monitor.events import EventFile
 from monitor.places import placed
-from monitor.policy import Action, ActionKind, Policy, PolicyState, decide
+from monitor.policy import Action, ActionKind, Policy, PolicyState, decide, undone
 from monitor.service import application
 from monitor.stacks import dump
 from monitor.verdict_log import HANGS, Entry, VerdictLog
@@ -268,7 +268,11 @@ class Daemon:
         enforcer = self._parts.enforcer
         if action.kind is not ActionKind.ALERT:
             done = await self._talk("enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation))
-            outcome = {True: "asked for", False: "not done, for the job has gone on", None: "failed"}[done]
+            if not done:
+                # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
+                self._policy_state = undone(self._policy_state, action)
+                return
+            outcome = "asked for"
         _LOG.warning("%s; %s", action, outcome)
         if self._events is not None:
             self._events.acted(action, outcome, time.time())

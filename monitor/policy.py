@@ -296,6 +296,20 @@ def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) ->
     )
 
 
+def undone(state: PolicyState, action: Action) -> PolicyState:
+    """Return the state with an action of the last `decide` taken back, because it was not carried out: it costs no budget, and is due again."""
+    key = (action.subject, action.verdict.syndrome)
+    case = state.cases.get(key)
+    return replace(
+        state,
+        cases={**state.cases, key: replace(case, acted=None)} if case is not None else state.cases,
+        replaced=tuple(entry for entry in state.replaced if entry not in {(state.now_s, one) for one in action.nodes}),
+        restarted=tuple(
+            entry for entry in state.restarted if entry not in {(state.now_s, one) for one in action.ranks}
+        ),
+    )
+
+
 def _alert(
     policy: Policy, state: PolicyState, key: tuple[Subject, Syndrome], reason: str
 ) -> tuple[PolicyState, Action | None]:

@@ -123,3 +123,22 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
     assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
     # The agents took the rings away with the job.
     assert not list(rings.rglob("*.ring"))
+
+
+def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    # Others could plant files there, which the recorder refuses.
+    rings.chmod(0o777)
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script.write_text(SCRIPT)
+    enough.touch()
+    running = LocalCluster("job", [str(script), str(enough)], nnodes="1:1", workers=1, log=tmp_path / "agents")
+    with running:
+        running.start("a", "--monitor")
+        assert running.wait("a", 120) == 0, running.output()
+    assert running.output().count("rank 0 is not monitored") == 1

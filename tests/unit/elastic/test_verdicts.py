@@ -146,3 +146,9 @@ def test_a_request_ends_the_generation_with_the_verdict_as_reason_not_with_the_b
     assert action == Close(
         Closing(3, "rank 2 on b is restarted: non-communication hang: rank 2 never arrived", True, 1000.0)
     )
+
+
+def test_a_node_that_is_replaced_for_a_hang_is_said_to_be_evicted_and_nobody_waits_for_the_step_to_end() -> None:
+    asked = requests(KEYS, view_of(), Action(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",)))
+    action = decide(Policy(1, 2), with_keys(view_of(), *asked), Deliberation(), 0.0, 1000.0).action
+    assert action == Close(Closing(3, "evicted b: non-communication hang: rank 2 never arrived", True, 1000.0))
