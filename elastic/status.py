@@ -72,7 +72,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     for node in facts["nodes"]:
         leads = " *" if node["node"] == facts["leader"] else ""
         nodes.add_row(
-            node["node"] + leads,
+            Text(node["node"] + leads),
             node["host"],
             node["ranks"],
             "leaving" if node["leaving"] else node["phase"],
@@ -118,7 +118,8 @@ def recoveries(history: Sequence[Recovery]) -> Table:
     for recovery in history:
         began = recovery.detected_at_s
         table.add_row(
-            recovery.reason.splitlines()[0] if recovery.reason else "",
+            # Plain text: what gloo says begins with a path in brackets, which would be taken for markup.
+            Text(recovery.reason.splitlines()[0] if recovery.reason else ""),
             str(recovery.world_size),
             time.strftime("%H:%M:%S", time.localtime(began)),
             *(

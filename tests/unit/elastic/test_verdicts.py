@@ -9,7 +9,18 @@ import pytest
 from rich.console import Console
 
 from elastic.actions import Close
-from elastic.records import Closing, Generation, HeldVerdicts, Member, NodeRecord, Phase, RestartRequest, Trouble
+from elastic.records import (
+    Closing,
+    Generation,
+    HeldVerdicts,
+    History,
+    Member,
+    NodeRecord,
+    Phase,
+    Recovery,
+    RestartRequest,
+    Trouble,
+)
 from elastic.rendezvous import Deliberation, Policy, decide
 from elastic.status import render, summary
 from elastic.store.contract import Change, KeyValue, Put
@@ -98,6 +109,14 @@ def test_status_shows_who_what_cost_and_evidence() -> None:
     assert "rank 2 never arrived" in shown
     assert "rank 1 on a: non-communication slow, for 10 s; costs 0.25 s a step" in shown
     assert summary(view, 1000.0)["verdicts"][0]["evidence"] == ["rank 2 never arrived"]
+
+
+def test_status_shows_a_reason_with_brackets_in_it() -> None:
+    reason = "rank 0: [/pytorch/gloo/transport/tcp/pair.cc:537] Read error"
+    recovery = Recovery(2, reason, 4, 1.0, 2.0, 3.0, 4.0, 5.0, 6, 0, "memory")
+    console = Console(file=io.StringIO(), record=True, width=160)
+    console.print(render("job", view_of(history=History((recovery,))), 1000.0))
+    assert "[/pytorch/gloo/transport" in console.export_text()
 
 
 def test_a_restart_is_a_request_to_the_node_that_has_the_rank() -> None:
