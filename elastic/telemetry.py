@@ -40,7 +40,7 @@ def attach(assignment: Assignment) -> None:
 
     try:
         monitor.attach(job=assignment.job, rank=assignment.rank, node=assignment.node, generation=assignment.generation)
-    except (MonitorError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a monitor that fails must leave the job running; its consequence is logged
         log.warning("rank %d is not monitored: %s", assignment.rank, error)
 
 
@@ -59,7 +59,7 @@ def reopen(assignment: Assignment) -> None:
                 assignment.job, assignment.rank, assignment.node, assignment.generation, assignment.world_size
             )
         )  # fmt: skip
-    except (MonitorError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - a monitor that fails must leave the job running; its consequence is logged
         log.warning("rank %d is not monitored any more: %s", assignment.rank, error)
         attachment.detach()
 

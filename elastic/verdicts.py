@@ -62,8 +62,10 @@ def held(verdicts: Sequence[Verdict], generation: int, now_s: float, wall_s: flo
 
 def is_news(before: HeldVerdicts | None, now: HeldVerdicts) -> bool:
     """Whether what holds now is worth a write: others than before, or enough later that the evidence has changed."""
-    if before is None or before.generation != now.generation:
-        return bool(now.verdicts)
+    if before is None:
+        return True  # What an earlier monitor wrote may stand there.
+    if before.generation != now.generation:
+        return bool(now.verdicts)  # A generation begins without any.
     if [(one.subject, one.syndrome) for one in before.verdicts] != [(o.subject, o.syndrome) for o in now.verdicts]:
         return True
     return bool(now.verdicts) and now.at_s - before.at_s >= _AGAIN_S

@@ -130,7 +130,8 @@ class Daemon:
         self._settings = settings
         self._parts = parts
         self._story: Story | None = None
-        self._told: tuple[int, tuple[Verdict, ...]] = (0, ())
+        # Nothing yet: what an earlier daemon published may not hold any more.
+        self._told: tuple[int, tuple[Verdict, ...]] | None = None
         self._policy_state = PolicyState()
         self._dumping: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
@@ -254,8 +255,13 @@ class Daemon:
         publisher = self._parts.publisher
         told = (turn.generation if verdicts else 0, verdicts)
         if publisher is not None and told != self._told:
-            self._told = told
-            await self._talk("publisher", lambda: publisher.publish(verdicts, turn.generation, turn.now_s))
+
+            def publish() -> bool:
+                publisher.publish(verdicts, turn.generation, turn.now_s)
+                return True
+
+            if await self._talk("publisher", publish):
+                self._told = told
         if self._parts.policy is not None:
             self._policy_state, actions = decide(
                 self._parts.policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s
