@@ -4,7 +4,7 @@ One daemon a node reads that node's rings. Daemons given children ask them for w
 under a root) keeps what any one process handles in proportion to its children. The root diagnoses. It opens nothing of the
 job's for writing, and the job knows nothing of it: it may crash, hang and come back at any time.
 
-Owners: the daemon owns two threads (one for the watch, one for what may block: publisher and story), its HTTP server and
+Owners: the daemon owns two threads (one for the watch, one for what may block: publisher, enforcer, story), its HTTP server and
 client, the event file and the state file; `run` ends them all. Everything about the watch happens on the first thread, so it
 needs no lock.
 """

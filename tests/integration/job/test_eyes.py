@@ -1,5 +1,6 @@
 """Claims about a job that its monitor watches: what it sees reaches the coordinator, and what it decides is carried out."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -10,13 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from elastic.view import View
+from elastic.records import Closing, Generation, Member, Record
+from elastic.store.blocking import BlockingStore
+from elastic.store.contract import Put
+from elastic.store.embedded import EmbeddedEtcd
+from elastic.verdicts import CoordinatorVerdicts
+from elastic.view import Keys, View, from_listing
 from examples.local_cluster import LocalCluster
 from monitor.errors import RecorderUnavailable
+from monitor.policy import Action, ActionKind
 from monitor.ring import Identity
 from monitor.ring_files import ring_paths
 from monitor.ring_reader import RingReader
-from monitor.verdicts import Syndrome
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 ROOT = Path(__file__).parents[3]
 HANGS_AT = 8
@@ -142,3 +149,36 @@ def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(
         running.start("a", "--monitor")
         assert running.wait("a", 120) == 0, running.output()
     assert running.output().count("rank 0 is not monitored") == 1
+
+
+def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(etcd_server: EmbeddedEtcd) -> None:
+    keys, store = Keys("job"), BlockingStore(etcd_server.url)
+    verdicts = CoordinatorVerdicts(etcd_server.url, "job")
+    members = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
+    hang = Verdict(
+        Subject("rank", (1,), "a"), Syndrome.NON_COMMUNICATION_HANG, 0.0, ("rank 1 never arrived",), 0.95, math.inf,
+        Advice.RESTART_WORKER,
+    )  # fmt: skip
+    restart = Action(ActionKind.RESTART_WORKER, hang.subject, hang, "", ranks=(1,))
+
+    def put(name: str, record: Record) -> None:
+        store.commit((), (Put(keys.single(name), record.encode()),))
+
+    def view() -> View:
+        return from_listing(keys, store.read(keys.prefix))
+
+    put("generation", Generation(2, members, "h", 5, "start"))
+    verdicts.publish([hang], 1, 10.0)
+    assert view().verdicts is None
+    assert not verdicts.enforce(restart, 1)
+    verdicts.publish([hang], 2, 10.0)
+    assert [one.subject for one in view().held_verdicts] == ["rank 1 on a"]
+    assert verdicts.enforce(restart, 2)
+    assert [one.rank for one in view().restarts_on("a")] == [1]
+    # Once a generation ends, its dead are the runtime's business.
+    put("closing", Closing(2, "rank 1 on a is restarted", True, 0.0))
+    assert not verdicts.enforce(restart, 2)
+    verdicts.publish([], 2, 11.0)
+    assert view().verdicts is None
+    verdicts.close()
+    store.close()
