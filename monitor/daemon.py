@@ -1,4 +1,4 @@
-"""The monitor daemon: reads, asks, concludes, tells; and never touches the job.
+"""The monitor daemon: reads, asks, concludes, tells; and touches the job only by what its policy asks of the job's own runtime.
 
 One daemon a node reads that node's rings. Daemons given children ask them for what is new; a tree of them (nodes under racks
 under a root) keeps what any one process handles in proportion to its children. The root diagnoses. It opens nothing of the
