@@ -1,11 +1,11 @@
 """Attaching the recorder to this process, whoever launched it.
 
 Three ways, with the same effect: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which
-`import torch` acts upon in every worker, by the entry point that PyTorch offers to extensions (group "torch.backends"; PyTorch 2.5 and
+`import torch` acts upon in every worker, by the entry point that PyTorch offers to extensions (`keepstep_monitor`; PyTorch 2.5 and
 later, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m monitor.run script.py`.
 
-Who the worker is comes from what launchers set: RANK and WORLD_SIZE, else Slurm's or Open MPI's variables, else the process group if
-there is one; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's job id; the node from KEEPSTEP_NODE or the host's name; the
+Who the worker is comes from the default process group if there is one, else from what launchers set: RANK and WORLD_SIZE, Slurm's or
+Open MPI's variables; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's job id; the node from KEEPSTEP_NODE or the host's name; the
 generation from torchrun's restart count.
 """
 

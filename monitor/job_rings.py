@@ -29,28 +29,21 @@ class JobRings:
     def read(self, count: int) -> JobRecords:
         """Return the last `count` records of each lane of each rank of the newest generation that has a ring here."""
         self._refresh()
-        newest = max((reader.identity.generation for reader in self._readers.values()), default=0)
         ranks: dict[int, RankRecords] = {}
         communicators: dict[int, Communicator] = {}
-        for reader in self._readers.values():
-            if reader.identity.generation == newest:
-                # In this order: a process that was dead before its records were read tells nothing more.
-                is_alive = reader.is_alive()
-                records = reader.last(count)
-                ranks[reader.identity.rank] = RankRecords(
-                    reader.identity.rank,
-                    reader.identity.node,
-                    records,
-                    time.monotonic(),
-                    is_alive,
-                    reader.has_finished,
-                )
-                communicators |= reader.communicators()
+        for reader in self._newest():
+            # In this order: a process that was dead before its records were read tells nothing more.
+            is_alive = reader.is_alive()
+            records = reader.last(count)
+            ranks[reader.identity.rank] = RankRecords(
+                reader.identity.rank, reader.identity.node, records, time.monotonic(), is_alive, reader.has_finished
+            )
+            communicators |= reader.communicators()
         return JobRecords(ranks, communicators)
 
     def processes(self) -> dict[int, int]:
         """Return the process id of each rank, as of the last `read`."""
-        return {reader.identity.rank: reader.process for reader in self._readers.values()}
+        return {reader.identity.rank: reader.process for reader in self._newest()}
 
     def incarnations(self) -> dict[int, str]:
         """Return for each rank what tells its ring from the one that the same rank had before."""
@@ -64,6 +57,11 @@ class JobRings:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+
+    def _newest(self) -> list[RingReader]:
+        """Return the rings of the newest generation; a process that lives through several leaves one for each."""
+        newest = max((reader.identity.generation for reader in self._readers.values()), default=0)
+        return [reader for reader in self._readers.values() if reader.identity.generation == newest]
 
     def _refresh(self) -> None:
         paths = ring_paths(self.directory)

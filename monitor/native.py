@@ -1,4 +1,4 @@
-"""Builds and loads the native recorder of operations (`operations.cpp`), which records without the GIL in under a microsecond.
+"""Builds and loads the native recorder of operations (`operations.cpp`), which records without the GIL, in about a microsecond.
 
 It is built against the PyTorch that is installed, whose headers come with it, by the machine's C++ compiler: ten seconds, once for each
 version of PyTorch and of this source, on each machine or shared home. `python -m monitor.native` builds it ahead of time, for images

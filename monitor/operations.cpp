@@ -7,7 +7,7 @@
 // tell when it is complete.
 //
 // Why native and not a kernel in Python, which works as well: that took 25 us of the calling thread and 10 more of the
-// backend's for each operation, this under one; and completions told in Python wait for the GIL, so that a worker that
+// backend's for each operation, this about one in all; and completions told in Python wait for the GIL, so that a worker that
 // holds it in C would seem to be inside an operation that had long ended.
 //
 // Nothing here takes the GIL, except once for each new process group; then no lock of ours is held.
@@ -25,11 +25,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bitset>
-#include <condition_variable>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <map>
 #include <memory>
@@ -283,6 +285,12 @@ class WatchedWork : public c10d::Work {
 
 // Finds out when operations on a device have ended, without ever making the job wait: a thread of its own, without the GIL,
 // asks once a millisecond for the oldest one of each communicator, for a query may block where a device's queue is full.
+//
+// The device's events tell spans only. A communicator's first event is its anchor: the least delay with which an event was
+// seen after its span from the anchor says when the anchor was. Every ten seconds a new anchor is taken, before the
+// device's clock has run off or its spans, which are single precision, have lost their microseconds.
+//
+// No test of ours runs this: they have no device.
 class DeviceWatch {
  public:
   struct Pending {
@@ -298,7 +306,8 @@ class DeviceWatch {
 
   void add(uint32_t communicator, Pending pending) {
     const std::lock_guard lock(mutex_);
-    queues_[communicator].push_back(std::move(pending));
+    timelines_[communicator].queue.push_back(std::move(pending));
+    ++waiting_;
     if (!is_running_) {
       is_running_ = true;
       std::thread([this] { run(); }).detach();
@@ -307,24 +316,31 @@ class DeviceWatch {
   }
 
  private:
+  static constexpr double ANCHOR_KEPT_S = 10.0;
+
+  struct Timeline {
+    std::deque<Pending> queue;
+    std::optional<c10::Event> anchor;
+    double anchor_s = 0.0;
+    double last_ended_s = 0.0;
+  };
+
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      news_.wait(lock, [this] { return !queues_.empty(); });
-      std::vector<uint32_t> keys;
-      for (const auto& [communicator, queue] : queues_) keys.push_back(communicator);
-      for (const uint32_t key : keys) {
-        // References into a deque stay valid while others append; only this thread takes away.
-        auto& queue = queues_.at(key);
-        while (!queue.empty()) {
-          Pending& oldest = queue.front();
+      news_.wait(lock, [this] { return waiting_ > 0; });
+      // Others add timelines, and append to queues, which leaves references valid; only this thread takes away.
+      for (auto& entry : timelines_) {
+        Timeline& timeline = entry.second;
+        while (!timeline.queue.empty()) {
+          Pending& oldest = timeline.queue.front();
           lock.unlock();
-          const bool is_over = settle(oldest);
+          const bool is_over = settle(timeline, oldest);
           lock.lock();
           if (!is_over) break;
-          queue.pop_front();
+          timeline.queue.pop_front();
+          --waiting_;
         }
-        if (queue.empty()) queues_.erase(key);
       }
       lock.unlock();
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -332,13 +348,21 @@ class DeviceWatch {
     }
   }
 
-  // Returns whether nothing more is to be learnt of it.
-  static bool settle(const Pending& pending) {
+  // Returns whether nothing more is to be learnt of it. Its ended event may become the timeline's anchor.
+  static bool settle(Timeline& timeline, Pending& pending) {
     try {
       if (!pending.ended.query()) return false;
-      const double ended_s = now_s();
+      const double seen_s = now_s();
       const double duration_s = 1e-3 * pending.began.elapsedTime(pending.ended);
-      pending.ticket.lane->end(pending.ticket.position, DEVICE_TIMES, ended_s, ended_s - duration_s);
+      const double span_s = timeline.anchor ? 1e-3 * timeline.anchor->elapsedTime(pending.ended) : 0.0;
+      const bool takes_anchor = !timeline.anchor || span_s > ANCHOR_KEPT_S;
+      timeline.anchor_s = takes_anchor ? seen_s : std::min(timeline.anchor_s, seen_s - span_s);
+      const double ended_s = timeline.anchor_s + (takes_anchor ? 0.0 : span_s);
+      // What was called while the one before still ran began when that had ended.
+      const double started_s = std::min(std::max(ended_s - duration_s, timeline.last_ended_s), ended_s);
+      timeline.last_ended_s = ended_s;
+      pending.ticket.lane->end(pending.ticket.position, DEVICE_TIMES, ended_s, started_s);
+      if (takes_anchor) timeline.anchor.emplace(std::move(pending.ended));
     } catch (const std::exception&) {
       // The device has failed, or the process is ending: that is news for the job's own error handling.
       pending.ticket.end(FAILED | UNOBSERVED);
@@ -348,7 +372,8 @@ class DeviceWatch {
 
   std::mutex mutex_;
   std::condition_variable news_;
-  std::map<uint32_t, std::deque<Pending>> queues_;
+  std::map<uint32_t, Timeline> timelines_;
+  size_t waiting_ = 0;
   bool is_running_ = false;
 };
 
@@ -359,10 +384,17 @@ bool is_capturing(const Stream& stream) {
   return false;
 }
 
-c10::Event record_event(const c10::Device& device) {
-  c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
-  event.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  return event;
+// Returns an event after all that is in the device's current stream; none where the device has no events, or records a graph.
+std::optional<c10::Event> record_event(const c10::Device& device) {
+  try {
+    const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+    if (is_capturing(stream)) return std::nullopt;
+    c10::Event event(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+    event.record(stream);
+    return event;
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
 }
 
 // Makes sure that a group is known. Takes the GIL the first time.
@@ -389,99 +421,122 @@ void introduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
       group.get(), Communicator{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), identity, std::move(ranks), counters, {}});
 }
 
-template <size_t INDEX>
-void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  constexpr Plan PLAN = PLANS[INDEX];
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  if (!is_recording.load(std::memory_order_relaxed)) return op.redispatchBoxed(below, stack);
-  const auto& schema = op.schema();
-  const auto argument = [&](int index) -> const c10::IValue& {
-    return (*stack)[stack->size() - schema.arguments().size() + index];
-  };
-  static const int IS_ASYNCHRONOUS = schema.argumentIndexWithName("async_op").value_or(-1);
-  const auto group = argument(PLAN.group).template toCustomClass<c10d::ProcessGroup>();
-  Payload payload;
-  payload.add(argument(PLAN.payload < 0 ? 0 : PLAN.payload));
-  introduce(group);
-
+// An operation that was called, before and after it was passed on.
+struct Call {
   Ticket ticket;
-  Record told{};
+  uint32_t communicator = 0;
+  c10::Device device{c10::kCPU};
+  // Where the operation runs on a device whose events can be had.
+  std::optional<c10::Event> began;
   bool has_future = true;
-  {
+};
+
+bool runs_on_device(const c10::Device& device) { return !device.is_cpu(); }
+
+// Notes a call; nothing if it is not to be recorded. Whatever is odd about the call, it must go on as if nobody watched.
+template <size_t INDEX>
+std::optional<Call> enter(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  constexpr Plan PLAN = PLANS[INDEX];
+  constexpr bool IS_PAIR = PLAN.operation == SEND || PLAN.operation == RECEIVE;
+  static const int IS_ASYNCHRONOUS = schema.argumentIndexWithName("async_op").value_or(-1);
+  const auto argument = [&](int index) -> const c10::IValue& {
+    return stack[stack.size() - schema.arguments().size() + index];
+  };
+  try {
+    const auto group = argument(PLAN.group).template toCustomClass<c10d::ProcessGroup>();
+    Payload payload;
+    payload.add(argument(PLAN.payload < 0 ? 0 : PLAN.payload));
+    // Nothing is sent: a model is being traced.
+    if (payload.device.is_meta()) return std::nullopt;
+    introduce(group);
+    Call call;
+    call.device = payload.device;
+    if (runs_on_device(call.device)) call.began = record_event(call.device);
+
     auto& it = recorder();
     const std::lock_guard lock(it.mutex);
     const auto found = it.communicators.find(group.get());
-    if (!it.lane || found == it.communicators.end()) {
-      ticket.lane = nullptr;
-    } else {
-      Communicator& communicator = found->second;
-      ticket.lane = it.lane;
-      has_future = !communicator.without_future[INDEX];
-      told.code = PLAN.operation;
-      told.communicator = communicator.identity;
-      told.peer = -1;
-      if (PLAN.peer >= 0) {
-        const auto peer = argument(PLAN.peer).toInt();
-        if (peer >= 0 && peer < static_cast<int64_t>(communicator.ranks.size())) told.peer = communicator.ranks[peer];
-      }
-      if (PLAN.payload >= 0) {
-        told.nbytes = payload.nbytes;
-        told.dtype = payload.dtype;
-      }
-      if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) told.flags = ASYNCHRONOUS;
-      constexpr bool IS_PAIR = PLAN.operation == SEND || PLAN.operation == RECEIVE;
-      told.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, told.peer}]
-                            : ++communicator.counters->collectives;
-      ticket.position = ticket.lane->begin(told);
+    if (!it.lane || found == it.communicators.end()) return std::nullopt;
+    Communicator& communicator = found->second;
+    Record told{};
+    told.code = PLAN.operation;
+    told.communicator = call.communicator = communicator.identity;
+    told.peer = -1;
+    if (PLAN.peer >= 0) {
+      const auto peer = argument(PLAN.peer).toInt();
+      if (peer >= 0 && peer < static_cast<int64_t>(communicator.ranks.size())) told.peer = communicator.ranks[peer];
     }
+    if (PLAN.payload >= 0) {
+      told.nbytes = payload.nbytes;
+      told.dtype = payload.dtype;
+    }
+    if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) told.flags = ASYNCHRONOUS;
+    told.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, told.peer}]
+                          : ++communicator.counters->collectives;
+    call.has_future = !communicator.without_future[INDEX];
+    call.ticket = {it.lane, it.lane->begin(told)};
+    return call;
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
-  if (!ticket.lane) return op.redispatchBoxed(below, stack);
+}
 
-  const c10::Device device = payload.device;
-  std::optional<c10::Event> began;
-  bool is_on_device = !device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type());
-  if (is_on_device) {
-    is_on_device = !is_capturing(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    if (is_on_device) began.emplace(record_event(device));
-  }
-  try {
-    op.redispatchBoxed(below, stack);
-  } catch (...) {
-    ticket.end(FAILED);
-    throw;
-  }
-  if (schema.returns().empty()) return ticket.end(0);
-  const auto work = stack->back().toCustomClass<c10d::Work>();
-  if (!work || (!device.is_cpu() && !is_on_device)) return ticket.end(UNOBSERVED);
-
+// Has the end of an operation told. May put another work in the place of its own.
+template <size_t INDEX>
+void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
+  const auto work = result.toCustomClass<c10d::Work>();
+  if (!work || (runs_on_device(call.device) && !call.began)) return call.ticket.end(UNOBSERVED);
   c10::intrusive_ptr<c10::ivalue::Future> future;
-  if (has_future) {
+  if (call.has_future) {
     try {
       future = work->getFuture();
     } catch (const std::exception&) {
       auto& it = recorder();
       const std::lock_guard lock(it.mutex);
-      const auto found = it.communicators.find(group.get());
+      const auto found = it.communicators.find(group);
       if (found != it.communicators.end()) found->second.without_future[INDEX] = true;
-      has_future = false;
+      call.has_future = false;
     }
   }
-  if (!future) {
-    if (is_on_device || has_future) return ticket.end(UNOBSERVED);
-    stack->back() = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, ticket)));
-    return;
+  if (future && !call.began) {
+    future->addCallback([ticket = call.ticket](c10::ivalue::Future& done) { ticket.end(done.hasError() ? FAILED : 0); });
+  } else if (future) {
+    // A device's future counts as complete once all is in its queue; then it runs callbacks with current streams that wait for what is.
+    auto began = std::make_shared<c10::Event>(std::move(*call.began));
+    future->addCallback([ticket = call.ticket, communicator = call.communicator, device = call.device,
+                         began](c10::ivalue::Future& done) {
+      if (done.hasError()) return ticket.end(FAILED);
+      auto ended = record_event(device);
+      if (!ended) return ticket.end(UNOBSERVED);
+      DeviceWatch::get().add(communicator, {ticket, std::move(*began), std::move(*ended)});
+    });
+  } else if (!call.began && !call.has_future) {
+    result = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, call.ticket)));
+  } else {
+    call.ticket.end(UNOBSERVED);
   }
-  if (!is_on_device) {
-    future->addCallback([ticket](c10::ivalue::Future& done) { ticket.end(done.hasError() ? FAILED : 0); });
-    return;
+}
+
+template <size_t INDEX>
+void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  if (!is_recording.load(std::memory_order_relaxed)) return op.redispatchBoxed(below, stack);
+  const auto& schema = op.schema();
+  const auto group = (*stack)[stack->size() - schema.arguments().size() + PLANS[INDEX].group].toCustomClass<c10d::ProcessGroup>();
+  auto call = enter<INDEX>(schema, *stack);
+  if (!call) return op.redispatchBoxed(below, stack);
+  try {
+    op.redispatchBoxed(below, stack);
+  } catch (...) {
+    call->ticket.end(FAILED);
+    throw;
   }
-  // A device's future counts as complete once all is in its queue; then it runs callbacks with current streams that wait for what is.
-  const uint32_t identity = told.communicator;
-  auto shared = std::make_shared<std::optional<c10::Event>>(std::move(began));
-  future->addCallback([ticket, shared, device, identity](c10::ivalue::Future& done) {
-    if (done.hasError()) return ticket.end(FAILED);
-    DeviceWatch::get().add(identity, {ticket, std::move(**shared), record_event(device)});
-  });
+  if (schema.returns().empty()) return call->ticket.end(0);
+  try {
+    watch<INDEX>(*call, group.get(), stack->back());
+  } catch (const std::exception&) {
+    call->ticket.end(UNOBSERVED);
+  }
 }
 
 template <size_t... INDEX>

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import struct
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -128,7 +127,7 @@ class Recorder:
 
     def describe(self, name: str, rank: int, size: int) -> tuple[int, Sequence[int]]:
         """Return identity and global ranks of a process group, and enter it in the ring's table."""
-        communicator = communicator_of(name, _global_ranks(name, size))
+        communicator = Communicator.of(name, _global_ranks(name, size))
         if communicator.identity not in self._communicators:
             self._communicators.add(communicator.identity)
             if not self.ring.add_communicator(communicator):
@@ -147,12 +146,6 @@ class Recorder:
         self.ring.step = number
         self._updated_s = 0.0
         self._step_position = self.ring.marks.begin(Kind.PHASE, Phase.STEP, number=number, step=number, enqueued_s=at_s)
-
-
-def communicator_of(name: str, ranks: Sequence[int]) -> Communicator:
-    """Return a process group with the identity that all its ranks give it; never 0, which stands for none."""
-    told = f"{name}\0{','.join(map(str, ranks))}".encode()
-    return Communicator(zlib.crc32(told) or 1, name, tuple(ranks))
 
 
 def _global_ranks(name: str, size: int) -> Sequence[int]:

@@ -7,7 +7,8 @@ Everything else about clocks is the reader's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -107,6 +108,12 @@ class Communicator:
     identity: int
     name: str
     ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, ranks: Sequence[int]) -> Communicator:
+        """Return a process group with the identity that all its ranks give it; never 0, which stands for none."""
+        told = f"{name}\0{','.join(map(str, ranks))}".encode()
+        return cls(zlib.crc32(told) or 1, name, tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)

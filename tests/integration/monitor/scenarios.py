@@ -1,11 +1,13 @@
 """What the workers of the tests do: `python scenarios.py NAME`."""
 
+import contextlib
 import ctypes
 import gc
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -173,6 +175,40 @@ def overtaken() -> None:
         wait()
         dist.all_reduce(torch.ones(4))
         wait()
+    os._exit(0)
+
+
+def generations() -> None:
+    """A process group that is made anew goes on counting; a new generation counts from 1, in a ring of its own."""
+    recorder = monitor.attach(generation=1)
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(4))
+        dist.destroy_process_group()
+    say("first")
+    wait()
+    recorder.reopen(replace(recorder.identity, generation=2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(4))
+    say("second")
+    wait()
+    os._exit(0)
+
+
+def odd() -> None:
+    """What nobody should call, and what only looks like an operation."""
+    monitor.attach()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    import torch.testing._internal.distributed.fake_pg  # Registers the back end.
+
+    fake = dist.new_group([0], backend="fake")
+    dist.all_reduce(torch.ones(4, device="meta"), group=fake)
+    dist.all_reduce(torch.ones(4), group=fake)
+    dist.all_reduce(torch.ones(4, 4).to_sparse())
+    with contextlib.suppress(RuntimeError):
+        dist.reduce_scatter_tensor(torch.ones(3), torch.ones(4))
+    say("done")
+    wait()
     os._exit(0)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -172,12 +173,31 @@ def test_end_is_told_though_the_worker_holds_the_gil(tmp_path: Path) -> None:
         job.read_until(lambda told: unended(told, 0) == [])
 
 
+def test_numbers_begin_anew_with_a_generation_and_not_before(tmp_path: Path) -> None:
+    with Job(tmp_path, "generations", 1) as job:
+        job.expect("first")
+        assert operations(job.rings.read(10).ranks[0].records)["number"].tolist() == [1, 2]
+        job.proceed()
+        job.expect("second")
+        assert operations(job.rings.read(10).ranks[0].records)["number"].tolist() == [1]
+
+
+def test_odd_calls_go_on_as_if_nobody_watched(tmp_path: Path) -> None:
+    with Job(tmp_path, "odd", 1) as job:
+        job.expect("done")
+        called = operations(job.rings.read(10).ranks[0].records)
+        assert called[["code", "nbytes", "flags"]].tolist() == [
+            (Operation.ALL_REDUCE, 16, 0), (Operation.ALL_REDUCE, 0, 0), (Operation.REDUCE_SCATTER, 16, Flag.FAILED),
+        ]  # fmt: skip
+        assert (called["ended_s"] > 0).all()
+
+
 def entry_point(directory: Path) -> Path:
     """Make a distribution with our entry point, as installing this project does."""
     about = directory / "keepstep_test-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: keepstep-test\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\nmonitor_test = monitor.autoload:attach_if_asked\n")
+    (about / "entry_points.txt").write_text("[torch.backends]\nmonitor_test = keepstep_monitor:attach_if_asked\n")
     return directory
 
 
@@ -219,16 +239,24 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
     assert Phase.GARBAGE_COLLECTION in marks["code"]
 
 
-def test_process_that_is_no_worker_is_not_attached(tmp_path: Path) -> None:
-    import subprocess
+def run_python(code: str, cwd: Path, site: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    site.mkdir()
+    inherited = {name: value for name, value in os.environ.items() if name != "RANK"}
+    path = os.pathsep.join([str(entry_point(site)), str(Path(__file__).parents[3])])
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**inherited, "KEEPSTEP_MONITOR": "1", "PYTHONPATH": path, **environment}, cwd=cwd,
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
 
-    (tmp_path / "site").mkdir()
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
-    environment |= {
-        "KEEPSTEP_MONITOR": "1",
-        "KEEPSTEP_MONITOR_DIR": str(tmp_path / "rings"),
-        "PYTHONPATH": os.pathsep.join([str(entry_point(tmp_path / "site")), str(Path(__file__).parents[3])]),
-    }
+
+def test_process_that_is_no_worker_is_not_attached(tmp_path: Path) -> None:
     code = "import torch, monitor.attachment; assert monitor.attachment.current() is None"
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    run_python(code, tmp_path, tmp_path / "site", KEEPSTEP_MONITOR_DIR=str(tmp_path / "rings"))
     assert not (tmp_path / "rings").exists()
+
+
+def test_users_own_module_of_our_name_does_not_break_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "monitor.py").write_text("")
+    done = run_python("import torch; print(torch.ones(2).sum().item())", tmp_path, tmp_path / "site", RANK="0")
+    assert done.stdout == "2.0\n"
+    assert "this worker is not recorded" in done.stderr

@@ -275,7 +275,9 @@ def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: R
 def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
     for rank in (0, 1):
         operate(create_ring(Identity("job", rank, "node-a", generation=3), SMALL), 1)
-    assert set(JobRings(ring.path.parent).read(5).ranks) == {0, 1}
+    rings = JobRings(ring.path.parent)
+    assert set(rings.read(5).ranks) == {0, 1}
+    assert set(rings.processes()) == {0, 1}
 
 
 def test_only_this_user_may_read_or_write(ring: Ring, base: Path) -> None:
@@ -376,3 +378,10 @@ def test_format_is_what_the_documentation_says(ring: Ring) -> None:
     assert raw[512:518] == b"node-a"
     assert np.frombuffer(raw, RECORD, 1, 4096)["ended_s"] == 4.0
     assert len(raw) == 36864 + 512
+
+
+def test_whoever_only_reads_needs_no_pytorch() -> None:
+    modules = (
+        "monitor, monitor.clocks, monitor.flight_recorder, monitor.job_rings, monitor.recorder, monitor.ring_files"
+    )
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"], check=True)

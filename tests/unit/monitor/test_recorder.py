@@ -1,0 +1,203 @@
+"""Claims about steps and phases, with real loops in this process; operations are in tests/integration/monitor."""
+
+import gc
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import monitor
+from monitor.errors import RecorderUnavailable
+from monitor.native import NativeRecorder, library_path
+from monitor.phases import AutomaticPhases
+from monitor.recorder import Recorder
+from monitor.records import Communicator, Kind, Measure, Phase
+from monitor.ring import Identity
+from monitor.ring_reader import Records, RingReader
+
+
+@pytest.fixture
+def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
+    return Recorder(Identity("job", 0, "here"), None)
+
+
+@pytest.fixture
+def watched(recorder: Recorder) -> Iterator[Recorder]:
+    gc.disable()
+    phases = AutomaticPhases(recorder)
+    yield recorder
+    phases.remove()
+    gc.enable()
+
+
+def marks(recorder: Recorder) -> Records:
+    return RingReader(recorder.ring.path).marks.last(1000)
+
+
+def told(recorder: Recorder) -> list[tuple[str, int]]:
+    return [(Phase(mark["code"]).name, int(mark["step"])) for mark in marks(recorder) if mark["kind"] == Kind.PHASE]
+
+
+def train(*optimizers: torch.optim.Optimizer, model: torch.nn.Module, batches: int = 1) -> None:
+    for _ in range(batches):
+        model(torch.ones(1, 2)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    return model, torch.optim.SGD(model.parameters())
+
+
+def test_step_consists_of_its_phases(watched: Recorder) -> None:
+    model, optimizer = parts()
+    train(optimizer, model=model)
+    train(optimizer, model=model)
+    names = ["STEP", "FORWARD", "BACKWARD", "OPTIMIZER"]
+    assert told(watched) == [(name, step) for step in (1, 2) for name in names]
+    found = marks(watched)
+    assert (found["ended_s"] >= found["enqueued_s"]).all()
+    assert found["ended_s"][0] == found["enqueued_s"][4]
+
+
+def test_accumulated_batches_belong_to_one_step(watched: Recorder) -> None:
+    model, optimizer = parts()
+    train(optimizer, model=model, batches=3)
+    assert told(watched) == [("STEP", 1), *3 * [("FORWARD", 1), ("BACKWARD", 1)], ("OPTIMIZER", 1)]
+
+
+def test_several_optimizers_end_one_step_and_the_last_ends_it(watched: Recorder) -> None:
+    model, optimizer = parts()
+    other = torch.optim.SGD(model.parameters())
+    train(optimizer, other, model=model)
+    assert told(watched)[-2:] == [("OPTIMIZER", 1), ("OPTIMIZER", 1)]
+    found = marks(watched)
+    assert found["ended_s"][0] >= found["ended_s"][-1]
+    train(optimizer, other, model=model)
+    assert watched.step == 2
+
+
+def test_recomputed_activations_are_not_a_forward_pass(watched: Recorder) -> None:
+    model, _ = parts()
+    checkpointed = torch.utils.checkpoint.checkpoint(model, torch.ones(1, 2, requires_grad=True), use_reentrant=False)
+    assert checkpointed is not None
+    checkpointed.sum().backward()
+    assert told(watched) == [("STEP", 1), ("FORWARD", 1), ("BACKWARD", 1)]
+
+
+def test_phase_under_way_is_told_as_such(watched: Recorder) -> None:
+    model, optimizer = parts()
+    seen: list[list[tuple[int, bool]]] = []
+
+    def look(*_: object) -> None:
+        seen.append([(int(mark["code"]), bool(mark["ended_s"] > 0)) for mark in marks(watched)])
+
+    model[0].register_full_backward_hook(look)  # type: ignore[index]
+    train(optimizer, model=model)
+    assert seen == [[(Phase.STEP, False), (Phase.FORWARD, True), (Phase.BACKWARD, False)]]
+
+
+def test_backward_pass_that_fails_has_ended(watched: Recorder) -> None:
+    with pytest.raises(RuntimeError, match="grad"):
+        torch.ones(1).sum().backward()
+    assert marks(watched)["ended_s"][-1] > 0
+    assert told(watched)[-1] == ("BACKWARD", 1)
+
+
+def test_other_threads_are_not_the_loop(watched: Recorder) -> None:
+    model, _ = parts()
+    thread = threading.Thread(target=lambda: train(model=model))
+    thread.start()
+    thread.join()
+    assert told(watched) == []
+
+
+def test_collections_of_the_oldest_generation_are_recorded(watched: Recorder) -> None:
+    gc.collect(0)
+    gc.collect(2)
+    assert told(watched) == [("GARBAGE_COLLECTION", 0)]
+
+
+def test_hooks_leave_no_trace(recorder: Recorder) -> None:
+    from torch.nn.modules.module import _global_forward_pre_hooks
+    from torch.utils.data import dataloader
+
+    def places() -> list[object]:
+        return [torch.autograd.backward, torch.save, dataloader._BaseDataLoaderIter.__next__, list(gc.callbacks)]
+
+    before = places()
+    hooks = len(_global_forward_pre_hooks)
+    phases = AutomaticPhases(recorder)
+    assert places() != before
+    phases.remove()
+    assert places() == before
+    assert len(_global_forward_pre_hooks) == hooks
+    model, optimizer = parts()
+    train(optimizer, model=model)
+    assert told(recorder) == []
+
+
+def test_steps_have_the_numbers_that_the_loop_gives_them(watched: Recorder) -> None:
+    model, optimizer = parts()
+    watched.begin_step(1001)
+    train(optimizer, model=model)
+    train(optimizer, model=model)
+    assert watched.step == 1001
+    watched.begin_step()
+    assert watched.step == 1002
+    found = marks(watched)
+    steps = found[found["code"] == Phase.STEP]
+    assert steps["number"].tolist() == [1001, 1002]
+    assert steps["ended_s"].tolist() == [steps["enqueued_s"][1], 0.0]
+
+
+def test_measures_keep_every_bit(recorder: Recorder) -> None:
+    for value in (0.1, float("inf"), -0.0, float(2**32 - 1)):
+        recorder.measure(Measure.GRADIENT_NORM, value)
+    recorder.measure(Measure.LOSS, float("nan"))
+    found = marks(recorder)["nbytes"].view(np.float64)
+    assert found[:4].tolist() == [0.1, float("inf"), 0.0, 2**32 - 1]
+    assert struct.pack("<d", found[2]) == struct.pack("<d", -0.0)
+    assert np.isnan(found[4])
+
+
+def test_marks_do_nothing_where_nobody_is_attached() -> None:
+    with monitor.phase(Phase.CHECKPOINT):
+        monitor.measure(Measure.LOSS, 1.0)
+        monitor.begin_step()
+
+
+def test_communicators_identity_depends_on_name_and_order_of_ranks() -> None:
+    told = [("0", (0, 1)), ("1", (0, 1)), ("0", (1, 0)), ("0", (0, 1, 2)), ("00", (1,)), ("0", (1,))]
+    assert len({Communicator.of(name, ranks).identity for name, ranks in told}) == len(told)
+    assert Communicator.of("0", (0, 1)) == Communicator.of("0", [0, 1])
+
+
+@pytest.mark.parametrize("compiler", ["false", "/no/such/compiler"])
+def test_without_a_compiler_the_error_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(RecorderUnavailable, match="cannot be built"):
+        NativeRecorder()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RecorderUnavailable, match="Install g"):
+        NativeRecorder()
+
+
+def test_library_that_others_could_have_put_there_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
+    library_path().write_bytes(b"")
+    library_path().chmod(0o666)
+    with pytest.raises(RecorderUnavailable, match="written by others"):
+        NativeRecorder()
