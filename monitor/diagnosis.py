@@ -46,6 +46,7 @@ class Past:
         curves: of measures.
         nodes: of each node's metrics.
         slow: verdicts of the last whole step; they stand until the next.
+        suspected: when each deviation of the last whole step was first found, by the job's clock.
         parted: collectives that were completed though ranks called different things, each with the step it was found in.
         since_s: when each verdict that stands first did.
     """
@@ -58,6 +59,7 @@ class Past:
     curves: Curves = NO_CURVES
     nodes: Mapping[str, NodePast] = field(default_factory=dict)
     slow: tuple[Verdict, ...] = ()
+    suspected: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
     parted: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]] = field(default_factory=dict)
     since_s: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
 
@@ -114,9 +116,10 @@ def conclude(
     window, count = collect(
         past.window, told, expected, communicators, nodes, bool(ranks["aligned"].any()), thresholds.slow
     )
-    slow = past.slow
+    slow, suspected = past.slow, past.suspected
     if count:
-        window, slow = _judge_steps(window, communicators, nodes, findings, thresholds)
+        window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
+        suspected, slow = _lasting(found, past.suspected, window, thresholds.slow.least_s)
     stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
     standstill = Standstill(ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s())
     hangs = find_hangs(standstill, thresholds.hang)
@@ -128,7 +131,7 @@ def conclude(
         for one in standing
     }
     verdicts = tuple(replace(one, since_s=since_s[one.subject, one.syndrome]) for one in standing)
-    following = Past(past.memory, ranks, frontiers, seen, window, curves, node_past, slow, parted, since_s)
+    following = Past(past.memory, ranks, frontiers, seen, window, curves, node_past, slow, suspected, parted, since_s)
     return following, verdicts
 
 
@@ -185,6 +188,20 @@ def _judge_steps(
         if not (vague and members & precise):
             told.append(verdict)
     return window, (*told, *stalls)
+
+
+def _lasting(
+    found: tuple[Verdict, ...],
+    suspected: Mapping[tuple[Subject, Syndrome], float],
+    window: Window,
+    least_s: float,
+) -> tuple[dict[tuple[Subject, Syndrome], float], tuple[Verdict, ...]]:
+    """Return since when each deviation was found, and those that have lasted long enough, the window itself counted in."""
+    ended_s = window.ended_s()
+    following = {(one.subject, one.syndrome): suspected.get((one.subject, one.syndrome), ended_s[-1]) for one in found}
+    span_s = ended_s[-1] - ended_s[0]
+    lasting = [one for one in found if ended_s[-1] - following[one.subject, one.syndrome] + span_s >= least_s]
+    return following, tuple(lasting)
 
 
 def _explained(verdict: Verdict, findings: NodeFindings, nodes: Mapping[int, str]) -> Verdict:

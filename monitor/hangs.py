@@ -57,7 +57,7 @@ def find_hangs(job: Standstill, thresholds: HangThresholds) -> tuple[Verdict, ..
         return ()
     view = _View(job, thresholds)
     dead = _dead(view)
-    if view.longest_wait_s < thresholds.waiter_share * view.patience_s:
+    if view.longest_wait_s < thresholds.waiter_share * view.plain_s:
         return dead
     partings = _partings(view)
     if partings:
@@ -86,9 +86,6 @@ class _View:
         self.longest_wait_s = float(np.max(self.waited_s, initial=0.0))
         self.started = bool((ranks["step"] >= 2).any())
         self.plain_s = thresholds.patience_s(job.step_s)
-        self.patience_s = self.plain_s if self.started else thresholds.first_step_s
-        if bool((~ranks["alive"]).any()) or job.stopped:
-            self.patience_s = min(self.patience_s, self.plain_s)
 
     def patience_of_s(self, rank: int) -> float:
         """Return how long this rank may stand still, given what it is at."""
@@ -166,8 +163,8 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     failed = any(view.rows[rank]["failed"] for rank in alive)
     needed = []
     for rank in sorted(dead):
-        waited = [view.waited_s[row] for row in np.flatnonzero(view.waits) if missed.get(rank)]
-        is_missed = bool(missed.get(rank)) and max(waited, default=0.0) >= view.thresholds.dead_s
+        waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
+        is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
         if (
             is_missed
             or open_of[rank]
@@ -283,6 +280,12 @@ def _blame(
 ) -> tuple[Subject, Syndrome, float, tuple[str, ...]]:
     """Return who is at fault where all have begun an operation, with what, how surely, and why."""
     nodes = view.job.nodes
+    stopped = sorted(view.job.stopped & set(members))
+    if stopped:
+        told = tuple(f"the process of rank {rank} is stopped by a signal" for rank in stopped[:4])
+        subjects = gather(stopped, nodes)
+        subject = subjects[0] if len(subjects) == 1 else group_subject(stopped, nodes)
+        return subject, Syndrome.NON_COMMUNICATION_HANG, 0.95, told
     payloads = view.payloads(operation)
     if len(set(payloads.values())) > 1:
         told = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -197,7 +198,8 @@ def _memory(
         told = f"{last.memory_available / 2**20:.0f} MiB of memory are left, {shares[-1]:.1%}"
     elif max(shares) < thresholds.memory_low_share and last.at_s > readings[0].at_s:
         rate = (readings[0].memory_available - last.memory_available) / (last.at_s - readings[0].at_s)
-        if rate > 0 and last.memory_available / rate < thresholds.memory_horizon_s:
+        falling = all(after.memory_available < before.memory_available for before, after in pairwise(readings))
+        if falling and last.memory_available / rate < thresholds.memory_horizon_s:
             told = (
                 f"memory shrinks by {rate / 2**20:.0f} MiB a second and is gone in {last.memory_available / rate:.0f} s"
             )

@@ -54,17 +54,24 @@ def find_slow_ranks(job: Slow, thresholds: SlowThresholds) -> tuple[tuple[Verdic
     told = job.rows["step"] > 0
     step_s = float(np.median(job.rows["duration_s"][told])) if told.any() else 0.0
     costly = hot & (found.excess_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
-    costly &= ~_crowded(costly, roles, job, thresholds)
+    costly &= ~_crowded(costly, found.ratio, roles, job, thresholds)
     verdicts = _verdicts(job, found, np.flatnonzero(costly), roles, step_s)
     return (*verdicts, *_pairs(job, roles, step_s, thresholds)), hot
 
 
-def _crowded(costly: np.ndarray, roles: np.ndarray, job: Slow, thresholds: SlowThresholds) -> np.ndarray:
-    """Return whose peers are slow in such a share that nobody is to blame; a whole node may be slow together."""
+def _crowded(
+    costly: np.ndarray, ratio: np.ndarray, roles: np.ndarray, job: Slow, thresholds: SlowThresholds
+) -> np.ndarray:
+    """Return whose peers are slow in such a share that nobody is to blame; a whole node may be slow together.
+
+    Who is half as far out as the least of those found counts too: when many slow down at once, not all are found in the same step.
+    """
     crowded = np.zeros(len(costly), bool)
     for role in np.unique(roles[costly]):
         peers = roles == role
-        slow = np.flatnonzero(peers & costly)
+        with np.errstate(invalid="ignore"):
+            is_out = ratio >= np.sqrt(ratio[peers & costly].min())
+        slow = np.flatnonzero(peers & (costly | is_out))
         together = len({job.nodes.get(int(rank), str(rank)) for rank in job.own.keys[slow]}) == 1
         limit = 0.5 if together else thresholds.crowd
         if len(slow) > max(1.0, limit * peers.sum()):

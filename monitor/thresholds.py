@@ -45,6 +45,8 @@ class SlowThresholds:
     """Steps looked at together: verdicts must come within 20, and the median of ten ignores four bad ones."""
     sustained: int = 8
     """Of the window, steps in which the deviation must have shown."""
+    least_s: float = 1.0
+    """The deviation must have lasted as long in time, too: in steps of milliseconds, a neighbour's burst fills a whole window."""
     warmup: int = 3
     """First steps of a generation that are not looked at: caches, allocators and autotuning settle."""
     peers: int = 3
@@ -145,4 +147,5 @@ class Thresholds:
             stale_s=self.hang.stale_s * factor,
             silent_s=self.hang.silent_s * factor,
         )
-        return replace(self, hang=hang, slow=replace(self.slow, cost_s=self.slow.cost_s * factor))
+        slow = replace(self.slow, cost_s=self.slow.cost_s * factor, least_s=self.slow.least_s * factor)
+        return replace(self, hang=hang, slow=slow)

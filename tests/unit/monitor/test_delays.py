@@ -1,0 +1,99 @@
+"""The delay matrix: cells, rows and columns; and communicators that are slow together."""
+
+import itertools
+
+import numpy as np
+
+from monitor.delays import delay_matrix, find_slow_links, link_keys, message_delays, unpack
+from monitor.history import NOTHING, History
+from monitor.records import Communicator
+from monitor.tables import MESSAGE
+from monitor.thresholds import SlowThresholds
+from monitor.transfers import Fabric, find_slow_transfers, transfer_keys
+
+NODES = {rank: f"n{rank}" for rank in range(6)}
+MESH = list(itertools.permutations(range(6), 2))
+
+
+def delays(slow: set[tuple[int, int]], links: list[tuple[int, int]] = MESH, sigma: float = 0.1) -> History:
+    rng = np.random.default_rng(1)
+    senders, receivers = np.array(links).T
+    keys = link_keys(senders, receivers, np.full(len(links), 12))
+    history = NOTHING
+    for step in range(10):
+        usual = 0.01 * rng.lognormal(0, sigma, len(links))
+        factors = np.array([5.0 if link in slow else 1.0 for link in links])
+        history = history.push(step, keys, usual * factors, 10)
+    return history
+
+
+def subjects(history: History) -> list[str]:
+    verdicts, _ = find_slow_links(history, {}, NODES, 0.5, [float(step) for step in range(10)], SlowThresholds())
+    return sorted(str(one.subject) for one in verdicts)
+
+
+def test_links_pack_and_unpack() -> None:
+    keys = link_keys(np.array([0, 16383]), np.array([16383, 7]), np.array([0, 40]))
+    assert [part.tolist() for part in unpack(keys)] == [[0, 16383], [16383, 7], [0, 40]]
+
+
+def test_healthy_matrix_has_no_verdict() -> None:
+    assert subjects(delays(set())) == []
+
+
+def test_one_cell_is_a_link() -> None:
+    assert subjects(delays({(1, 2)})) == ["link 1 -> 2"]
+
+
+def test_two_cells_of_a_row_of_five_are_two_links() -> None:
+    assert subjects(delays({(1, 2), (1, 3)})) == ["link 1 -> 2", "link 1 -> 3"]
+
+
+def test_row_is_a_sender_and_column_a_receiver() -> None:
+    row, column = {(1, other) for other in range(6) if other != 1}, {(other, 4) for other in range(6) if other != 4}
+    assert subjects(delays(row)) == ["rank 1 on n1"]
+    assert subjects(delays(column)) == ["rank 4 on n4"]
+    verdicts, _ = find_slow_links(delays(row), {}, NODES, 0.5, [0.0] * 10, SlowThresholds())
+    assert "row" in verdicts[0].evidence[0]
+    verdicts, _ = find_slow_links(delays(column), {}, NODES, 0.5, [0.0] * 10, SlowThresholds())
+    assert "column" in verdicts[0].evidence[0]
+
+
+def test_three_ranks_suffice_to_find_a_slow_link_five_times_the_others() -> None:
+    # By the ratio to the mean, a column among three must be many times slower before it passes three times the mean.
+    assert subjects(delays({(0, 1)}, list(itertools.permutations(range(3), 2)))) == ["link 0 -> 1"]
+
+
+def test_matrix_shows_senders_in_rows_and_nothing_where_nothing_was_sent() -> None:
+    matrix = delay_matrix(delays({(1, 2)}, [(0, 1), (1, 2)], 0.0), (0, 1, 2))
+    np.testing.assert_allclose(matrix[0, 1], 0.01)
+    np.testing.assert_allclose(matrix[1, 2], 0.05)
+    assert np.isnan(matrix[2]).all()
+
+
+def test_delay_runs_from_the_later_call_with_aligned_clocks_and_else_is_the_shorter_side() -> None:
+    rows = np.zeros(1, MESSAGE)
+    rows["sender"], rows["receiver"], rows["sides"] = 0, 1, 3
+    rows["shortest_s"], rows["later_s"], rows["received_s"] = 0.001, 5.0, 5.2
+    assert message_delays(rows, True, NODES)[1].round(6).tolist() == [0.2]
+    assert message_delays(rows, False, NODES)[1].tolist() == [0.001]
+    assert message_delays(rows, False, {0: "a", 1: "a"})[1].round(6).tolist() == [0.2]
+
+
+def test_message_of_which_one_side_told_has_no_delay() -> None:
+    rows = np.zeros(2, MESSAGE)
+    rows["sides"] = 1, 2
+    assert len(message_delays(rows, True, NODES)[1]) == 0
+
+
+def test_node_that_all_slow_communicators_share_and_no_fast_one_is_named() -> None:
+    nodes = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c", 6: "d", 7: "d"}
+    pairs = [(0, 2), (1, 4), (3, 5), (2, 6), (4, 7), (3, 6), (5, 7)]
+    known = {at: Communicator(at, f"pair {at}", pair) for at, pair in enumerate(pairs)}
+    keys = transfer_keys(np.arange(len(pairs)), np.full(len(pairs), 20))
+    history = NOTHING
+    for step in range(10):
+        history = history.push(step, keys, np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), 10)
+    fabric = Fabric(known, nodes, {}, 1.0, float("nan"), [float(step) for step in range(10)])
+    verdicts, _ = find_slow_transfers(history, fabric, SlowThresholds())
+    assert [str(one.subject) for one in verdicts] == ["node a (ranks 0, 1)"]

@@ -1,0 +1,72 @@
+"""Losses, norms and checksums over steps."""
+
+import numpy as np
+
+from monitor.measures import NO_CURVES, judge_measures
+from monitor.records import Communicator, Measure
+from monitor.tables import MEASURE
+from monitor.thresholds import MeasureThresholds
+from monitor.verdicts import Advice, Verdict
+
+NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
+WORLD = {1: Communicator(1, "world", (0, 1, 2, 3))}
+
+
+def follow(values: list[list[float]], code: Measure = Measure.LOSS, communicator: int = 0) -> list[tuple[Verdict, ...]]:
+    """One list of values a step, one value a rank; return what stood after each step."""
+    curves, seen = NO_CURVES, []
+    for step, told in enumerate(values, 1):
+        rows = np.zeros(len(told), MEASURE)
+        rows["rank"], rows["value"] = np.arange(len(told)), told
+        rows["step"], rows["code"], rows["communicator"], rows["at_s"] = step, code, communicator, float(step)
+        curves, verdicts = judge_measures(curves, rows, len(told), WORLD, NODES, MeasureThresholds())
+        seen.append(verdicts)
+    return seen
+
+
+def smooth(steps: int, sigma: float = 0.02, seed: int = 1) -> list[list[float]]:
+    rng = np.random.default_rng(seed)
+    return [[float((2 + 8 / step) * rng.lognormal(0, sigma)) for _ in range(4)] for step in range(1, steps + 1)]
+
+
+def test_falling_noisy_loss_has_no_spikes() -> None:
+    assert not any(follow(smooth(1000, 0.1)))
+
+
+def test_heavy_tailed_gradient_norms_have_no_spikes() -> None:
+    rng = np.random.default_rng(2)
+    norms = [[float(rng.lognormal(0, 0.5))] * 4 for _ in range(2000)]
+    assert not any(follow(norms, Measure.GRADIENT_NORM))
+
+
+def test_single_spike_is_observed_and_a_lasting_one_alerts() -> None:
+    curve = smooth(60)
+    (single,) = follow([*curve, [20.0] * 4])[-1]
+    assert (single.syndrome, single.advice) == ("loss spike", Advice.OBSERVE)
+    lasting = follow([*curve, *[[20.0] * 4] * 3])
+    assert lasting[-1][0].advice is Advice.ALERT
+    assert lasting[-1][0].since_s == 61.0
+
+
+def test_finding_is_withdrawn_some_steps_after_it_last_showed() -> None:
+    seen = follow([*smooth(60), [20.0] * 4, *smooth(30)])
+    assert seen[60]
+    assert not seen[-1]
+
+
+def test_new_level_is_accepted_in_the_end() -> None:
+    assert not follow([*smooth(60), *[[20.0] * 4] * 200])[-1]
+
+
+def test_loss_that_is_not_finite_everywhere_is_the_jobs() -> None:
+    (verdict,) = follow([[2.0] * 4, [float("inf")] * 4])[-1]
+    assert (verdict.syndrome, verdict.subject.kind) == ("loss not finite", "job")
+    (verdict,) = follow([[2.0] * 4, [2.0, 2.0, 2.0, float("nan")]])[-1]
+    assert verdict.subject.ranks == (3,)
+
+
+def test_replicas_are_compared_within_their_step_and_group() -> None:
+    assert not any(follow([[7.0] * 4, [9.0] * 4], Measure.REPLICA_CHECKSUM, 1))
+    (verdict,) = follow([[7.0] * 4, [9.0, 9.0, 9.0, 8.0]], Measure.REPLICA_CHECKSUM, 1)[-1]
+    assert (verdict.syndrome, verdict.subject.ranks) == ("silent data corruption", (3,))
+    assert verdict.advice is Advice.REPLACE_NODE
