@@ -72,11 +72,22 @@ class SnapshotClient:
         reply = self._ask(verb="open", snapshot=[snapshot.generation, snapshot.step], rank=rank)
         return Arena(self._wire.take_descriptor(), reply["capacity"], writable=False)
 
-    def read(self, snapshot: Snapshot, pieces: Sequence[tuple[int, str, Box]], into: Sequence[memoryview]) -> None:
-        """Read boxes (rank, key, box) of sealed shards, one after the other, into buffers of their sizes."""
+    def read(
+        self,
+        snapshot: Snapshot,
+        pieces: Sequence[tuple[int, str, Box]],
+        into: Sequence[memoryview],
+        *,
+        background: bool = False,
+    ) -> None:
+        """Read boxes (rank, key, box) of sealed shards, one after the other, into buffers of their sizes.
+
+        With `background` the server sends no faster than it is allowed to beside the training.
+        """
         self._ask(
             lambda: into,
             verb="read",
+            background=background,
             snapshot=[snapshot.generation, snapshot.step],
             pieces=[[rank, key, list(box.offset), list(box.shape)] for rank, key, box in pieces],
         )

@@ -5,7 +5,8 @@ has only to be complete before the optimizer writes again (DataStates-LLM, arXiv
 holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
 
 That nobody but the optimizer writes is not taken on trust: a copy under which a tensor's version counter has moved is torn, and is not
-sealed. (Writes through `.data`, and fused kernels' that are no known optimizer's, do not move it.)
+sealed, and neither is one of memory that is no longer the tensor's (`p.data = ...`). (Writes through `.data`, and fused kernels' that are
+no known optimizer's, move neither.)
 
 A shard describes itself: behind its tensors' bytes lies its index, as JSON. So a seal is one small message however many tensors there
 are, and whoever has a shard's bytes has all of it.
@@ -14,9 +15,11 @@ are, and whoever has a shard's bytes has all of it.
 from __future__ import annotations
 
 import json
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
@@ -28,6 +31,7 @@ from checkpoint.live import LiveTensor
 from checkpoint.retention import Snapshot
 
 _ALIGNMENT = 64
+_VERSION = operator.attrgetter("_version")
 
 # An index that grows by a few digits must not need a new buffer.
 _INDEX_ROOM_NBYTES = 64 * 2**10
@@ -35,8 +39,16 @@ _INDEX_ROOM_NBYTES = 64 * 2**10
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where each tensor goes; the same for every snapshot of an unchanged state."""
+    """Where each tensor goes; the same for every snapshot of an unchanged state.
 
+    `tensors` were laid out so, and `sources` are their memory; `owned` are those of them with `owners`, whose version counters
+    tell of writes.
+    """
+
+    tensors: tuple[LiveTensor, ...]
+    sources: tuple[torch.Tensor, ...]
+    owned: tuple[LiveTensor, ...]
+    owners: tuple[torch.Tensor, ...]
     signature: tuple[tuple[torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
     encoded: str
@@ -49,10 +61,10 @@ class _Copy:
 
     snapshot: Snapshot
     layout: _Layout
-    index: bytes
+    documents: Mapping[str, Json]
     gives_up: bool
-    sources: list[torch.Tensor]
-    owners: list[tuple[str, torch.Tensor, int]]
+    sources: tuple[torch.Tensor, ...] | list[torch.Tensor]
+    versions: list[int]
     ready: torch.cuda.Event | None
 
 
@@ -65,7 +77,6 @@ class Snapshotter:
         self._rank = rank
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._layout: _Layout | None = None
-        self._laid: tuple[LiveTensor, ...] = ()
         self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
         self._locked: dict[int, int] = {}
         self._changed = threading.Condition()
@@ -88,26 +99,22 @@ class Snapshotter:
         Args:
             step: completed optimizer steps.
             tensors: the state; must not be written before `wait` has returned.
-            documents: the rest of it.
+            documents: the rest of it; must not be written before `wait` has returned, either.
             gives_up: the last snapshot can never be committed, for another rank did not seal it.
 
         Raises:
             CheckpointError: the last copy failed.
         """
         self.wait()
-        layout = self._laid_out(tensors)
+        layout, sources = self._laid_out(tensors)
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._stream.device))
-        index = encode_index(layout.nbytes, layout.encoded, documents)
         snapshot = Snapshot(self._generation, step)
         with self._changed:
-            sources = [tensor.data for tensor in tensors]
-            owners = [
-                (tensor.key, tensor.owner, tensor.owner._version) for tensor in tensors if tensor.owner is not None
-            ]
-            self._copy = _Copy(snapshot, layout, index, gives_up, sources, owners, ready)
+            versions = list(map(_VERSION, layout.owners))
+            self._copy = _Copy(snapshot, layout, documents, gives_up, sources, versions, ready)
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -155,7 +162,8 @@ class Snapshotter:
 
     def _perform(self, copy: _Copy) -> None:
         layout = copy.layout
-        room = -(-len(copy.index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
+        index = encode_index(layout.nbytes, layout.encoded, copy.documents)
+        room = -(-len(index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
         number, arena = self._client.begin(copy.snapshot, self._rank, layout.nbytes + room, gives_up=copy.gives_up)
         targets = self._views(number, arena, layout)
         if self._stream is not None and copy.ready is not None:
@@ -172,37 +180,45 @@ class Snapshotter:
         elif targets:
             torch._foreach_copy_(targets, copy.sources)
         self._check_unchanged(copy)
-        arena.buffer[layout.nbytes : layout.nbytes + len(copy.index)] = copy.index
-        self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(copy.index))
+        arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
+        self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
 
     @staticmethod
     def _check_unchanged(copy: _Copy) -> None:
-        for key, owner, version in copy.owners:
+        layout = copy.layout
+        for tensor, owner, version in zip(layout.owned, layout.owners, copy.versions, strict=True):
             if owner._version != version:
-                raise StateChanged(f"{key} was written to while step {copy.snapshot.step} was being copied")
+                raise StateChanged(f"{tensor.key} was written to while step {copy.snapshot.step} was being copied")
+            if tensor.has_moved:
+                raise StateChanged(f"{tensor.key} was given other memory before step {copy.snapshot.step} was copied")
 
-    def _laid_out(self, tensors: Sequence[LiveTensor]) -> _Layout:
-        if self._layout is not None and len(tensors) == len(self._laid) and self._is_alike(tensors):
-            return self._layout
-        self._laid = tuple(tensors)
-        signature = tuple((tensor.data.shape, tensor.data.dtype) for tensor in tensors)
+    def _laid_out(self, tensors: Sequence[LiveTensor]) -> tuple[_Layout, tuple[torch.Tensor, ...] | list[torch.Tensor]]:
+        """Return where these go, and their memory; nearly all are the very same objects as at the last snapshot."""
+        layout = self._layout
+        if layout is not None and len(tensors) == len(layout.tensors):
+            changed = tuple(compress(range(len(tensors)), map(operator.is_not, tensors, layout.tensors)))
+            if all(_is_alike(tensors[i], layout.tensors[i]) for i in changed):
+                sources = list(layout.sources)
+                for i in changed:
+                    sources[i] = tensors[i].data
+                return layout, sources
         entries, offset = [], 0
         for tensor in tensors:
             nbytes = tensor.data.numel() * tensor.data.element_size()
             entries.append(Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        encoded = json.dumps([entry.to_json() for entry in entries], separators=(",", ":"))
-        self._layout = _Layout(signature, tuple(entries), encoded, offset)
-        return self._layout
-
-    def _is_alike(self, tensors: Sequence[LiveTensor]) -> bool:
-        """Whether these go where the last ones went; nearly all are the very same objects."""
-        return all(
-            new is old
-            or (new.key, new.box, new.global_shape, new.data.shape, new.data.dtype)
-            == (old.key, old.box, old.global_shape, old.data.shape, old.data.dtype)
-            for new, old in zip(tensors, self._laid, strict=True)
+        owned = tuple(tensor for tensor in tensors if tensor.owner is not None)
+        self._layout = _Layout(
+            tensors=tuple(tensors),
+            sources=tuple(tensor.data for tensor in tensors),
+            owned=owned,
+            owners=tuple(tensor.owner for tensor in owned if tensor.owner is not None),
+            signature=tuple((tensor.data.shape, tensor.data.dtype) for tensor in tensors),
+            entries=tuple(entries),
+            encoded=json.dumps([entry.to_json() for entry in entries], separators=(",", ":")),
+            nbytes=offset,
         )
+        return self._layout, self._layout.sources
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
         """Return tensors over the arena, one per entry; made once per buffer and layout."""
@@ -222,3 +238,10 @@ class Snapshotter:
             views.append(flat.view(dtype).reshape(shape))
         self._targets[number] = (layout, views)
         return views
+
+
+def _is_alike(new: LiveTensor, old: LiveTensor) -> bool:
+    """Whether a tensor goes where another went, and neither is one whose writes are watched."""
+    return (new.owner, new.key, new.box, new.global_shape, new.data.shape, new.data.dtype) == (
+        None, old.key, old.box, old.global_shape, old.data.shape, old.data.dtype
+    ) and old.owner is None  # fmt: skip

@@ -8,6 +8,7 @@ state, which is keyed by the parameter's name and the slot's, never by position.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,6 +69,11 @@ class LiveTensor:
     box: Box
     data: torch.Tensor
     owner: torch.Tensor | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether its owner now has other memory than `data`."""
+        return self.owner is not None and _local(self.owner).data_ptr() != self.data.data_ptr()
 
     def copied(self) -> LiveTensor:
         """Return the same with memory of its own."""
@@ -131,68 +137,54 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data, tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """A place that holds a tensor (`holder[name]`), and what was found there, good while unchanged."""
-
-    holder: Mapping[str, Any]
-    name: str
-    found: torch.Tensor
-    local: torch.Tensor
-    pointer: int
-    live: LiveTensor
-
-    @classmethod
-    def make(cls, holder: Mapping[str, Any], name: str, key: str, found: torch.Tensor) -> _Binding:
-        local = _local(found)
-        return cls(holder, name, found, local, local.data_ptr(), describe(key, found))
+_LOCAL = operator.attrgetter("_local_tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """Everything found in one walk over the state.
+    """Everything found in one walk over the state, good while nothing in it has been replaced.
 
-    `empty` are places that held no tensor and may come to. `is_derived` is True if a state hook makes tensors
-    anew at every
-    call: then nothing found before can be trusted.
+    `holders[i][names[i]]` is `found[i]`; `sharded` are those that are DTensors, and `shards` their local tensors. `sized` are all
+    dictionaries with tensors in them, and `sizes` how many each had; `empty` are places that held no tensor and may come to.
+    `is_derived` is True if a state hook makes tensors anew at every call: then nothing found before can be trusted.
     """
 
-    tensors: tuple[_Binding, ...]
-    scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
-    sizes: tuple[tuple[Mapping[Any, Any], int], ...]
-    empty: tuple[tuple[Mapping[str, Any], str], ...]
-    is_derived: bool
-    groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
     live: tuple[LiveTensor, ...]
+    holders: tuple[dict[str, Any], ...]
+    names: tuple[str, ...]
+    found: tuple[torch.Tensor, ...]
+    sharded: tuple[torch.Tensor, ...]
+    shards: tuple[torch.Tensor, ...]
+    scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
+    sized: tuple[Mapping[Any, Any], ...]
+    sizes: list[int]
+    empty: tuple[tuple[Mapping[str, Any], str], ...]
+    groups: tuple[tuple[Mapping[str, Any], list[str]], ...]
+    is_derived: bool
 
     @property
     def is_current(self) -> bool:
+        # Runs at every step over all tensors, none of which is in the processor's caches then: `map` does no more than it must.
         return (
             not self.is_derived
-            and all(len(holder) == size for holder, size in self.sizes)
+            and list(map(len, self.sized)) == self.sizes
             and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
-            and self._holds()
+            and all(map(operator.is_, map(dict.get, self.holders, self.names), self.found))
+            and all(map(operator.is_, map(_LOCAL, self.sharded), self.shards))
         )
 
-    def _holds(self) -> bool:
-        # Runs at every step over all tensors: one plain loop costs half of what calls for each would.
-        for binding in self.tensors:
-            found = binding.holder.get(binding.name)
-            if found is not binding.found:
-                return False
-            local = binding.local
-            if local is not found and found._local_tensor is not local:  # type: ignore[attr-defined]
-                return False
-            if local.data_ptr() != binding.pointer:
-                return False
-        return True
+    @property
+    def has_moved(self) -> bool:
+        """Whether something has other memory than when it was found."""
+        return any(tensor.has_moved for tensor in self.live)
 
 
 class Capturer:
     """Reads the state of one model and its optimizers, again and again.
 
     The walk over modules and optimizers is done once, and again when something in it is no longer the same
-    object or has moved; a capture otherwise only compares identities, for it runs at every step.
+    object; a capture otherwise only compares identities, for it runs at every step. Memory that was put under a tensor that
+    stayed (`p.data = ...`) is not looked for: `Snapshotter` notices it while it copies, and `forget_moved` mends it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -215,39 +207,59 @@ class Capturer:
         groups = [{"parameters": names, "options": options_of(group)} for group, names in bound.groups]
         return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
 
+    def forget_moved(self) -> None:
+        """Walk anew at the next capture if any tensor has been given other memory."""
+        if self._bound is not None and self._bound.has_moved:
+            self._bound = None
+
     def _bind(self) -> _Bound:
         # Calling this first also makes FSDP put its sharded parameters back in place.
         state = self._model.state_dict(keep_vars=True)
         self._tied = _tied_names(state)
         homes = _homes(self._model)
-        tensors: list[_Binding] = []
+        places: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
-        sizes: list[tuple[Mapping[Any, Any], int]] = [(holder, len(holder)) for holder, _ in homes.values()]
-        empty = [(holder, leaf) for holder, leaf in homes.values() if holder[leaf] is None]
+        sized: list[Mapping[Any, Any]] = [holder for holder, _ in homes.values()]
+        empty: list[tuple[Mapping[str, Any], str]] = [
+            (holder, leaf) for holder, leaf in homes.values() if holder[leaf] is None
+        ]
         is_derived = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name not in self._tied:
                 holder, leaf = homes.get(name, ({name: value}, name))
                 is_derived = is_derived or name not in homes or holder[leaf] is not value
-                tensors.append(_Binding.make(holder, leaf, f"model/{name}", value))
+                places.append((holder, leaf, f"model/{name}", value))
             elif not isinstance(value, torch.Tensor | None):
                 raise LayoutMismatch(f"model/{name}: extra state of type {type(value).__name__} cannot be stored")
         groups: list[tuple[Mapping[str, Any], list[str]]] = []
         for optimizer in self._optimizers:
-            sizes.append((optimizer.state, len(optimizer.state)))
+            sized.append(optimizer.state)
             for group in optimizer.param_groups:
                 groups.append((group, [name_of(parameter, self._names) for parameter in group["params"]]))
             for parameter, slots in optimizer.state.items():
-                sizes.append((slots, len(slots)))
+                sized.append(slots)
                 name = name_of(parameter, self._names)
                 for slot, value in slots.items():
                     if isinstance(value, torch.Tensor):
-                        tensors.append(_Binding.make(slots, slot, f"optim/{name}/{slot}", value))
+                        places.append((slots, slot, f"optim/{name}/{slot}", value))
                     else:
                         scalars.append((f"{name}/{slot}", slots, slot))
                         empty.append((slots, slot))
-        live = tuple(binding.live for binding in tensors)
-        return _Bound(tuple(tensors), tuple(scalars), tuple(sizes), tuple(empty), is_derived, tuple(groups), live)
+        sharded = tuple(found for *_, found in places if isinstance(found, DTensor))
+        return _Bound(
+            live=tuple(describe(key, found) for _, _, key, found in places),
+            holders=tuple(holder for holder, *_ in places),
+            names=tuple(name for _, name, *_ in places),
+            found=tuple(found for *_, found in places),
+            sharded=sharded,
+            shards=tuple(map(_local, sharded)),
+            scalars=tuple(scalars),
+            sized=tuple(sized),
+            sizes=[len(holder) for holder in sized],
+            empty=tuple(empty),
+            groups=tuple(groups),
+            is_derived=is_derived,
+        )
 
 
 def allocate(model: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, TensorSpec]) -> None:
@@ -365,7 +377,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _homes(model: nn.Module) -> dict[str, tuple[Mapping[str, Any], str]]:
+def _homes(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Return the module dictionary that holds each parameter and buffer, by full name."""
     return {
         f"{path}.{leaf}" if path else leaf: (holder, leaf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,12 +41,12 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def storable(name: str, value: Any) -> Json:
-    """Return a value as a document has it; a tensor of one element, such as a learning rate, as a number."""
+    """Return a value as a document has it, the caller's own; a tensor of one element, such as a learning rate, as a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if not is_json(value):
         raise LayoutMismatch(f"optimizer value {name!r} of type {type(value).__name__} cannot be stored")
-    return value
+    return copy.deepcopy(value) if isinstance(value, list | Mapping) else value
 
 
 def restore_options(model: nn.Module, optimizers: Sequence[Optimizer], documents: Mapping[str, Json]) -> None:

@@ -7,6 +7,7 @@ nodes hold are read from them. One server then publishes. A generation that ends
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from checkpoint.dtypes import numpy_dtype
 from checkpoint.errors import CheckpointError
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Box, Entry, Json, ShardIndex
+from checkpoint.limits import Allowance
 from checkpoint.planner import plan_reads
 from checkpoint.priority import yield_to_training
 from checkpoint.retention import Snapshot
@@ -74,7 +76,8 @@ class _Whole:
 class Persistence:
     """Owns the thread that writes. `stop` gives up what is under way, `close` also ends the thread."""
 
-    def __init__(self, host: Host, secret: bytes) -> None:
+    def __init__(self, host: Host, secret: bytes, bytes_per_s: int) -> None:
+        self._allowance = Allowance(bytes_per_s)
         self._host = host
         self._secret = secret
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="keepstep-persist", initializer=yield_to_training)
@@ -118,12 +121,18 @@ class Persistence:
             addresses = {rank: address for address, ranks in request["holders"] for rank in ranks}
             local = [i for i, rank in enumerate(whole.ranks) if addresses[rank] is None]
             stored = StoredStep(snapshot.step, snapshot.generation)
+
+            def read_box(key: str, box: Box) -> npt.NDArray[np.uint8]:
+                data = self._box(whole, addresses, clients, key, box)
+                stop.wait(self._allowance.draw(data.nbytes, time.monotonic()))
+                return data
+
             part = write_part(
                 open_storage(request["url"]),
                 stored,
                 whole.plan,
                 local,
-                lambda key, box: self._box(whole, addresses, clients, key, box),
+                read_box,
                 name=request["name"],
                 stop=stop.is_set,
             )
@@ -204,7 +213,7 @@ class Persistence:
                 # A connection of its own: boxes are read on several threads.
                 client = SnapshotClient(address, self._secret)
                 try:
-                    client.read(whole.snapshot, [(rank, key, read.box)], [piece.reshape(-1).data])
+                    client.read(whole.snapshot, [(rank, key, read.box)], [piece.reshape(-1).data], background=True)
                 finally:
                     client.close()
             result[read.box.within(box).slices] = piece

@@ -1,13 +1,13 @@
-"""Keeping the parity of other nodes' snapshots, and rebuilding from it what a lost node held.
+"""Keeping the parity of other nodes' snapshots.
 
 Runs in the snapshot servers. When all ranks of a node have sealed a snapshot, its server pulls from the other nodes of its erasure group
-the blocks whose parity it keeps (`checkpoint.stripes` says which), and combines them tile by tile as they arrive, so that they pass
-through the processor's cache and never through Python. Whoever is asked for a block answers once its own ranks have sealed:
-a slow node delays the snapshot's commit and nothing else. A snapshot is protected here once all this node's parity of it is complete; when
-all nodes say so, any loss up to the parity can be made good, and it is committed.
+the blocks whose parity it keeps (`checkpoint.stripes` says which), and combines them as they arrive. Whoever is asked for a block answers
+once its own ranks have sealed: a slow node delays the snapshot's commit and nothing else. A snapshot is protected here once all this
+node's parity of it is complete; when all nodes say so, any loss up to the parity can be made good (`checkpoint.rebuilding`), and it
+is committed.
 
-A node's own bytes, as stripes see them, are the shards of its ranks one after the other. Whoever keeps parity of a node also keeps the
-table that says where its shards begin, with their checksums: so what is rebuilt is known to be right.
+Whoever keeps parity of a node also keeps the table that says where its shards begin, with their checksums: so what is rebuilt is
+known to be right.
 """
 
 from __future__ import annotations
@@ -18,66 +18,30 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import crc32c
-import numpy as np
 import psutil
 
-from checkpoint.arena import Arena, Bytes
-from checkpoint.erasure import Combination, Row, parity_rows
+from checkpoint.arena import Arena
+from checkpoint.blocks import Group, Part, Table, Wires, combine, receive_head, table_nbytes
+from checkpoint.erasure import parity_rows
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
-from checkpoint.layout import Json
 from checkpoint.priority import yield_to_training
 from checkpoint.retention import Snapshot
-from checkpoint.stripes import Rebuilding, Stripes, plan_rebuilding
-from checkpoint.wire import Message, Wire
-
-# As many sources' tiles as fit a core's cache beside the target's.
-_TILES_NBYTES = 2**20
-_SMALLEST_TILE_NBYTES = 64 * 2**10
+from checkpoint.stripes import Stripes
+from checkpoint.wire import Wire
 
 # A parity buffer outlives small growth of the shards' indexes.
 _ROOM_NBYTES = 64 * 2**10
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
 _ANSWER_S = 10.0
-_TIMEOUT_S = 30.0
 _RETRY_S = 0.1
 
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A rank's shard as part of its node's bytes: its place in these, where its index lies in it, and its CRC-32C."""
-
-    rank: int
-    offset: int
-    nbytes: int
-    index_offset: int
-    crc: int
-
-    def to_json(self) -> Json:
-        """Return the part as a JSON list."""
-        return [self.rank, self.offset, self.nbytes, self.index_offset, self.crc]
-
-
-Table = tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """An erasure group as one of its nodes sees it: where the others answer, by position, and which position is its own."""
-
-    generation: int
-    addresses: tuple[str, ...]
-    position: int
-    parity: int
-
-    @property
-    def stripes(self) -> Stripes:
-        """Which node holds which block."""
-        return Stripes(len(self.addresses), self.parity)
+# A core reads its share of the memory bus; more than these add nothing.
+_CHECKERS = 8
 
 
 @dataclass(slots=True)
@@ -97,18 +61,6 @@ class Host(Protocol):
         """Return (rank, memory, offset of the index, bytes in use) of each shard that this node's ranks have sealed."""
         ...
 
-    def adopt(self, snapshot: Snapshot, rank: int, nbytes: int) -> Arena:
-        """Return memory for a lost node's shard."""
-        ...
-
-    def complete_adoption(self, snapshot: Snapshot, part: Part) -> None:
-        """Take a rebuilt shard for one that is held here."""
-        ...
-
-    def fail_adoption(self, snapshot: Snapshot, rank: int, reason: str) -> None:
-        """Tell whoever waits for a shard that it will not come."""
-        ...
-
     def pin(self, snapshot: Snapshot) -> None:
         """Keep a snapshot."""
         ...
@@ -122,32 +74,8 @@ class Host(Protocol):
         ...
 
 
-class _Wires:
-    """Connections to other servers, for one thread; `interrupt`, from any, makes what it waits for end."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._wires: dict[str, Wire] = {}
-
-    def get(self, address: str) -> Wire:
-        """Return the connection to an address, made the first time."""
-        if address not in self._wires:
-            self._wires[address] = Wire.connect(address, self._secret, _TIMEOUT_S)
-        return self._wires[address]
-
-    def keep(self, addresses: Collection[str]) -> None:
-        """End the connections to others than these."""
-        for address in [a for a in self._wires if a not in addresses]:
-            self._wires.pop(address).close()
-
-    def interrupt(self) -> None:
-        """Have every receive fail."""
-        for wire in list(self._wires.values()):
-            wire.interrupt()
-
-
 class Protection:
-    """Owns the parity buffers, two threads and their connections. `close` ends all of them."""
+    """Owns the parity buffers, threads and their connections. `close` ends all of them."""
 
     def __init__(self, host: Host, secret: bytes) -> None:
         self._host = host
@@ -160,9 +88,11 @@ class Protection:
         self._pending: Snapshot | None = None
         self._closing = False
         self._stop = threading.Event()
-        self._encoding_wires, self._rebuilding_wires = _Wires(secret), _Wires(secret)
+        self._wires = Wires(secret)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-parity", initializer=yield_to_training)
-        self._rebuilding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-rebuild")
+        self._checking = ThreadPoolExecutor(
+            _CHECKERS, thread_name_prefix="keepstep-check", initializer=yield_to_training
+        )
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +101,11 @@ class Protection:
             used = [arena for kept in self._kept.values() for arena, _ in kept.blocks.values()]
             return sum(arena.nbytes for arena in (*used, *self._free))
 
+    @property
+    def peers(self) -> int:
+        """Number of other nodes in this node's group."""
+        return len(self._group.addresses) - 1
+
     def is_protected(self, snapshot: Snapshot) -> bool:
         """Whether this node's part in protecting a snapshot is complete."""
         return snapshot in self._protected
@@ -178,7 +113,7 @@ class Protection:
     def enter(self, group: Group) -> None:
         """Protect the snapshots of another generation from now on; what is under way for the last one is given up."""
         self._stop.set()
-        self._encoding_wires.interrupt()
+        self._wires.interrupt()
         with self._changed:
             self._stop = threading.Event()
             self._group, self._pending = group, None
@@ -209,7 +144,7 @@ class Protection:
             self._own = {s: table for s, table in self._own.items() if s in snapshots}
             self._protected &= set(snapshots)
         if given_up:
-            self._encoding_wires.interrupt()
+            self._wires.interrupt()
 
     def serve(self, wire: Wire, snapshot: Snapshot, stripe: int, offset: int, count: int | None) -> None:
         """Send `count` bytes from an offset on (None: all) of what this node holds of a stripe; what lies beyond its end is not sent.
@@ -223,7 +158,7 @@ class Protection:
         number = group.stripes.number(stripe, group.position)
         if number < group.stripes.data:
             table = self._own_table(snapshot)
-            first, last = group.stripes.block_range(_nbytes(table), number)
+            first, last = group.stripes.block_range(table_nbytes(table), number)
             start = min(first + offset, last)
             stop = last if count is None else min(start + count, last)
             with self._pinned(snapshot):
@@ -252,16 +187,16 @@ class Protection:
                 raise SnapshotUnavailable(f"nothing is known here about another node's part of step {snapshot.step}")
             return kept.tables[position]
 
-    def rebuild(self, snapshot: Snapshot, group: Group, lost: Collection[int], ranks: Sequence[int]) -> None:
-        """Begin to rebuild shards.
+    def is_intact(self, snapshot: Snapshot) -> bool:
+        """Whether this node's own bytes of a snapshot are what they were when they were sealed, as far as that is known."""
+        with self._changed:
+            table = self._own.get(snapshot)
+        return table is None or self._tabulate(snapshot) == table
 
-        Args:
-            snapshot: of which step.
-            group: the group that protected it, seen from the node that held the shards (`position` is its own).
-            lost: positions of all nodes that are lost.
-            ranks: whose shards.
-        """
-        self._rebuilding.submit(self._rebuild, snapshot, group, frozenset(lost), tuple(ranks))
+    def distrust(self, snapshot: Snapshot) -> None:
+        """Take a snapshot for unprotected here, for a block of it is damaged."""
+        with self._changed:
+            self._protected.discard(snapshot)
 
     def close(self) -> None:
         """Give up what is under way and free everything."""
@@ -269,12 +204,10 @@ class Protection:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        for wires in (self._encoding_wires, self._rebuilding_wires):
-            wires.interrupt()
+        self._wires.interrupt()
         self._encoding.shutdown(wait=True, cancel_futures=True)
-        self._rebuilding.shutdown(wait=True, cancel_futures=True)
-        for wires in (self._encoding_wires, self._rebuilding_wires):
-            wires.keep(())
+        self._checking.shutdown(wait=True, cancel_futures=True)
+        self._wires.keep(())
         self.keep(())
         for arena in self._free:
             arena.close()
@@ -308,7 +241,7 @@ class Protection:
         """Fetch the blocks that this node keeps parity of; False if a peer could not be reached."""
         kept = _Kept(group.stripes, group.position)
         try:
-            self._encoding_wires.keep(group.addresses)
+            self._wires.keep(group.addresses)
             for stripe, row in group.stripes.parity_stripes(group.position):
                 self._encode(group, snapshot, stripe, row, kept, stop)
             with self._changed:
@@ -317,7 +250,7 @@ class Protection:
                 self._kept[snapshot], kept = kept, _Kept(group.stripes, group.position)
                 self._protected.add(snapshot)
         except SnapshotUnavailable:
-            self._encoding_wires.keep(())
+            self._wires.keep(())
             return False
         finally:
             with self._changed:
@@ -336,78 +269,24 @@ class Protection:
     ) -> None:
         stripes = group.stripes
         positions = [stripes.holder(stripe, number) for number in range(stripes.data)]
-        sources = [self._encoding_wires.get(group.addresses[position]) for position in positions]
-        request = {"verb": "stripe", "snapshot": [snapshot.generation, snapshot.step], "stripe": stripe, "offset": 0}
+        sources = [self._wires.get(group.addresses[position]) for position in positions]
+        request = {
+            "verb": "stripe",
+            "snapshot": [snapshot.generation, snapshot.step],
+            "stripe": stripe,
+            "offset": 0,
+            "background": True,
+        }
         for source in sources:
             source.send(request)
-        heads = [_head(source) for source in sources]
+        heads = [receive_head(source) for source in sources]
         for position, (message, _) in zip(positions, heads, strict=True):
             kept.tables[position] = tuple(Part(*part) for part in message["table"])
         nbytes = max(count for _, count in heads)
         arena = self._buffer(nbytes)
         kept.blocks[stripe] = (arena, nbytes)
         coefficients = parity_rows(stripes.data, stripes.parity)[row]
-        _combine(coefficients, sources, [count for _, count in heads], arena.bytes[:nbytes], stop)
-
-    def _rebuild(self, snapshot: Snapshot, group: Group, lost: frozenset[int], ranks: tuple[int, ...]) -> None:
-        left = list(ranks)
-        try:
-            table = self._find_table(snapshot, group, lost)
-            for part in table:
-                if part.rank in left:
-                    self._rebuild_part(snapshot, group, lost, table, part)
-                    left.remove(part.rank)
-            if left:
-                raise SnapshotUnavailable(f"the lost node had no shard of rank {left[0]}")
-        except Exception as error:  # noqa: BLE001 - the thread's edge: whatever went wrong, those who wait must hear of it
-            for rank in left:
-                self._host.fail_adoption(snapshot, rank, f"rank {rank}'s shard cannot be rebuilt: {error}")
-        finally:
-            self._rebuilding_wires.keep(())
-
-    def _rebuild_part(self, snapshot: Snapshot, group: Group, lost: frozenset[int], table: Table, part: Part) -> None:
-        arena = self._host.adopt(snapshot, part.rank, part.nbytes)
-        plan = plan_rebuilding(
-            group.stripes, lost, group.position, _nbytes(table), part.offset, part.offset + part.nbytes
-        )
-        for piece in plan:
-            target = arena.bytes[piece.offset - part.offset :][: piece.count]
-            self._rebuild_piece(snapshot, group, piece, target)
-        if crc32c.crc32c(arena.buffer[: part.nbytes]) != part.crc:
-            with self._changed:
-                # Whatever is wrong, it will be so the next time: the next decision must not count on it.
-                self._protected.discard(snapshot)
-            raise SnapshotUnavailable("its checksum is wrong, so a block it was rebuilt from is damaged")
-        self._host.complete_adoption(snapshot, part)
-
-    def _rebuild_piece(self, snapshot: Snapshot, group: Group, piece: Rebuilding, target: Bytes) -> None:
-        sources = [self._rebuilding_wires.get(group.addresses[position]) for position in piece.sources]
-        for source in sources:
-            source.send({
-                "verb": "stripe",
-                "snapshot": [snapshot.generation, snapshot.step],
-                "stripe": piece.stripe,
-                "offset": piece.block_offset,
-                "count": piece.count,
-            })  # fmt: skip
-        counts = [_head(source)[1] for source in sources]
-        _combine(piece.coefficients, sources, counts, target, threading.Event())
-
-    def _find_table(self, snapshot: Snapshot, group: Group, lost: frozenset[int]) -> Table:
-        """Ask whoever is left of a group where the lost node had its shards."""
-        request = {"verb": "table", "snapshot": [snapshot.generation, snapshot.step], "position": group.position}
-        refusals = []
-        for position, address in enumerate(group.addresses):
-            if position not in lost:
-                source = self._rebuilding_wires.get(address)
-                source.send(request)
-                try:
-                    message, _ = _head(source)
-                except SnapshotUnavailable as error:
-                    refusals.append(str(error))
-                    continue
-                return tuple(Part(*part) for part in message["table"])
-        raise SnapshotUnavailable("; ".join(refusals))
+        combine(coefficients, sources, [count for _, count in heads], arena.bytes[:nbytes], stop)
 
     def _buffer(self, nbytes: int) -> Arena:
         """Return a free parity buffer that is large enough, or a new one."""
@@ -451,12 +330,14 @@ class Protection:
             return self._own[snapshot]
 
     def _tabulate(self, snapshot: Snapshot) -> Table:
-        parts, offset = [], 0
         with self._pinned(snapshot):
-            for rank, arena, index_offset, nbytes in self._host.own_shards(snapshot):
-                parts.append(Part(rank, offset, nbytes, index_offset, crc32c.crc32c(arena.buffer[:nbytes])))
-                offset += nbytes
-        return tuple(parts)
+            shards = self._host.own_shards(snapshot)
+            offsets = accumulate((nbytes for *_, nbytes in shards), initial=0)
+            checksums = self._checking.map(lambda shard: crc32c.crc32c(shard[1].buffer[: shard[3]]), shards)
+            return tuple(
+                Part(rank, offset, nbytes, index_offset, checksum)
+                for (rank, _, index_offset, nbytes), offset, checksum in zip(shards, offsets, checksums, strict=False)
+            )
 
     def _own_ranges(self, snapshot: Snapshot, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (descriptor, offset, count) of each piece of memory that a range of this node's bytes lies in."""
@@ -478,42 +359,3 @@ class Protection:
             yield
         finally:
             self._host.unpin(snapshot)
-
-
-def _combine(
-    coefficients: Row, sources: Sequence[Wire], counts: Sequence[int], target: Bytes, stop: threading.Event
-) -> None:
-    """Receive as many bytes as the counts say from each source, and write their combination; short ones are followed by zeros.
-
-    Raises:
-        SnapshotUnavailable: a connection broke, or the attempt was stopped.
-    """
-    if coefficients == (1,) and counts[0] == target.nbytes:
-        sources[0].fill(target.data)
-        return
-    combination = Combination(coefficients)
-    tile = max(_SMALLEST_TILE_NBYTES, _TILES_NBYTES // (len(sources) + 1) // 64 * 64)
-    scratch = np.empty((len(sources), tile), np.uint8)
-    for start in range(0, target.nbytes, tile):
-        if stop.is_set():
-            raise SnapshotUnavailable("the generation is over")
-        nbytes = min(tile, target.nbytes - start)
-        for source, count, row in zip(sources, counts, scratch, strict=True):
-            here = min(max(count - start, 0), nbytes)
-            source.fill(row[:here].data)
-            row[here:nbytes] = 0
-        combination.into(target[start : start + nbytes], [row[:nbytes] for row in scratch])
-
-
-def _head(source: Wire) -> tuple[Message, int]:
-    """Return an answer's message and the size of its payload, which is still to come."""
-    head = source.receive_head()
-    if head is None:
-        raise SnapshotUnavailable(f"{source.peer}: is gone")
-    if "error" in head[0]:
-        raise SnapshotUnavailable(head[0]["error"])
-    return head
-
-
-def _nbytes(table: Table) -> int:
-    return table[-1].offset + table[-1].nbytes if table else 0

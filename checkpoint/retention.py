@@ -154,6 +154,11 @@ def abandon(shelf: Shelf, snapshot: Snapshot, rank: int) -> Shelf:
     return _keep(shelf, {k: h for k, h in shelf.shards.items() if k != (snapshot, rank)})
 
 
+def forget(shelf: Shelf, snapshot: Snapshot) -> Shelf:
+    """Forget what is sealed of a snapshot here, for it is damaged."""
+    return _keep(shelf, {k: h for k, h in shelf.shards.items() if k[0] != snapshot})
+
+
 def commit(shelf: Shelf, snapshot: Snapshot) -> Shelf:
     """Take a snapshot as the one to resume from: everything older is freed, unless pinned."""
     committed = max(snapshot, shelf.committed)

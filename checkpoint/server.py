@@ -28,10 +28,13 @@ import psutil
 
 from checkpoint import retention
 from checkpoint.arena import Arena, box_bytes, contiguous_range
+from checkpoint.blocks import Group, Part
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
 from checkpoint.layout import Box, Entry, ShardIndex
+from checkpoint.limits import Limits
 from checkpoint.persist import Persistence
-from checkpoint.protection import Group, Part, Protection
+from checkpoint.protection import Protection
+from checkpoint.rebuilding import Rebuilder
 from checkpoint.retention import Shelf, Snapshot
 from checkpoint.wire import Message, Wire
 
@@ -66,7 +69,10 @@ class _Contents:
 class SnapshotServer:
     """Serves one node. `run` returns when the agent has gone; `close` is called by it on every path."""
 
-    def __init__(self, directory: Path, host: str, control: socket.socket, secret: bytes, ranks: int) -> None:
+    def __init__(
+        self, directory: Path, host: str, control: socket.socket, secret: bytes, ranks: int, limits: Limits
+    ) -> None:
+        self._limits = limits
         self._secret = secret
         self._ranks = ranks
         self._lock = threading.Condition()
@@ -78,8 +84,9 @@ class SnapshotServer:
         self._local = socket.socket(socket.AF_UNIX)
         self._local.bind(str(directory / "snapshots.sock"))
         self._remote = socket.create_server((host, 0), backlog=1024)
-        self._persistence = Persistence(self, secret)
+        self._persistence = Persistence(self, secret, limits.storage)
         self._protection = Protection(self, secret)
+        self._rebuilder = Rebuilder(self, secret, self._protection.distrust)
 
     @property
     def address(self) -> str:
@@ -112,6 +119,7 @@ class SnapshotServer:
             wires = list(self._wires)
         for wire in wires:
             wire.interrupt()
+        self._rebuilder.close()
         self._protection.close()
         for thread in list(self._threads):
             thread.join()
@@ -190,6 +198,11 @@ class SnapshotServer:
     def _nbytes(self) -> int:
         return self._contents.shelf.nbytes + self._protection.nbytes
 
+    @property
+    def _background_rate(self) -> int:
+        """What one connection may take of the exchange's limit: all of a group's nodes ask at the same time."""
+        return -(-self._limits.exchange // max(1, self._protection.peers))
+
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=target, args=arguments, daemon=True)
         self._threads.add(thread)
@@ -238,6 +251,8 @@ class SnapshotServer:
             wire.send({"sealed": self._sealed()})
             return
         snapshot = Snapshot(*request["snapshot"])
+        if verb in ("stripe", "read"):
+            wire.limit(self._background_rate if request.get("background") else 0)
         if verb == "stripe":
             self._protection.serve(wire, snapshot, request["stripe"], request["offset"], request.get("count"))
         elif verb == "table":
@@ -350,6 +365,8 @@ class SnapshotServer:
                 self._rebuild(request)
             elif verb == "settle":
                 self._protection.settle(_SETTLE_S)
+            elif verb == "verify":
+                self._drop_damaged()
             elif verb == "commit":
                 self._change(lambda shelf: retention.commit(shelf, Snapshot(*request["snapshot"])))
             elif verb == "persist":
@@ -371,7 +388,19 @@ class SnapshotServer:
         with self._lock:
             self._contents.expected.update({(snapshot, rank): None for rank in request["ranks"]})
             self._lock.notify_all()
-        self._protection.rebuild(snapshot, group, request["lost"], request["ranks"])
+        self._rebuilder.rebuild(snapshot, group, request["lost"], request["ranks"])
+
+    def _drop_damaged(self) -> None:
+        """Forget snapshots whose bytes are no longer what was sealed; what is forgotten is rebuilt from parity, if there is any."""
+        with self._lock:
+            sealed = self._contents.shelf.sealed()
+        for snapshot in sealed:
+            if not self._protection.is_intact(snapshot):
+                print(
+                    f"keepstep snapshot server: memory of step {snapshot.step} has changed since it was sealed; it is not used",
+                    file=sys.stderr,
+                )
+                self._change(partial(_forget, snapshot=snapshot))
 
     def _sealed(self) -> list[Any]:
         return [
@@ -423,6 +452,10 @@ def _abandon(shelf: Shelf, *, snapshot: Snapshot, rank: int) -> Shelf:
     return retention.abandon(shelf, snapshot, rank)
 
 
+def _forget(shelf: Shelf, *, snapshot: Snapshot) -> Shelf:
+    return retention.forget(shelf, snapshot)
+
+
 def main() -> None:
     """Run a server as the agent's child."""
     parser = argparse.ArgumentParser(description="Own the memory of this node's snapshots (started by the agent).")
@@ -431,6 +464,8 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--exchange-limit", type=int, default=0)
+    parser.add_argument("--storage-limit", type=int, default=0)
     options = parser.parse_args()
     # Should the agent die between fork and here, its end of the control connection says so.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -440,7 +475,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline().strip())
     control = socket.socket(fileno=options.control)
-    SnapshotServer(options.directory, options.host, control, secret, options.ranks).run()
+    limits = Limits(options.exchange_limit, options.storage_limit)
+    SnapshotServer(options.directory, options.host, control, secret, options.ranks, limits).run()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from typing import Any, Self
 from checkpoint.errors import SnapshotUnavailable
 
 _HEADER = struct.Struct(">4sIQ")
+_SO_MAX_PACING_RATE = 47
+_UNLIMITED = 2**64 - 1
 _MAGIC = b"KSP1"
 _NONCE_NBYTES = 32
 _MAX_JSON_NBYTES = 256 * 2**20
@@ -176,6 +178,12 @@ class Wire:
         if not self._descriptors:
             raise SnapshotUnavailable(f"{self.peer}: a file descriptor was promised and did not come")
         return self._descriptors.pop(0)
+
+    def limit(self, bytes_per_s: int) -> None:
+        """Have the kernel send no faster than this from now on; 0 lifts the limit."""
+        if not self._is_unix:
+            rate = struct.pack("=Q", bytes_per_s or _UNLIMITED)
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
 
     def interrupt(self) -> None:
         """Make a receive that blocks in another thread end."""

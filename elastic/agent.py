@@ -11,15 +11,18 @@ import logging
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint.limits import Limits
+from elastic.actions import Publish
 from elastic.crew import Crew
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
+from elastic.intervals import failures_per_s
 from elastic.links import Gate, Links
 from elastic.membership import Membership
 from elastic.records import Generation, NodeRecord, PersistedPart, Phase, Report, SnapshotId
-from elastic.rendezvous import Policy, Publish, may_leave
+from elastic.rendezvous import Policy, may_leave
 from elastic.snapshots import SnapshotProcess
 from elastic.store.contract import Store
 from elastic.worker import Command
@@ -49,6 +52,7 @@ class AgentConfig:
     abort_timeout_s: float = 5.0
     grace_s: float = 30.0
     spares: int = 1
+    limits: Limits = field(default_factory=Limits)
 
 
 class Agent:
@@ -122,7 +126,13 @@ class Agent:
         self._crew = Crew(config.command, config.workers, config.spares, config.environment, self._wake.set)
         try:
             self._snapshots = await SnapshotProcess.start(
-                config.node, config.workers, config.run_directory, config.host, secret, self._on_snapshot_event
+                config.node,
+                config.workers,
+                config.run_directory,
+                config.host,
+                secret,
+                self._on_snapshot_event,
+                config.limits,
             )
             membership.update(server=self._snapshots.address)
             async with asyncio.TaskGroup() as group:
@@ -215,7 +225,12 @@ class Agent:
             membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
         if membership.has_news or time.monotonic() >= self._progress_due_s:
             self._progress_due_s = time.monotonic() + max(1.0, len(view.nodes) / _PROGRESS_WRITES_PER_S)
-            membership.update(step=crew.step, memory_nbytes=self._snapshots.memory_nbytes)
+            membership.update(
+                step=crew.step,
+                memory_nbytes=self._snapshots.memory_nbytes,
+                snapshot_every=crew.snapshot_every,
+                snapshot_cost_s=crew.snapshot_cost_s,
+            )
         return False
 
     def _phase(self) -> Phase:
@@ -258,6 +273,7 @@ class Agent:
             secret,
             self._config.job,
             self._config.policy.max_restarts,
+            failures_per_s(membership.view.history.recoveries, len(generation.members), time.time()),
         )
         if leads_ranks:
             used.close()
@@ -282,8 +298,10 @@ class Agent:
         limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
         if not await self._crew.drain(abort, limit_s):
             return
-        # If nobody is lost, what is sealed will do.
-        await (self._snapshots.settle() if abort else self._snapshots.refresh())
+        if abort:
+            # If nobody is lost, what is sealed will do.
+            await self._snapshots.settle()
+        await self._snapshots.verify()
         self._drained_generation = generation
         self._membership.update(
             sealed=self._snapshots.sealed,

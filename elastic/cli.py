@@ -110,6 +110,10 @@ def _story_teller(store: str | None, job: str) -> StoryTeller | None:
     envvar="KEEPSTEP_DOMAIN",
     help="What this node fails together with, such as its rack: groups are spread over domains.",
 )
+@_torch_option(
+    "--exchange-limit", metavar="SIZE", help="Bytes a second that this node sends for parity, such as 500MB."
+)
+@_torch_option("--storage-limit", metavar="SIZE", help="Bytes a second that this node writes to storage, such as 2GB.")
 @click.option("--lease-ttl", default=5.0, show_default=True, help="Seconds after which a silent node is declared gone.")
 @click.option("--drain-timeout", default=60.0, show_default=True, help="Seconds a worker has to reach a step's end.")
 @click.option("--abort-timeout", default=5.0, show_default=True, help="Seconds a worker has to give up a broken step.")

@@ -48,6 +48,7 @@ class Crew:
         self._draining = False
         self._entered_s = 0.0
         self._said: dict[str, dict[int, Message]] = {}
+        self._paces: dict[int, tuple[int, float]] = {}
         self._seen_step = 0
         self._member: Member | None = None
         self.generation = 0
@@ -56,6 +57,9 @@ class Crew:
         self.drain_until_s: float | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
+        self.snapshot_every = 0
+        """After how many steps its workers have chosen to take snapshots; 0 if they were told."""
+        self.snapshot_cost_s = 0.0
 
     @property
     def warm(self) -> bool:
@@ -132,6 +136,7 @@ class Crew:
         secret: str,
         job: str,
         max_restarts: int,
+        failures_per_s: float,
     ) -> None:
         """Assign every worker of the node to its rank; those that drained go on, the others are replaced by spares."""
         self._begin(generation.generation)
@@ -158,6 +163,7 @@ class Crew:
                 job=job,
                 max_restarts=max_restarts,
                 resume=generation.resume,
+                failures_per_s=failures_per_s,
             )
             await worker.assign(assignment, descriptor if local_rank == 0 else None)
 
@@ -216,6 +222,7 @@ class Crew:
         self.generation = generation
         self._entered_s = time.monotonic()
         self._said = {phase: {} for phase in _PHASES}
+        self._paces.clear()
         self._seen_step = 0
         self._draining = False
         self.drain_until_s = None
@@ -269,6 +276,10 @@ class Crew:
                 worker.drained = True
             elif what == "broken":
                 self._note_trouble(Trouble("peer", f"rank {self._rank(worker)}: {message['error']}", time.time()))
+            elif what == "pace":
+                # The slowest to want one decides for all.
+                self._paces[worker.pid] = (message["every"], message["cost_s"])
+                self.snapshot_every, self.snapshot_cost_s = max(self._paces.values())
             elif what in _PHASES and worker.assignment is not None:
                 self._said[what][worker.assignment.local_rank] = message
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 from rich.console import Console
@@ -70,7 +71,7 @@ async def _follow(url: str, job: str, once: bool, as_json: bool) -> None:
             return
         with Live(refresh_per_second=8) as live:
             async for view in views(client, keys):
-                live.update(render(job, view))
+                live.update(render(job, view, time.time()))
                 if view.result is not None or not view.nodes:
                     return
     finally:
@@ -81,11 +82,11 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
     console = Console()
     async for view in views(client, keys):
         if as_json:
-            console.out(json.dumps(summary(view)), highlight=False)
+            console.out(json.dumps(summary(view, time.time())), highlight=False)
         else:
             if not view.nodes:
                 raise UsageError(f"there is no job {keys.job!r} at that coordinator")
-            console.print(render(keys.job, view))
+            console.print(render(keys.job, view, time.time()))
         if once or view.result is not None:
             return
 

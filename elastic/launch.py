@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,6 +19,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoint.limits import Limits
 from elastic.agent import Agent, AgentConfig
 from elastic.errors import StoreUnavailable, UsageError
 from elastic.registry import registered, runtime_directory
@@ -56,7 +58,11 @@ def launch(**options: Any) -> int:
         **_settings(options["rdzv_conf"]),
     )
     workers = parse_workers(options["nproc_per_node"])
-    return asyncio.run(_launch(options, command, policy, workers))
+    limits = Limits(
+        parse_rate("--exchange-limit", options["exchange_limit"]),
+        parse_rate("--storage-limit", options["storage_limit"]),
+    )
+    return asyncio.run(_launch(options, command, policy, workers, limits))
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -73,6 +79,21 @@ def parse_nodes(text: str) -> tuple[int, int]:
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes {text}: the first number is the least, the second the greatest; at least 1")
     return least, most
+
+
+def parse_rate(name: str, text: str | None) -> int:
+    """Return the bytes a second of `500MB`, `2GB` or a plain number; 0 for None.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if text is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?(?:/s)?", text.strip())
+    bytes_per_s = int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")) if match else 0
+    if not bytes_per_s:
+        raise UsageError(f"{name} {text}: give bytes a second, such as 500MB or 2GB")
+    return bytes_per_s
 
 
 def parse_workers(text: str) -> int:
@@ -133,7 +154,7 @@ def _settings(text: str) -> dict[str, float]:
     return settings
 
 
-async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, workers: int) -> int:
+async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, workers: int, limits: Limits) -> int:
     async with AsyncExitStack() as stack:
         run_directory = Path(tempfile.mkdtemp(prefix="node-", dir=runtime_directory()))
         stack.callback(shutil.rmtree, run_directory, ignore_errors=True)
@@ -164,6 +185,7 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
                 abort_timeout_s=options["abort_timeout"],
                 grace_s=options["grace"],
                 spares=options["spares"],
+                limits=limits,
             ),
             store,
         )

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from elastic import rendezvous
+from elastic import actions, rendezvous
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from elastic.links import probe
 from elastic.records import NodeRecord, Report, StoredCheckpoint, StoreFailure
@@ -46,7 +46,7 @@ class Membership:
         record: NodeRecord,
         lease_ttl_s: float,
         on_change: Callable[[], None],
-        publish: Callable[[rendezvous.Publish], Awaitable[None]],
+        publish: Callable[[actions.Publish], Awaitable[None]],
     ) -> None:
         self._store = store
         self._keys = Keys(job)
@@ -264,13 +264,13 @@ class Membership:
             except TimeoutError:
                 continue
 
-    async def _perform(self, action: rendezvous.Action) -> int:
+    async def _perform(self, action: actions.Action) -> int:
         """Do what was decided, in one transaction that fails if the premises have changed; return the revision to wait for."""
-        if isinstance(action, rendezvous.Publish):
+        if isinstance(action, actions.Publish):
             try:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
-                action = rendezvous.Abandon(action.request, str(error))
+                action = actions.Abandon(action.request, str(error))
         conditions = (
             Created(self._keys.node(self.record.node), self._created),
             Modified(self._keys.single("generation"), self.view.generation_revision),
@@ -280,10 +280,10 @@ class Membership:
         done = await self._store.commit(conditions, self._operations(action))
         return done.revision if done.succeeded else 0
 
-    def _operations(self, action: rendezvous.Action) -> tuple[Put | Delete, ...]:
+    def _operations(self, action: actions.Action) -> tuple[Put | Delete, ...]:
         single = self._keys.single
         match action:
-            case rendezvous.Open(generation):
+            case actions.Open(generation):
                 resume = generation.resume
                 log.info(
                     "generation %d: %d ranks on %d nodes (%s)",
@@ -295,22 +295,25 @@ class Membership:
                     Delete(single("persist")),
                     Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
                 )
-            case rendezvous.Close(closing):
+            case actions.Close(closing):
                 log.warning("generation %d ends: %s", closing.generation, closing.reason)
                 return (Put(single("closing"), closing.encode()),)
-            case rendezvous.Commit(commit):
+            case actions.Commit(commit):
                 return (Put(single("snapshot"), commit.encode()),)
-            case rendezvous.Persist(request):
+            case actions.Persist(request):
                 return (Put(single("persist"), request.encode()),)
-            case rendezvous.Publish(request):
+            case actions.Publish(request):
                 snapshot = request.commit.snapshot
-                stored = StoredCheckpoint(snapshot.step, snapshot.generation, request.url, time.time())
+                now_s = time.time()
+                stored = StoredCheckpoint(
+                    snapshot.step, snapshot.generation, request.url, now_s, max(0.0, now_s - request.at_s)
+                )
                 return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
-            case rendezvous.Abandon(request, reason):
+            case actions.Abandon(request, reason):
                 log.error("checkpoint not stored: %s", reason)
                 failure = StoreFailure(request.commit.snapshot.step, reason)
                 return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
-            case rendezvous.Remember(history):
+            case actions.Remember(history):
                 return (Put(single("history"), history.encode()),)
-            case rendezvous.Finish(result):
+            case actions.Finish(result):
                 return (Put(single("result"), result.encode()),)

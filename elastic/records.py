@@ -142,7 +142,8 @@ class NodeRecord(Record):
     `host`, `agent`, `server` are where peers reach the node, its agent and its snapshot server. `store_port` is open and
     ready to serve the next generation's torch store. A node is `warm` once its workers can start at once: nobody waits for
     one that is not. `domain` names what it fails together with (a rack, a switch). `sealed` are the snapshots that its ranks have
-    sealed, `protected` those of them whose parity it also keeps. Times are wall-clock seconds.
+    sealed, `protected` those of them whose parity it also keeps. `checkpoint_every` is in steps, 0 for "auto"; `snapshot_every` is what
+    its ranks have chosen by themselves, 0 if they were told, at `snapshot_cost_s` each. Times are wall-clock seconds.
     """
 
     node: str
@@ -167,6 +168,8 @@ class NodeRecord(Record):
     checkpoint_every: int | None = None
     persisted: PersistedPart | None = None
     memory_nbytes: int = 0
+    snapshot_every: int = 0
+    snapshot_cost_s: float = 0.0
     times: Mapping[str, float] = field(default_factory=dict)
     restored_from: str = ""
 
@@ -234,7 +237,8 @@ class Generation(Record):
     """Who takes part, as which ranks, resuming from where: all that is needed to rebuild any worker.
 
     `resume` None means the newest stored checkpoint, or the beginning if there is none. `failures` counts the generations
-    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost.
+    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost. `broke`: something
+    failed in the one before it.
     """
 
     generation: int
@@ -248,6 +252,7 @@ class Generation(Record):
     detected_at_s: float = 0.0
     opened_at_s: float = 0.0
     parity: int = 0
+    broke: bool = False
 
     @property
     def world_size(self) -> int:
@@ -281,16 +286,18 @@ class PersistRequest(Record):
 
     commit: SnapshotCommit
     url: str
+    at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint(Record):
-    """The newest checkpoint in storage."""
+    """The newest checkpoint in storage: since when, and how long that took, in seconds."""
 
     step: int
     generation: int
     url: str
     at_s: float
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +310,7 @@ class StoreFailure(Record):
 
 @dataclass(frozen=True, slots=True)
 class Recovery(Record):
-    """One change of generation, phase by phase, in wall-clock seconds."""
+    """One change of generation, phase by phase, in wall-clock seconds. `broke`: because something failed."""
 
     generation: int
     reason: str
@@ -316,6 +323,7 @@ class Recovery(Record):
     resumed_step: int
     lost_steps: int
     source: str
+    broke: bool = False
 
 
 @dataclass(frozen=True, slots=True)

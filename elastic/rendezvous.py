@@ -15,16 +15,17 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from elastic import storing
+from elastic.actions import Action, Close, Commit, Finish, Open, Remember
 from elastic.records import (
     Closing,
     Generation,
     History,
     Member,
     NodeRecord,
-    PersistRequest,
     Phase,
     Recovery,
     Result,
@@ -32,7 +33,6 @@ from elastic.records import (
     Trouble,
 )
 from elastic.succession import (
-    absent_holders,
     eligible,
     grouped,
     newest_restorable,
@@ -72,67 +72,6 @@ class Deliberation:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Publish the next generation; its resume point becomes the committed snapshot."""
-
-    generation: Generation
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Declare the current generation over."""
-
-    closing: Closing
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Record that a snapshot is complete on all its holders."""
-
-    commit: SnapshotCommit
-
-
-@dataclass(frozen=True, slots=True)
-class Persist:
-    """Ask the holders of the committed snapshot to write it to storage."""
-
-    request: PersistRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """All parts are written: commit the stored checkpoint."""
-
-    request: PersistRequest
-    parts: tuple[Mapping[str, object], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """A holder could not write its part: drop the request; a later step brings a new one."""
-
-    request: PersistRequest
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Add a completed recovery to the history."""
-
-    history: History
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """End the job."""
-
-    result: Result
-
-
-Action = Open | Close | Commit | Persist | Publish | Abandon | Remember | Finish
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """At most one action; when to decide again even if nothing changes; and what the leader is waiting for, for people."""
 
@@ -163,7 +102,7 @@ def decide(policy: Policy, view: View, deliberation: Deliberation, now_s: float,
     present = present_members(view, generation)
     if len(present) == len(generation.members) and all(r.phase is Phase.DONE for r in present):
         if view.persist is not None:
-            return _persist_progress(view, view.persist) or quiet
+            return Decision(Deliberation(), storing.progress(view, view.persist))
         return Decision(Deliberation(), Finish(Result(True, "all workers finished")))
     ending = _cannot_go_on(view, generation, present)
     if ending is not None:
@@ -177,14 +116,9 @@ def decide(policy: Policy, view: View, deliberation: Deliberation, now_s: float,
     ):
         if action is not None:
             return Decision(deliberation, action)
-    if view.persist is not None:
-        ready = _persist_progress(view, view.persist)
-        if ready is not None:
-            return replace(ready, deliberation=deliberation)
-    else:
-        request = _persist_due(view, present)
-        if request is not None:
-            return Decision(deliberation, Persist(request))
+    stored = storing.progress(view, view.persist) if view.persist is not None else storing.due(view, present, wall_s)
+    if stored is not None:
+        return Decision(deliberation, stored)
     return _admit(policy, view, generation, present, deliberation, now_s, wall_s)
 
 
@@ -295,8 +229,10 @@ def _reopen(
         return Decision(Deliberation(), Finish(Result(False, f"{failure.message} (after {restarts})")))
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
-        rescue = _rescue(view, present, resume)
-        return rescue or _await_quorum(policy, len(nodes), deliberation, now_s)
+        rescue = storing.rescue(view, present, resume)
+        if rescue is not None:
+            return Decision(Deliberation(), rescue)
+        return _await_quorum(policy, len(nodes), deliberation, now_s)
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
     members = place(old.members, nodes, policy.max_nodes)
@@ -312,6 +248,7 @@ def _reopen(
         ),
         resume=with_adoptions(resume, view, members) if resume else None,
         failures=failures,
+        broke=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
     return Decision(Deliberation(), Open(opened))
@@ -338,22 +275,6 @@ def _opened(
         opened_at_s=wall_s,
         parity=parity,
     )
-
-
-def _rescue(view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None) -> Decision | None:
-    """Bring the newest snapshot to storage while its holders are still here, for there may be nobody to hand it to."""
-    if resume is None or absent_holders(view, resume) or not any(record.leaving for record in present):
-        return None
-    if view.snapshot != resume:
-        return Decision(Deliberation(), Commit(resume))
-    if view.persist is not None:
-        return _persist_progress(view, view.persist)
-    urls = {record.checkpoint_url for record in present if record.checkpoint_url}
-    stored = view.checkpoint.step if view.checkpoint else 0
-    failed = view.store_failure.step if view.store_failure else 0
-    if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
-        return Decision(Deliberation(), Persist(PersistRequest(resume, urls.pop())))
-    return None
 
 
 def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Trouble | None:
@@ -383,39 +304,6 @@ def _commit(view: View, generation: Generation, present: Sequence[NodeRecord]) -
     return Commit(SnapshotCommit(newest, generation.members, generation.parity))
 
 
-def _persist_due(view: View, present: Sequence[NodeRecord]) -> PersistRequest | None:
-    if view.snapshot is None or absent_holders(view, view.snapshot):
-        return None
-    urls = {record.checkpoint_url for record in present if record.checkpoint_url}
-    if len(urls) != 1:
-        return None
-    step = view.snapshot.snapshot.step
-    stored = view.checkpoint.step if view.checkpoint else 0
-    every = next((record.checkpoint_every for record in present if record.checkpoint_every), None)
-    finishing = all(record.finishing for record in present) and step == max(r.step for r in present)
-    if view.store_failure is not None and view.store_failure.step >= step:
-        return None
-    due = every is not None and step // every > stored // every
-    if step > stored and (due or finishing):
-        return PersistRequest(view.snapshot, urls.pop())
-    return None
-
-
-def _persist_progress(view: View, request: PersistRequest) -> Decision | None:
-    wanted = request.commit.snapshot
-    parts = []
-    for holder in request.commit.holders:
-        joined = view.nodes.get(holder.node)
-        part = joined.record.persisted if joined else None
-        if part is None or (part.step, part.generation) != (wanted.step, wanted.generation):
-            return None
-        if "error" in part.part:
-            reason = f"{holder.node} could not write step {part.step} to {request.url}: {part.part['error']}"
-            return Decision(Deliberation(), Abandon(request, reason))
-        parts.append(part.part)
-    return Decision(Deliberation(), Publish(request, tuple(parts)))
-
-
 def _remember(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Remember | None:
     known = view.history.recoveries
     if known and known[-1].generation >= generation.generation:
@@ -437,6 +325,7 @@ def _remember(view: View, generation: Generation, present: Sequence[NodeRecord])
         stepped_at_s=max(record.times["stepped"] for record in records),
         resumed_step=resumed,
         lost_steps=max(0, generation.lost_from_step - resumed),
+        broke=generation.broke,
         source=", ".join(sorted({name for r in records for name in r.restored_from.split(", ") if name})),
     )
     return Remember(History((*known, recovery)[-_HISTORY_LENGTH:]))

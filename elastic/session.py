@@ -28,7 +28,10 @@ _EXIT_AGENT_GONE = 70
 
 @dataclass(frozen=True, slots=True)
 class Assignment(Record):
-    """One worker's place in one generation. `server` is the local snapshot server's address, `unix:PATH`."""
+    """One worker's place in one generation.
+
+    `server` is the local snapshot server's address, `unix:PATH`; `failures_per_s` is how often something of the job fails.
+    """
 
     generation: int
     node: str
@@ -45,6 +48,7 @@ class Assignment(Record):
     job: str
     max_restarts: int
     resume: SnapshotCommit | None = None
+    failures_per_s: float = 0.0
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables that torchrun would set, for scripts that read them."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.errors import SnapshotUnavailable
+from checkpoint.limits import Limits
 from checkpoint.wire import Message, encode, read_message
 from elastic.errors import JobFailed
 from elastic.records import Generation, PersistRequest, SnapshotCommit, SnapshotId, group_of
@@ -58,6 +59,7 @@ class SnapshotProcess:
         host: str,
         secret: bytes,
         on_event: Callable[[Mapping[str, Any]], None],
+        limits: Limits,
     ) -> SnapshotProcess:
         """Start a server and wait until it serves.
 
@@ -75,6 +77,7 @@ class SnapshotProcess:
                     sys.executable, "-m", "checkpoint.server", "--directory", str(directory),
                     "--host", host, "--control", str(theirs.fileno()), "--parent", str(os.getpid()),
                     "--ranks", str(workers),
+                    "--exchange-limit", str(limits.exchange), "--storage-limit", str(limits.storage),
                 ],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
@@ -110,6 +113,10 @@ class SnapshotProcess:
     async def settle(self) -> None:
         """Give the server a moment to complete the parity that it can still complete, and ask what it holds."""
         await self._ask({"verb": "settle"})
+
+    async def verify(self) -> None:
+        """Have memory that has changed since it was sealed forgotten."""
+        await self._ask({"verb": "verify"})
 
     async def open_generation(self, generation: Generation) -> None:
         """Have nothing accepted any more from workers of older generations, and what is sealed protected by this one's groups."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +42,8 @@ from checkpoint.source import Source
 from checkpoint.storage import open_storage
 from elastic.data import Position
 from elastic.errors import UsageError
+from elastic.pace import Pace
+from elastic.plain import from_plain, to_plain
 from elastic.records import Adoption, Member
 from elastic.session import Assignment
 from elastic.world import check_place, is_peer_failure
@@ -52,6 +56,25 @@ log = logging.getLogger("keepstep")
 _TRAINER = "trainer"
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What all ranks say of the next snapshot and of the last one."""
+
+    is_wanted: bool
+    is_committed: bool
+    is_whole: bool
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether nothing of the last snapshot is in the way: it is committed, or given up."""
+        return self.is_committed or not self.is_whole
+
+    @property
+    def is_worth_asking_again(self) -> bool:
+        """Whether the answer may be another a little later."""
+        return self.is_wanted and not self.is_possible
+
+
 class Keeper:
     """The state of one worker in one generation. `close` ends the copy under way and frees everything."""
 
@@ -62,9 +85,13 @@ class Keeper:
         assignment: Assignment,
         checkpoint: str | None,
         is_committed: Callable[[int], bool],
+        pace: Pace,
         *,
         copies_at_once: bool = False,
     ) -> None:
+        self._pace = pace
+        self._blocked_s = 0.0
+        self._step = 0
         self._assignment = assignment
         self._checkpoint = checkpoint
         self._extra = state.extra
@@ -111,27 +138,32 @@ class Keeper:
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
         for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
-            scheduler.load_state_dict(stored)
+            scheduler.load_state_dict(from_plain(stored, scheduler.state_dict()))
         self._restore_extra(source, trainer["extra"])
         self._restore_randomness(source, seed)
         if isinstance(source, MemorySnapshot):
             name = source.describe()
             source.close()
+        self._step = trainer["step"]
         return Position(trainer["step"], trainer["batch"]), name
 
-    def complete_step(self, position: Position, is_due: bool) -> None:
+    def complete_step(self, position: Position) -> None:
         """Note that the optimizer has written all that it writes in this step, and begin a snapshot if it is time for one.
 
-        Ranks must take the same snapshots or none would ever be complete: they take one if all know, by the time the optimizer
-        runs, that the last one is committed, or one of them knows that it never will be. They agree by a reduction of two numbers
-        that runs beside the backward pass; if the commit was not known then, by another beside the optimizer.
+        Ranks must take the same snapshots or none would ever be complete: they take one if all want one and know, by the time
+        the optimizer runs, that the last one is committed, or one of them knows that it never will be. They agree by a reduction of
+        three numbers that runs beside the backward pass; if the commit was not known then, by another beside the optimizer.
         """
         self._in_step = False
+        self._step = position.step
         if self._agreement is not None:
-            agreed, self._agreement = self._agreed(), None
+            answer, self._agreement = self._answer(), None
             self._is_intact = True
-            if is_due and agreed:
+            if answer.is_wanted and answer.is_possible:
+                began_s = time.monotonic()
                 self.snapshot(position)
+                self._blocked_s = time.monotonic() - began_s
+        self._pace.note_step(time.monotonic())
 
     def seal_last(self, position: Position, wait_for_commit: Callable[[int], bool]) -> None:
         """Have the state at `position` sealed if it is still whole, for the generation ends in good order.
@@ -158,26 +190,31 @@ class Keeper:
             self._agree()
 
     def _before_write(self) -> None:
+        began_s = time.monotonic()
         self._wait()
         first_write, self._is_intact = self._is_intact, False
-        if self._agreement is None or (first_write and not self._agreed()):
+        if first_write and self._blocked_s:
+            self._pace.note_snapshot(self._blocked_s + time.monotonic() - began_s)
+            self._blocked_s = 0.0
+        if self._agreement is None or (first_write and self._answer().is_worth_asking_again):
             self._agree()
 
     def _agree(self) -> None:
-        """Begin to ask all ranks whether they know that the last snapshot is committed, and whether they sealed it."""
-        ready = torch.tensor([int(self._is_committed(self._taken)), int(not self._is_torn)])
-        work = dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
-        self._agreement = (ready, work)
+        """Begin to ask all ranks whether they want a snapshot, know that the last one is committed, and sealed it."""
+        is_wanted = self._pace.is_wanted(self._step + 1, self._taken)
+        mine = torch.tensor([int(is_wanted), int(self._is_committed(self._taken)), int(not self._is_torn)])
+        work = dist.all_reduce(mine, dist.ReduceOp.MIN, async_op=True) if dist.get_world_size() > 1 else None
+        self._agreement = (mine, work)
 
-    def _agreed(self) -> bool:
+    def _answer(self) -> _Answer:
         """Wait for the answer, which is the same on every rank."""
         assert self._agreement is not None
-        ready, work = self._agreement
+        all_of_us, work = self._agreement
         if work is not None:
             work.wait()
-        is_committed, is_whole = ready.tolist()
-        self._gives_up = not is_whole
-        return bool(is_committed or self._gives_up)
+        answer = _Answer(*map(bool, all_of_us.tolist()))
+        self._gives_up = not answer.is_whole
+        return answer
 
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
@@ -215,7 +252,7 @@ class Keeper:
         self.seal_last(position, wait_for_commit)
         try:
             self._agree()
-            self._agreed()
+            self._answer()
         except RuntimeError as error:
             if is_peer_failure(error):
                 return False
@@ -274,6 +311,9 @@ class Keeper:
 
     def _whole(self, position: Position) -> LiveState:
         """Everything that is state: tensors of model and optimizer, randomness, position, scheduler, extras."""
+        if self.copies_at_once:
+            # It may be because a step puts other memory under its tensors.
+            self._capturer.forget_moved()
         live = self._capturer.capture()
         # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
         tensors = [tensor.copied() if tensor.key in self._buffers else tensor for tensor in live.tensors]
@@ -282,13 +322,13 @@ class Keeper:
             state = value.state_dict()
             mine = _tensors_of(key, state)
             tensors += [tensor.copied() for tensor in mine]
-            extra[key] = None if mine else state
+            extra[key] = None if mine else to_plain(f"extra {key!r}", state)
         rank = self._assignment.rank
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
             "extra": extra,
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "schedulers": [to_plain("the scheduler's state", scheduler.state_dict()) for scheduler in self.schedulers],
         }
         documents = {**live.documents, _TRAINER: trainer, f"rank/{rank:05d}/random": random.getstate()}
         return LiveState((*tensors, *_generators(rank)), documents)
@@ -307,7 +347,7 @@ class Keeper:
                 # What `state_dict` returned may be copies.
                 value.load_state_dict(state)
             elif not mine and stored.get(key) is not None:
-                value.load_state_dict(stored[key])
+                value.load_state_dict(from_plain(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._assignment.rank + 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -11,12 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from elastic.intervals import AUTO, checkpoint_interval_s, failures_per_s
 from elastic.records import Recovery
 from elastic.view import View
 
 
-def summary(view: View) -> dict[str, Any]:
-    """Return the state of a job as JSON."""
+def summary(view: View, wall_s: float) -> dict[str, Any]:
+    """Return the state of a job as JSON, at a wall-clock time in seconds."""
     generation = view.generation
     return {
         "generation": view.number,
@@ -40,14 +41,15 @@ def summary(view: View) -> dict[str, Any]:
             }
             for node, joined in sorted(view.nodes.items())
         ],
+        "intervals": _intervals(view, wall_s),
         "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
         "result": view.result.to_json() if view.result else None,
     }
 
 
-def render(job: str, view: View) -> RenderableType:
-    """Return the state of a job for a terminal."""
-    facts = summary(view)
+def render(job: str, view: View, wall_s: float) -> RenderableType:
+    """Return the state of a job for a terminal, at a wall-clock time in seconds."""
+    facts = summary(view, wall_s)
     snapshot, stored = view.snapshot, view.checkpoint
     lines = [
         f"job {job}   generation {facts['generation']}   ranks {facts['world_size']}   step {facts['step']}",
@@ -58,6 +60,7 @@ def render(job: str, view: View) -> RenderableType:
         groups = len({node["group"] for node in facts["nodes"] if node["group"] is not None})
         survives = f"{facts['parity']} node{'s' if facts['parity'] != 1 else ''}"
         lines.append(f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}")
+    lines += _chosen(facts["intervals"])
     if facts["closing"]:
         lines.append(f"changing membership: {facts['closing']}")
     nodes = Table(box=box.SIMPLE_HEAD)
@@ -112,6 +115,39 @@ def recoveries(history: Sequence[Recovery]) -> Table:
             recovery.source.replace("peers' memory", "peers'").replace(", ", ",\n"),
         )
     return table
+
+
+def _intervals(view: View, wall_s: float) -> dict[str, Any]:
+    """Return the intervals that the job chooses by itself, with what goes into them; null for what it was told."""
+    records = [joined.record for joined in view.nodes.values()]
+    nodes = len(view.generation.members) if view.generation else 0
+    chooses = any(record.checkpoint_every == AUTO for record in records)
+    # The slowest to want a snapshot decides for all.
+    every, cost_s = max(((r.snapshot_every, r.snapshot_cost_s) for r in records), default=(0, 0.0))
+    return {
+        "failures_per_s": failures_per_s(view.history.recoveries, nodes, wall_s) if nodes else None,
+        "snapshot_every": every or None,
+        "snapshot_cost_s": cost_s if every else None,
+        "checkpoint_interval_s": checkpoint_interval_s(view, wall_s) if chooses and view.checkpoint else None,
+        "checkpoint_cost_s": view.checkpoint.took_s if chooses and view.checkpoint else None,
+    }
+
+
+def _chosen(intervals: Mapping[str, Any]) -> list[str]:
+    """Return the choices in words, with the formula behind them."""
+    if not intervals["failures_per_s"]:
+        return []
+    apart_h = 1 / intervals["failures_per_s"] / 3600
+    lines = []
+    if intervals["snapshot_every"]:
+        cost = f"{intervals['snapshot_cost_s'] * 1e3:.1f} ms"
+        lines.append(
+            f"snapshots, chosen:    every {intervals['snapshot_every']} steps, of sqrt(2 * {cost} * {apart_h:.1f} h)"
+        )
+    if intervals["checkpoint_interval_s"]:
+        cost, minutes = f"{intervals['checkpoint_cost_s']:.1f} s", intervals["checkpoint_interval_s"] / 60
+        lines.append(f"checkpoints, chosen:  every {minutes:.1f} min, of sqrt(2 * {cost} * {apart_h:.1f} h)")
+    return [*lines, "                      (cost each, time between failures of the job)"] if lines else []
 
 
 def _group(view: View, node: str) -> int | None:

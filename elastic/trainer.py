@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from checkpoint.errors import SnapshotUnavailable
 from checkpoint.layout import Json
 from elastic.data import Batches, Dataset, Position
 from elastic.errors import UsageError
+from elastic.intervals import AUTO
+from elastic.pace import Pace
 from elastic.session import Assignment, Session, current, seconds
 from elastic.state import Keeper
 from elastic.world import ProcessGroups, World, is_peer_failure
@@ -71,8 +73,8 @@ def join(
     build: Build,
     *,
     checkpoint: str | None = None,
-    checkpoint_every: int | None = None,
-    snapshot_every: int = 1,
+    checkpoint_every: int | Literal["auto"] | None = None,
+    snapshot_every: int | Literal["auto"] = 1,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Job:
@@ -81,24 +83,25 @@ def join(
     Args:
         build: makes the sharded model and names its optimizer for a given world; called again for every generation.
         checkpoint: URL under which checkpoints are stored and found (`/path`, `file://`, `s3://bucket/prefix`).
-        checkpoint_every: store a checkpoint about every so many steps; None: only at the end, and when a preempted job
-            would lose its memory.
-        snapshot_every: keep a snapshot in memory every so many steps.
+        checkpoint_every: store a checkpoint about every so many steps; "auto": as often as loses least (`elastic.intervals`);
+            None: only at the end, and when a preempted job would lose its memory.
+        snapshot_every: keep a snapshot in memory every so many steps; "auto": as often as loses least.
         mesh: names and sizes of the device mesh's dimensions, one of which may be -1; default `{"dp": -1}`.
         seed: of the random number generators and of the data order.
 
     Raises:
         UsageError: the process was not started by `keepstep run`, or an argument makes no sense.
     """
-    if snapshot_every < 1:
-        raise UsageError(f"snapshot_every={snapshot_every}: give the number of steps, at least 1")
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise UsageError(f"checkpoint_every={checkpoint_every}: give the number of steps, at least 1")
+    for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and every != "auto" and (not isinstance(every, int) or every < 1):
+            raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL to say where")
     session = current()
-    session.say("joined", checkpoint_url=checkpoint, checkpoint_every=checkpoint_every)
-    return Job(session, build, dict(mesh or {"dp": -1}), checkpoint, snapshot_every, seed)
+    stored_every = AUTO if checkpoint_every == "auto" else checkpoint_every
+    session.say("joined", checkpoint_url=checkpoint, checkpoint_every=stored_every)
+    kept_every = AUTO if snapshot_every == "auto" else snapshot_every
+    return Job(session, build, dict(mesh or {"dp": -1}), checkpoint, kept_every, seed)
 
 
 class Job:
@@ -124,6 +127,7 @@ class Job:
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._keeper: Keeper | None = None
+        self._pace = Pace(snapshot_every, 0.0)
         self._copies_at_once = False
         self._stepped = False
 
@@ -280,7 +284,11 @@ class Job:
         if not self._stepped:
             self._stepped = True
             self._session.say("stepped", generation=generation, at_s=seconds())
-        self._kept.complete_step(self._position, self.steps % self._snapshot_every == 0)
+        self._kept.complete_step(self._position)
+        news = self._pace.news()
+        if news is not None:
+            every, cost_s = news
+            self._session.say("pace", generation=generation, every=every, cost_s=cost_s)
 
     def _enter(self, newer_than: int) -> None:
         """Enter the next generation, and the one after it if that breaks before it runs."""
@@ -305,12 +313,14 @@ class Job:
         self._session.say("ready", generation=assignment.generation, at_s=seconds())
         torch.manual_seed(self._seed)
         random.seed(self._seed)
+        self._pace = Pace(self._snapshot_every, assignment.failures_per_s)
         self._keeper = Keeper(
             self._build(self._world),
             self._world.device,
             assignment,
             self._checkpoint,
             self._session.is_committed,
+            self._pace,
             copies_at_once=self._copies_at_once,
         )
         self._position, source = self._keeper.resume(self._seed)

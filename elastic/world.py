@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _abort_process_group
+from torch.distributed.distributed_c10d import _abort_process_group, _world
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -134,6 +134,9 @@ class ProcessGroups:
         self.abort()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # An attempt that failed is counted all the same, and the count is the next group's name: a fresh peer would look for
+        # this rank under another.
+        _world.group_count = 0
 
 
 def check_place(name: str, tensor: torch.Tensor) -> None:

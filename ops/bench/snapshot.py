@@ -32,6 +32,7 @@ import numpy as np
 from rich.console import Console
 
 from checkpoint.erasure import Combination, parity_rows
+from checkpoint.limits import Limits
 from elastic.records import Generation, Member, SnapshotId
 from elastic.snapshots import SnapshotProcess
 
@@ -73,7 +74,7 @@ class Nodes:
             place = self.directory / f"node{rank}"
             place.mkdir()
             server = await SnapshotProcess.start(
-                f"n{rank}", 1, place, "127.0.0.1", secret, partial(self.on_event, rank)
+                f"n{rank}", 1, place, "127.0.0.1", secret, partial(self.on_event, rank), Limits()
             )
             stack.push_async_callback(server.close)
             self.servers.append(server)

@@ -34,7 +34,7 @@ from checkpoint.live import Capturer
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
 CONTEXT, SAMPLES = 128, 8
-CONFIG = GPTConfig(width=384, layers=6, heads=6, context=CONTEXT)
+CONFIG = GPTConfig(width=512, layers=8, heads=8, context=CONTEXT)
 
 
 class Requests:

@@ -19,8 +19,9 @@ from checkpoint import retention
 from checkpoint.errors import SnapshotUnavailable
 from checkpoint.retention import Shelf, Snapshot
 from elastic import rendezvous, succession
+from elastic.actions import Abandon, Action, Close, Commit, Finish, Open, Remember
 from elastic.records import Generation, Member, NodeRecord, Phase, SnapshotCommit, SnapshotId, Trouble, group_of
-from elastic.rendezvous import Abandon, Close, Commit, Deliberation, Finish, Open, Policy, Remember, decide
+from elastic.rendezvous import Deliberation, Policy, decide
 from elastic.view import Joined, View
 
 PLENTY = 2**40
@@ -213,7 +214,7 @@ class Simulation:
             and self.view.snapshot_revision == view.snapshot_revision
         )
 
-    def perform(self, action: rendezvous.Action, seen: View) -> None:
+    def perform(self, action: Action, seen: View) -> None:
         match action:
             case Open(generation):
                 self.check_open(generation, seen)

@@ -22,13 +22,14 @@ SECRET = b"s" * 32
 class Server:
     """A server, and the agent's end of its control connection."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
+    def __init__(self, directory: Path, ranks: int, *options: str) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
                 [
                     sys.executable, "-m", "checkpoint.server", "--directory", str(directory), "--host", "127.0.0.1",
                     "--control", str(theirs.fileno()), "--parent", str(os.getpid()), "--ranks", str(ranks),
+                    *options,
                 ],
                 stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),),
             )  # fmt: skip
@@ -96,6 +97,7 @@ class Cluster:
     generation: int = 0
     parity: int = 0
     is_broken: threading.Event = field(default_factory=threading.Event)
+    options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.nodes = [None] * self.size
@@ -108,7 +110,7 @@ class Cluster:
                 place = self.directory / f"node{position}"
                 place.mkdir(exist_ok=True)
                 (place / "snapshots.sock").unlink(missing_ok=True)
-                self.nodes[position] = Server(place, self.ranks_per_node)
+                self.nodes[position] = Server(place, self.ranks_per_node, *self.options)
 
     def begin(self, parity: int) -> int:
         """Open a generation with all nodes in one group."""
@@ -154,14 +156,14 @@ class Cluster:
         for server in self.living:
             server.ask(verb="commit", snapshot=[self.generation, step])
 
-    def rebuild(self, step: int, addresses: Sequence[str]) -> list[Holder]:
-        """Have survivors take turns in rebuilding what the dead held; return who holds which rank now."""
-        lost = [position for position, node in enumerate(self.nodes) if node is None]
+    def rebuild(self, step: int, addresses: Sequence[str], lost: Sequence[int] = ()) -> list[Holder]:
+        """Have the living take turns in rebuilding what the dead, or else these, held; return who holds which rank now."""
+        lost = list(lost) or [position for position, node in enumerate(self.nodes) if node is None]
         holders = []
         turns = itertools.cycle(self.living)
         for position, node in enumerate(self.nodes):
             ranks = self.ranks(position)
-            if node is not None:
+            if node is not None and position not in lost:
                 holders.append(Holder(node.address, tuple(ranks)))
                 continue
             for rank in ranks:

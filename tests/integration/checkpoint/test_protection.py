@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from checkpoint.live import LiveTensor, as_bytes
 from checkpoint.recall import Holder, MemorySnapshot
 from checkpoint.retention import Snapshot
 from checkpoint.source import BoxRequest
-from tests.integration.checkpoint.servers import SECRET, Cluster
+from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 RANKS_PER_NODE = 2
 
@@ -95,6 +97,53 @@ def test_whichever_nodes_die_all_shards_come_back(cluster: Cluster, parity: int,
     source = check(cluster, 5, cluster.rebuild(5, addresses), shards)
     gone = [rank for position in lost for rank in range(position * 2, position * 2 + 2)]
     assert source.rebuilt_nbytes == sum(shards[rank].nbytes for rank in gone)
+
+
+def damage(server: Server, shard: torch.Tensor) -> None:
+    """Flip a bit in the middle of a shard in a server's memory."""
+    wanted = bytes(as_bytes(shard))
+    for path in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        if os.readlink(path).startswith("/memfd:keepstep-arena"):
+            with path.open("r+b") as memory:
+                at = memory.read().find(wanted)
+                if at >= 0:
+                    memory.seek(at + len(wanted) // 2)
+                    memory.write(bytes([wanted[len(wanted) // 2] ^ 1]))
+                    return
+    raise AssertionError("the shard is not there")
+
+
+def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_nodes(cluster: Cluster) -> None:
+    cluster.revive()
+    generation = cluster.begin(1)
+    shards = random_shards(11)
+    shards[3] = torch.randn(1000)
+    addresses = [server.address for server in cluster.living]
+    take_and_commit(cluster, 1, shards)
+    for server in cluster.living:
+        assert [generation, 1] in server.ask(verb="verify")["protected"]
+    sick = cluster.nodes[1]
+    assert sick is not None
+    damage(sick, shards[3])
+    told = sick.ask(verb="verify")
+    assert [generation, 1] not in [name for name, _ in told["sealed"]] + told["protected"]
+    check(cluster, 1, cluster.rebuild(1, addresses, lost=[1]), shards)
+
+
+def test_the_exchange_keeps_to_its_limit_and_rebuilding_has_none(tmp_path: Path) -> None:
+    limit, nbytes = 20 * 10**6, 8 * 10**6
+    with contextlib.closing(Cluster(tmp_path, 2, 1, options=("--exchange-limit", str(limit)))) as cluster:
+        cluster.begin(1)
+        shards = [torch.randn(nbytes // 4) for _ in range(2)]
+        addresses = [server.address for server in cluster.living]
+        for position in range(2):
+            take(cluster, 1, position, shards)
+        began_s = time.monotonic()
+        cluster.commit(1)
+        # The kernel may let the first burst pass.
+        assert time.monotonic() - began_s > 0.5 * nbytes / limit
+        cluster.kill(1)
+        check(cluster, 1, cluster.rebuild(1, addresses), shards)
 
 
 def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> None:

@@ -35,6 +35,7 @@ def script(directory: Path, text: str) -> str:
         (["run", "--nnodes", "many", "elastic/cli.py"], "such as 1:4"),
         (["run", "--nproc-per-node", "0", "elastic/cli.py"], "at least 1"),
         (["run", "no-such-script.py"], "does not exist"),
+        (["run", "--storage-limit", "fast", "elastic/cli.py"], "such as 500MB or 2GB"),
         (["run", "--store", "redis://h:1", "elastic/cli.py"], "HOST:PORT"),
         (["run", "--store", "etcd://127.0.0.1:9", "elastic/cli.py"], "no answer from etcd"),
         (["run", "--local-addr", "192.0.2.1", "elastic/cli.py"], "address of this host"),

@@ -88,7 +88,11 @@ def build(world: elastic.World) -> elastic.State:
 
 assert not [name for name in sys.modules if name.startswith(("etcd3", "google.protobuf"))]
 with elastic.join(
-    build, checkpoint=options.get("checkpoint"), checkpoint_every=options.get("every"), mesh=options.get("mesh")
+    build,
+    checkpoint=options.get("checkpoint"),
+    checkpoint_every=options.get("every"),
+    snapshot_every=options.get("snapshots", 1),
+    mesh=options.get("mesh"),
 ) as job:
     for batch in job.batches(Windows(standard_library(), 32), global_batch=8, steps=options["steps"]):
         with job.step() as step:

@@ -1,17 +1,21 @@
 """Claims about whole jobs: real agents, real workers over gloo, a real etcd, real SIGKILL."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
+from elastic.status import render, summary
 from elastic.view import View
 from examples.local_cluster import LocalCluster
 
@@ -166,6 +170,31 @@ def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(tm
         assert running.wait("a", 120) == 0, running.output()
     disturbed = last_run_of_each_step(tmp_path)
     assert disturbed.keys() == set(range(1, STEPS + 1))
+
+
+def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Path) -> None:
+    def is_chosen(view: View) -> bool:
+        return view.checkpoint is not None and any(joined.record.snapshot_every for joined in view.nodes.values())
+
+    with cluster(tmp_path, snapshots="auto", every="auto", checkpoint=str(tmp_path / "checkpoint")) as running:
+        running.start("a")
+        running.start("b")
+        view = running.wait_until(is_chosen, 60)
+        facts = summary(view, time.time())["intervals"]
+        # Failures are weeks apart by what is known, and a snapshot costs milliseconds: that is many of these tiny steps.
+        assert facts["snapshot_every"] > 10
+        assert facts["checkpoint_interval_s"] > 60
+        console = Console(file=io.StringIO(), record=True)
+        console.print(render("job", view, time.time()))
+        shown = console.export_text()
+        assert "snapshots, chosen:" in shown
+        assert "checkpoints, chosen:" in shown
+        running.workers_of("b")[1].kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    assert view.history.recoveries[1].source == "memory"
+    assert view.history.recoveries[1].broke
+    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("leaver", ["a", "b"])

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from elastic.actions import Close, Commit, Finish, Open, Persist
+from elastic.intervals import AUTO, best_interval_s, failures_per_s
 from elastic.records import (
     Closing,
     Generation,
@@ -15,18 +17,7 @@ from elastic.records import (
     StoredCheckpoint,
     Trouble,
 )
-from elastic.rendezvous import (
-    Close,
-    Commit,
-    Deliberation,
-    Finish,
-    Open,
-    Persist,
-    Policy,
-    decide,
-    may_leave,
-    place,
-)
+from elastic.rendezvous import Deliberation, Policy, decide, may_leave, place
 from elastic.view import Joined, View
 
 POLICY = Policy(min_nodes=1, max_nodes=4, last_call_s=2.0, quorum_timeout_s=60.0, max_restarts=2)
@@ -250,6 +241,29 @@ def test_checkpoint_is_due_when_a_multiple_has_been_passed() -> None:
     assert isinstance(due.action, Persist)
     stored = StoredCheckpoint(10, 1, "/c", 0.0)
     assert decided(view_of(record, generation=old, snapshot=commit, checkpoint=stored)).action is None
+
+
+def test_a_checkpoint_of_the_jobs_own_choosing_is_due_when_the_best_interval_has_passed() -> None:
+    old = generation_of("a")
+    commit = SnapshotCommit(SnapshotId(1, 11), old.members)
+    record = node("a", generation=1, checkpoint_url="/c", checkpoint_every=AUTO, sealed=(commit.snapshot,))
+    view = view_of(record, generation=old, snapshot=commit)
+    first = decided(view).action
+    assert isinstance(first, Persist)
+    assert first.request.at_s == 1000.0
+    interval_s = best_interval_s(2.0, failures_per_s((), 1, 1000.0))
+    for waited_s, is_due in ((interval_s + 1, True), (interval_s - 1, False)):
+        stored = StoredCheckpoint(9, 1, "/c", 1000.0 - waited_s, took_s=2.0)
+        assert (decided(replace(view, checkpoint=stored)).action is not None) == is_due
+
+
+def test_what_ended_because_something_broke_counts_as_a_failure() -> None:
+    record = node("a", generation=1, phase=Phase.DRAINED)
+    for abort in (True, False):
+        view = view_of(record, generation=generation_of("a"), closing=Closing(1, "because", abort, 0.0))
+        opened = decided(view, replace(POLICY, max_nodes=1)).action
+        assert isinstance(opened, Open)
+        assert opened.generation.broke == abort
 
 
 def test_last_nodes_to_leave_bring_their_memory_to_storage_first() -> None:
