@@ -6,7 +6,8 @@ Figures are times, so deviations are differences of logarithms. Two comparisons,
 - with its own past: each subject's figure over what it used to be, compared with how everybody's has changed. Sees a change though
   nobody does equal work; is blind to what was slow from the start. If all change together, nobody deviates.
 
-The past is learnt from steps in which the subject did not deviate, and follows slow change, as of sequence length, at 5 % a step.
+The past is learnt from steps in which the subject did not deviate, a window later, when that is known; it follows slow change, as of
+sequence length, at 5 % a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from monitor.robust import MEDIAN_TO_MEAN_ERROR, median_by, spread
 from monitor.thresholds import SlowThresholds
 
 _LEARNING = 0.05
+_USUAL = 0.6
+"""If fewer are as most are, it is not some that are far out: subjects just differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +60,14 @@ class History:
         """Return the history with what the last step teaches of subjects that do not deviate; `deviating` has shape (subjects,)."""
         if len(self.steps) < thresholds.baseline or not len(self.keys):
             return self
-        last = self.values[-1]
+        middles = _medians(self.values)
+        # The oldest step: what began to deviate in the newer ones is found before it is the oldest. Nor is one high step learnt from.
+        taught = np.fmin(self.values[0], middles)
         fresh = np.isnan(self.past) & ~deviating
-        calm = ~np.isnan(self.past) & ~np.isnan(last) & ~deviating
+        calm = ~np.isnan(self.past) & ~np.isnan(taught) & ~deviating
         past = self.past.copy()
-        past[fresh] = _medians(self.values[:, fresh])
-        past[calm] += _LEARNING * (last[calm] - past[calm])
+        past[fresh] = middles[fresh]
+        past[calm] += _LEARNING * (taught[calm] - past[calm])
         return History(self.keys, self.steps, self.values, past)
 
 
@@ -157,8 +162,12 @@ def _hot(residuals: np.ndarray, least_ratio: float, thresholds: SlowThresholds) 
     around = (residuals - middles)[:, told]
     noise = spread(around[~np.isnan(around)])
     # The middle of a window is known to noise / sqrt(steps); subjects differ among each other by what hardware differs.
-    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), spread(middles[told]))
+    doubt = MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps)
     limit = max(np.log(least_ratio), thresholds.sigmas * doubt)
+    # Who is far out says nothing of how the others differ: of six links, two slow ones would make each other look usual.
+    usual = told & ~(middles > limit)
+    among = usual if usual.sum() > _USUAL * told.sum() else told
+    limit = max(limit, thresholds.sigmas * spread(middles[among]))
     with np.errstate(invalid="ignore"):
         often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
         hot: np.ndarray = (middles > limit) & often

@@ -120,7 +120,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - a rank that fails says so and ends as processes do
                 print(f"rank {rank}: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
             finally:
-                monitor.attachment.detach() if status == 0 else None
+                monitor.attachment.detach()  # What `atexit` does where the interpreter ends by itself.
                 os._exit(status)
         children.append(child)
     print(json.dumps(children), flush=True)
