@@ -20,8 +20,6 @@ from monitor.robust import MEDIAN_TO_MEAN_ERROR, median_by, spread
 from monitor.thresholds import SlowThresholds
 
 _LEARNING = 0.05
-_USUAL = 0.6
-"""If fewer are as most are, it is not some that are far out: subjects just differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,7 @@ def _hot(residuals: np.ndarray, least_ratio: float, thresholds: SlowThresholds) 
     limit = max(np.log(least_ratio), thresholds.sigmas * doubt)
     # Who is far out says nothing of how the others differ: of six links, two slow ones would make each other look usual.
     usual = told & ~(middles > limit)
-    among = usual if usual.sum() > _USUAL * told.sum() else told
+    among = usual if 2 * usual.sum() >= told.sum() else told
     limit = max(limit, thresholds.sigmas * spread(middles[among]))
     with np.errstate(invalid="ignore"):
         often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
