@@ -10,8 +10,8 @@ syndrome is one that says what was injected, and its subject exactly who was inj
 the job, or the group with both ends, is right, and so told in `culprit`. `seconds` and `steps` run from the injection, of a fault
 within a rank up to one step before it acts. `beside` are further verdicts within `SETTLE_S` that name somebody innocent.
 
-`false_verdicts` counts verdicts before an injection, and all of jobs without one, `healthy_steps` the steps that went with them; of the healthy jobs
-one has a busy process on each core beside it. `false_evictions` counts restarts and replacements of who was innocent.
+`false_verdicts` counts verdicts before an injection, and all of jobs without one, `healthy_steps` the steps that went with them; beside healthy
+jobs runs a process that keeps one core busy. `false_evictions` counts restarts and replacements of who was innocent.
 `overhead` is a step's processor time with recording over that without, less one (the median of neighbouring windows that take turns):
 the wall times' ratio, `overhead_wall`, is noise on a shared machine; their quartiles are in `overhead_detail`.
 """
@@ -56,7 +56,8 @@ from switched_network import DEVICE, Network, address, is_possible  # noqa: E402
 sys.path.remove(HERE)
 
 EVERY_S = 0.5
-BASELINE_STEPS = 30
+BASELINE_STEPS = 25
+BASELINE_S = 150.0
 PATIENCE_S = 25.0
 SETTLE_S = 3.0
 COMPUTE_S = 0.020
@@ -153,9 +154,7 @@ class Watcher:
             return ()
         job = align(job)
         processes = self.rings.processes()
-        metrics = {
-            f"node-{rank}": self.probes[rank].sample({rank: process}) for rank, process in processes.items()
-        }
+        metrics = {f"node-{rank}": self.probes[rank].sample({rank: process}) for rank, process in processes.items()}
         now_s = time.monotonic()
         self.past, verdicts = diagnose(job, metrics, self.past, now_s, Thresholds())
         self.step = max((int(told.records["step"].max(initial=0)) for told in job.ranks.values()), default=0)
@@ -217,18 +216,26 @@ def attempt(fault: Fault, ranks: int, disk: str) -> dict[str, Any]:
     with running(fault.job, ranks, fault.network, disk) as job:
         watcher = job.watcher
         before: dict[tuple[Subject, Syndrome], Verdict] = {}
-        deadline_s = time.monotonic() + 60.0
-        while watcher.step < BASELINE_STEPS or watcher.past.window.newest < BASELINE_STEPS:
+        deadline_s = time.monotonic() + BASELINE_S
+        while watcher.past.window.newest < BASELINE_STEPS:
             before |= one_of(watcher.look())
             if time.monotonic() > deadline_s:
                 job.errors.seek(0)
-                raise SystemExit(f"{fault.name}: the job made {watcher.step} steps in 60 s: {job.errors.read()}")
+                raise SystemExit(
+                    f"{fault.name}: the job made {watcher.step} steps in {BASELINE_S} s: {job.errors.read()}"
+                )
         acted = len(watcher.acted)
         standing = one_of(before.values())
         began_s, began_step, step_s = time.monotonic(), watcher.step, watcher.past.window.step_s()
         fault.inject(job)
         first: Verdict | None = None
-        entry: dict[str, Any] = {"name": fault.name, "job": fault.job, "detected": False, "seconds": None, "steps": None}
+        entry: dict[str, Any] = {
+            "name": fault.name,
+            "job": fault.job,
+            "detected": False,
+            "seconds": None,
+            "steps": None,
+        }
         beside: dict[tuple[Subject, Syndrome], Verdict] = {}
         until_s = began_s + PATIENCE_S
         while time.monotonic() < until_s:
@@ -430,7 +437,7 @@ def main(as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: 
         for kind in ("ddp", "fsdp", "pipeline"):
             if wanted("healthy", f"healthy/{kind}"):
                 for busy in (True,) if quick else (False, True):
-                    calm.append(healthy(kind, ranks, 300 if quick else 3000, 30.0 if quick else 300.0, saved, busy))
+                    calm.append(healthy(kind, ranks, 1000 if quick else 3000, 60.0 if quick else 300.0, saved, busy))
                     print(json.dumps(calm[-1], indent=1), file=sys.stderr if as_json else sys.stdout, flush=True)
         cost = overhead(ranks, 8 if quick else 30, saved) if wanted("overhead") else None
     result = {

@@ -105,7 +105,7 @@ def main() -> None:
     import torch
     import torch.distributed.fsdp
 
-    import monitor.attachment  # noqa: F401 - so that the ranks need not
+    import monitor.attachment
 
     torch.set_num_threads(1)
     products = _calibrated(specification.compute_s)

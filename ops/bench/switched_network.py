@@ -16,6 +16,7 @@ import mmap
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -31,7 +32,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 def is_possible() -> bool:
-    return os.geteuid() == 0 and Path("/dev/net/tun").exists() and subprocess.run(["ip", "netns"], capture_output=True).returncode == 0  # fmt: skip
+    return os.geteuid() == 0 and Path("/dev/net/tun").exists() and shutil.which("ip") is not None
 
 
 def address(rank: int) -> str:
@@ -78,7 +79,14 @@ class Network:
             subprocess.run(["ip", "netns", "del", namespace], check=False)
 
     def link(
-        self, sender: int, receiver: int, *, delay_s: float = 0.0, rate: float = 0.0, lost: float = 0.0, cut: bool = False
+        self,
+        sender: int,
+        receiver: int,
+        *,
+        delay_s: float = 0.0,
+        rate: float = 0.0,
+        lost: float = 0.0,
+        cut: bool = False,
     ) -> None:
         """Say what a link does from now on; `rate` in bytes a second."""
         _LINK.pack_into(self._links, (sender * self.size + receiver) * _LINK.size, delay_s, rate, lost, float(cut))

@@ -15,7 +15,9 @@ from tests.integration.monitor.running import SECRET, get, running, until
 RANKS = 3
 
 
-def verdicts(base: Path, monkeypatch: pytest.MonkeyPatch, inject: Callable[[Job], None], **environment: str) -> set[str]:
+def verdicts(
+    base: Path, monkeypatch: pytest.MonkeyPatch, inject: Callable[[Job], None], **environment: str
+) -> set[str]:
     """Return the verdicts that hold once there is one after an injection; before it there must be none."""
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(base))
     settings = Settings("test", "here", SECRET, read_every_s=0.1, conclude_every_s=0.2)
