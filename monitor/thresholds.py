@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 class HangThresholds:
     """When a wait is a hang."""
 
-    least_s: float = 2.0
+    least_s: float = 2.4
     """No shorter stop is a hang: a full garbage collection, a page-in or a scheduler's whim last a second. A reader that comes twice
     a second then tells within 3 s, and a policy, which wants a verdict sustained, acts after as long."""
     steps: float = 3.0
