@@ -7,13 +7,14 @@ taken its baseline, the fault is injected, and the rings are read, aligned, diag
 every half second as a daemon does. Each rank is a node of its own to the diagnosis, and where faults are of the network, one in truth:
 a network namespace behind a switch in user space (`switched_network.py`). Judged is the first verdict after the injection: whether its
 syndrome is one that says what was injected, and its subject exactly who was injected. Collectives do not tell which link is slow or cut; there
-the job, or the group with both ends, is right, and so told in `culprit`. `seconds` and `steps` run from the injection, of a fault
-within a rank up to one step before it acts. `beside` are further verdicts within `SETTLE_S` that name somebody innocent.
+the job, or the group with both ends, is right. Of a link that delays, either direction is: gloo asks the receiver before it sends.
+`seconds` and `steps` run from the injection, of a fault within a rank up to one step before it acts. `beside` are further verdicts
+within `SETTLE_S` that name somebody innocent.
 
 `false_verdicts` counts verdicts before an injection, and all of jobs without one, `healthy_steps` the steps that went with them; beside healthy
 jobs runs a process that keeps one core busy. `false_evictions` counts restarts and replacements of who was innocent.
 `overhead` is a step's processor time with recording over that without, less one (the median of neighbouring windows that take turns):
-the wall times' ratio, `overhead_wall`, is noise on a shared machine; their quartiles are in `overhead_detail`.
+wall times are mostly noise on a shared machine; quartiles of both are in `overhead_detail`.
 """
 
 from __future__ import annotations
@@ -388,7 +389,7 @@ def faults() -> list[Fault]:
     found += [
         Fault("throttled processor", "ddp", _throttle, {Syndrome.THROTTLED, *slow}, sick),
         Fault("slow disk", "ddp", _ail(Ill.SLOW_DISK), {Syndrome.CHECKPOINT_STALL}, sick),
-        Fault("slow link, delay", "pipeline", _on_network(lambda net: net.link(SICK, PEER, delay_s=0.03)), slow_comm, link, True),
+        Fault("slow link, delay", "pipeline", _on_network(lambda net: net.link(SICK, PEER, delay_s=0.03)), slow_comm, either, True),
         Fault("slow link, rate", "pipeline", _on_network(lambda net: net.link(SICK, PEER, rate=2e6)), slow_comm, link, True),
         Fault("lossy link", "pipeline", _on_network(lambda net: net.link(SICK, PEER, lost=0.2)), slow_comm, link, True),
         Fault("slow receiver", "pipeline", _on_network(_slow_receiver), slow_comm, [("rank", (PEER,))], True),
