@@ -28,7 +28,11 @@ bench: setup
 	$(BIN)/python ops/bench/recovery.py --json
 	$(BIN)/python ops/bench/snapshot.py --json
 	$(BIN)/python ops/bench/checkpoint.py --json
+<<<<<<< HEAD
 	$(BIN)/python ops/bench/diagnosis_scale.py --json
+=======
+	$(BIN)/python ops/bench/diagnosis.py --json --quick
+>>>>>>> helper-battery
 
 clean:
 	rm -rf $(VENV) demo-output build dist *.egg-info

@@ -17,7 +17,7 @@ def attach_if_asked() -> None:
     if os.environ.get(SWITCH) != "1":
         return
     try:
-        from monitor.attachment import ATTACHED_VARIABLE, attach, identify
+        from monitor.telemetry.attachment import ATTACHED_VARIABLE, attach, identify
 
         own = str(os.getpid())
         if os.environ.get(ATTACHED_VARIABLE, own) == own and identify(os.environ).rank >= 0:

@@ -14,15 +14,15 @@ from elastic.errors import ElasticError, UsageError
 from monitor.errors import MonitorError
 
 if TYPE_CHECKING:
-    from monitor.contracts import Runtime
+    from monitor.daemon.contracts import Runtime
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
 _ELSEWHERE = {
     "ckpt": "checkpoint.cli",
-    "doctor": "monitor.doctor_cli",
-    "monitor": "monitor.cli",
-    "top": "monitor.cli",
+    "doctor": "monitor.preflight.cli",
+    "monitor": "monitor.daemon.cli",
+    "top": "monitor.daemon.cli",
 }
 
 

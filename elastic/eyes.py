@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.registry import local_jobs
 from elastic.story import CoordinatorStory
 from elastic.verdicts import CoordinatorVerdicts
-from monitor.contracts import Runtime
+from monitor.daemon.contracts import Runtime
 
 
 def runtime(store: str | None, job: str) -> Runtime | None:

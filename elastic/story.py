@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from elastic.store.blocking import BlockingStore
 from elastic.view import Keys, View, from_listing
-from monitor.contracts import Member, Recovery, Story
+from monitor.daemon.contracts import Member, Recovery, Story
 
 
 def story_of(view: View) -> Story | None:

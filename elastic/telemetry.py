@@ -25,8 +25,8 @@ SWITCH = "KEEPSTEP_RECORD"
 
 def prepare() -> None:
     """Have what recording needs imported and built, while the worker warms up: building takes seconds, once on each machine."""
-    import monitor.attachment  # noqa: F401
-    from monitor.native import build
+    import monitor.telemetry.attachment  # noqa: F401
+    from monitor.telemetry.native import build
 
     try:
         build()
@@ -47,11 +47,11 @@ def attach(assignment: Assignment) -> None:
 def reopen(assignment: Assignment) -> None:
     """Go on in a ring of the generation that this worker enters, if it is recorded and its ring is of an earlier one."""
     # Where nobody has imported it, nobody has attached.
-    attachment = sys.modules.get("monitor.attachment")
+    attachment = sys.modules.get("monitor.telemetry.attachment")
     recorder = attachment.current() if attachment is not None else None
     if attachment is None or recorder is None or recorder.identity.generation == assignment.generation:
         return
-    from monitor.ring import Identity
+    from monitor.telemetry.ring import Identity
 
     try:
         recorder.reopen(
@@ -71,7 +71,7 @@ def environment(assignment: Assignment) -> Mapping[str, str]:
 
 def remove_rings(job: str) -> None:
     """Remove what workers of this node left behind. Rings of processes that live, such as another agent's here, stay."""
-    from monitor.ring_files import Sweeper, job_directory
+    from monitor.telemetry.ring_files import Sweeper, job_directory
 
     try:
         Sweeper(keep_s=0.0).sweep([job_directory(job)], time.monotonic())

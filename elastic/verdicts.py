@@ -17,7 +17,7 @@ from elastic.records import HeldVerdict, HeldVerdicts, RestartRequest
 from elastic.store.blocking import BlockingStore
 from elastic.store.contract import Delete, Modified, Put
 from elastic.view import Keys, View, from_listing
-from monitor.policy import Action, ActionKind
+from monitor.diagnosis.policy import Action, ActionKind
 from monitor.verdicts import Verdict
 
 _MOST = 16

@@ -14,7 +14,7 @@ from monitor.records import Measure, Phase
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from monitor.recorder import Recorder
+    from monitor.telemetry.recorder import Recorder
 
 __all__ = ["Measure", "Phase", "attach", "begin_step", "end_step", "measure", "phase"]
 
@@ -24,8 +24,8 @@ __all__ = ["Measure", "Phase", "attach", "begin_step", "end_step", "measure", "p
 def attach(
     *, job: str | None = None, rank: int | None = None, node: str | None = None, generation: int | None = None
 ) -> Recorder:
-    """Record this worker from now on. See `monitor.attachment.attach`."""
-    from monitor.attachment import attach
+    """Record this worker from now on. See `monitor.telemetry.attachment.attach`."""
+    from monitor.telemetry.attachment import attach
 
     return attach(job=job, rank=rank, node=node, generation=generation)
 
@@ -51,7 +51,7 @@ def end_step() -> None:
 
 
 def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
-    """Report a number of the step under way. See `monitor.recorder.Recorder.measure`."""
+    """Report a number of the step under way. See `monitor.telemetry.recorder.Recorder.measure`."""
     recorder = _current()
     if recorder is not None:
         recorder.measure(measure, value, group)
@@ -61,5 +61,5 @@ def _current() -> Recorder | None:
     import sys
 
     # Where nobody has imported it, nobody has attached.
-    attachment = sys.modules.get("monitor.attachment")
+    attachment = sys.modules.get("monitor.telemetry.attachment")
     return attachment.current() if attachment is not None else None

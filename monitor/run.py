@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from monitor.attachment import attach
+from monitor.telemetry.attachment import attach
 
 
 def main() -> None:

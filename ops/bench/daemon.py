@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 
 from monitor.records import Communicator, Kind, Operation, Phase
-from monitor.ring import Identity, Ring
-from monitor.ring_files import create_ring
+from monitor.telemetry.ring import Identity, Ring
+from monitor.telemetry.ring_files import create_ring
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.1

@@ -27,11 +27,11 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from traces import NODE, Fault, Shape, Simulation, mixture  # noqa: E402
 
-from monitor.diagnosis import NO_PAST, Past, conclude, diagnose  # noqa: E402
-from monitor.digest import FORGETFUL, Memory, digest  # noqa: E402
+from monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # noqa: E402
+from monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
+from monitor.diagnosis.tables import Digest, merge  # noqa: E402
+from monitor.diagnosis.thresholds import Thresholds  # noqa: E402
 from monitor.records import JobRecords  # noqa: E402
-from monitor.tables import Digest, merge  # noqa: E402
-from monitor.thresholds import Thresholds  # noqa: E402
 from monitor.verdicts import Syndrome, Verdict  # noqa: E402
 
 SHAPES = {1024: Shape(8, 16), 4096: Shape(8, 64), 16384: Shape(16, 128)}

@@ -83,10 +83,10 @@ def work() -> None:
     from torch.distributed.fsdp import fully_shard
 
     import monitor
-    from monitor.attachment import detach
-    from monitor.job_rings import JobRings
     from monitor.records import Kind, Measure, Phase
-    from monitor.ring_files import job_directory
+    from monitor.telemetry.attachment import detach
+    from monitor.telemetry.job_rings import JobRings
+    from monitor.telemetry.ring_files import job_directory
 
     torch.set_num_threads(1)
     quick = bool(os.environ["BENCH_QUICK"])

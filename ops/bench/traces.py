@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from monitor.metrics import GpuMetrics, NodeMetrics
+from monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from monitor.records import DTYPES, RECORD, Communicator, Flag, JobRecords, Kind, Measure, Operation, Phase, RankRecords
 
 NODE = 8

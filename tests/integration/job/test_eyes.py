@@ -18,11 +18,11 @@ from elastic.store.embedded import EmbeddedEtcd
 from elastic.verdicts import CoordinatorVerdicts
 from elastic.view import Keys, View, from_listing
 from examples.local_cluster import LocalCluster
+from monitor.diagnosis.policy import Action, ActionKind
 from monitor.errors import RecorderUnavailable
-from monitor.policy import Action, ActionKind
-from monitor.ring import Identity
-from monitor.ring_files import ring_paths
-from monitor.ring_reader import RingReader
+from monitor.telemetry.ring import Identity
+from monitor.telemetry.ring_files import ring_paths
+from monitor.telemetry.ring_reader import RingReader
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 ROOT = Path(__file__).parents[3]
@@ -66,7 +66,7 @@ def identity_of(path: Path) -> Identity:
 
 
 def native_recorder() -> None:
-    from monitor.native import build
+    from monitor.telemetry.native import build
 
     try:
         build()

@@ -11,9 +11,9 @@ from types import TracebackType
 
 import numpy as np
 
-from monitor.job_rings import JobRings
 from monitor.records import JobRecords, Kind, Operation
-from monitor.ring_reader import Records
+from monitor.telemetry.job_rings import JobRings
+from monitor.telemetry.ring_reader import Records
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from monitor.access import bearer_token
-from monitor.daemon import Daemon, Parts, Settings
+from monitor.daemon.access import bearer_token
+from monitor.daemon.daemon import Daemon, Parts, Settings
 
 SECRET = b"a secret of this test"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from monitor.contracts import Member, Reading, Recovery, Story
+from monitor.daemon.contracts import Member, Reading, Recovery, Story
 from monitor.records import DTYPES, RECORD, Communicator, Kind, Operation, Phase, RankRecords
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 

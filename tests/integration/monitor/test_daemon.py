@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from monitor.access import bearer_token
-from monitor.assembly import diagnose
-from monitor.contracts import Member, Story
-from monitor.daemon import Parts, Settings
+from monitor.daemon.access import bearer_token
+from monitor.daemon.assembly import diagnose
+from monitor.daemon.contracts import Member, Story
+from monitor.daemon.daemon import Parts, Settings
+from monitor.daemon.probes import NodeProbe
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.policy import Action, ActionKind, Mode, Policy
+from monitor.diagnosis.tables import Digest
 from monitor.errors import MonitorError
-from monitor.metrics import NodeMetrics
-from monitor.policy import Action, ActionKind, Mode, Policy
-from monitor.probes import NodeProbe
 from monitor.records import Communicator
-from monitor.tables import Digest
 from monitor.verdicts import Syndrome, Verdict
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict

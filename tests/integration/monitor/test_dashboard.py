@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monitor.access import bearer_token
-from monitor.daemon import Parts, Settings
+from monitor.daemon.access import bearer_token
+from monitor.daemon.daemon import Parts, Settings
 from monitor.verdicts import Syndrome
 from tests.integration.monitor.browser import CHROMIUM, DRIVER, Browser, browser
 from tests.integration.monitor.running import SECRET, running

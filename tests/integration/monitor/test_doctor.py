@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.doctor import Doctor
 from monitor.errors import MonitorUnreachable
-from monitor.meeting import Line
-from monitor.selftests import is_product
+from monitor.preflight.doctor import Doctor
+from monitor.preflight.meeting import Line
+from monitor.preflight.selftests import is_product
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from monitor.flight_recorder import read_dumps
 from monitor.records import Operation
+from monitor.telemetry.flight_recorder import read_dumps
 
 CODE = """
 import os, sys, torch, torch.distributed as dist

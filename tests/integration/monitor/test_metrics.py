@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitor.daemon import Parts, Settings
-from monitor.metrics import GpuMetrics, NodeMetrics
-from monitor.node_series import GPU_SERIES, NODE_SERIES, metrics_from_json, metrics_to_json
+from monitor.daemon.daemon import Parts, Settings
+from monitor.daemon.node_series import GPU_SERIES, NODE_SERIES, metrics_from_json, metrics_to_json
+from monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from monitor.verdicts import Syndrome
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict

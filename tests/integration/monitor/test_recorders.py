@@ -250,7 +250,7 @@ def run_python(code: str, cwd: Path, site: Path, **environment: str) -> subproce
 
 
 def test_process_that_is_no_worker_is_not_attached(tmp_path: Path) -> None:
-    code = "import torch, monitor.attachment; assert monitor.attachment.current() is None"
+    code = "import torch, monitor.telemetry.attachment; assert monitor.telemetry.attachment.current() is None"
     run_python(code, tmp_path, tmp_path / "site", KEEPSTEP_MONITOR_DIR=str(tmp_path / "rings"))
     assert not (tmp_path / "rings").exists()
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from monitor.access import bearer_token
-from monitor.daemon import Parts, Settings
-from monitor.top import render, show, strip
+from monitor.daemon.access import bearer_token
+from monitor.daemon.daemon import Parts, Settings
+from monitor.daemon.top import render, show, strip
 from tests.integration.monitor.running import SECRET, get, running
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 from tests.integration.monitor.test_daemon import Probe, Says

@@ -26,7 +26,7 @@ from elastic.status import render, summary
 from elastic.store.contract import Change, KeyValue, Put
 from elastic.verdicts import held, is_news, requests
 from elastic.view import Joined, Keys, View, apply
-from monitor.policy import Action, ActionKind
+from monitor.diagnosis.policy import Action, ActionKind
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 KEYS = Keys("job")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from monitor.diagnosis import NO_PAST, Past, diagnose
-from monitor.thresholds import Thresholds
+from monitor.diagnosis.conclusion import NO_PAST, Past, diagnose
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.verdicts import Verdict
 from tests.unit.monitor.trace_text import Trace, load
 

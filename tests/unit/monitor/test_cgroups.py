@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from monitor import cgroups
+from monitor.daemon import cgroups
 
 
 def write(path: Path, text: str) -> None:

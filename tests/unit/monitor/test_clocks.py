@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.clocks import ClockOffset, align, crowd, estimate_clocks
 from monitor.records import RECORD, Flag, JobRecords, Kind, Operation, RankRecords
+from monitor.telemetry.clocks import ClockOffset, align, crowd, estimate_clocks
 
 Generator = np.random.Generator
 LATENCY_S = 200e-6

@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 
-from monitor.delays import delay_matrix, find_slow_links, link_keys, message_delays, unpack
-from monitor.history import NOTHING, History
+from monitor.diagnosis.delays import delay_matrix, find_slow_links, link_keys, message_delays, unpack
+from monitor.diagnosis.history import NOTHING, History
+from monitor.diagnosis.tables import MESSAGE, fold_messages
+from monitor.diagnosis.thresholds import SlowThresholds
+from monitor.diagnosis.transfers import Fabric, find_slow_transfers, transfer_keys
 from monitor.records import Communicator
-from monitor.tables import MESSAGE, fold_messages
-from monitor.thresholds import SlowThresholds
-from monitor.transfers import Fabric, find_slow_transfers, transfer_keys
 
 NODES = {rank: f"n{rank}" for rank in range(6)}
 MESH = list(itertools.permutations(range(6), 2))

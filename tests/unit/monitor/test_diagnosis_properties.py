@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.diagnosis import NO_PAST, conclude, diagnose
-from monitor.digest import FORGETFUL, digest
+from monitor.diagnosis.conclusion import NO_PAST, conclude, diagnose
+from monitor.diagnosis.digest import FORGETFUL, digest
+from monitor.diagnosis.tables import Digest, merge
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Communicator, JobRecords, RankRecords
-from monitor.tables import Digest, merge
-from monitor.thresholds import Thresholds
 from monitor.verdicts import Subject, Verdict
 from ops.bench.traces import Jitter, Shape, Simulation
 from tests.unit.monitor.trace_text import Trace, load
@@ -84,7 +84,7 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
 
 
 @settings(deadline=None)
-@given(case=any_case, shifts=st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=2), is_known=st.booleans())
+@given(case=any_case, shifts=st.lists(st.floats(-1e4, 1e4), min_size=4, max_size=4), is_known=st.booleans())
 def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_known: bool) -> None:
     """With `is_known`, offsets follow; without, the clocks are simply wrong, and still the same verdicts come."""
     trace = load(CASES[case])

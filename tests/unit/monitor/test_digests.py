@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.digest import FORGETFUL, digest
-from monitor.history import NOTHING, deviations
+from monitor.diagnosis.digest import FORGETFUL, digest
+from monitor.diagnosis.history import NOTHING, deviations
+from monitor.diagnosis.robust import median_by, spread
+from monitor.diagnosis.tables import COLLECTIVE, fold_collectives, split_whole
+from monitor.diagnosis.thresholds import SlowThresholds
 from monitor.records import Operation, Phase
-from monitor.robust import median_by, spread
-from monitor.tables import COLLECTIVE, fold_collectives, split_whole
-from monitor.thresholds import SlowThresholds
 from tests.unit.monitor.trace_text import Trace, parse
 
 TWO = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from monitor.errors import DumpUnreadable
-from monitor.flight_recorder import read_dumps
 from monitor.records import DTYPES, Communicator, Flag, Operation
+from monitor.telemetry.flight_recorder import read_dumps
 
 Write = Callable[[Path, Any], None]
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.contracts import Recovery
-from monitor.goodput import CONNECTING, DETECTING, FIRST, KEPT, REDONE, RESTORING, goodput
+from monitor.daemon.contracts import Recovery
+from monitor.daemon.goodput import CONNECTING, DETECTING, FIRST, KEPT, REDONE, RESTORING, goodput
 
 
 def recovery(at_s: float, lost: int = 2, *phases_s: float) -> Recovery:

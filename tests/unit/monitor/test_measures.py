@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from monitor.measures import NO_CURVES, judge_measures
+from monitor.diagnosis.measures import NO_CURVES, judge_measures
+from monitor.diagnosis.tables import MEASURE
+from monitor.diagnosis.thresholds import MeasureThresholds
 from monitor.records import Communicator, Measure
-from monitor.tables import MEASURE
-from monitor.thresholds import MeasureThresholds
 from monitor.verdicts import Advice, Verdict
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}

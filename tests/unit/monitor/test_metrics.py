@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from monitor.metrics import GpuMetrics, NodeFindings, NodeMetrics, judge_nodes
-from monitor.thresholds import NodeThresholds
+from monitor.diagnosis.metrics import GpuMetrics, NodeFindings, NodeMetrics, judge_nodes
+from monitor.diagnosis.thresholds import NodeThresholds
 from monitor.verdicts import Advice
 
 NODES = {rank: "abcd"[rank // 2] for rank in range(8)}

@@ -5,10 +5,10 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.judgement import Examination, judge
-from monitor.meeting import LinkResult
-from monitor.pairing import LEAST_NODES, outliers, rounds
-from monitor.selftests import DiskResult, MatmulResult
+from monitor.preflight.judgement import Examination, judge
+from monitor.preflight.meeting import LinkResult
+from monitor.preflight.pairing import LEAST_NODES, outliers, rounds
+from monitor.preflight.selftests import DiskResult, MatmulResult
 
 
 @given(st.integers(0, 65))

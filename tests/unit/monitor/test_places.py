@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from monitor.places import placed
-from monitor.verdict_log import Changes
+from monitor.daemon.verdict_log import Changes
+from monitor.daemon.watch import Turn
+from monitor.diagnosis.places import placed
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
-from monitor.watch import Turn
 
 PLACES = {0: "a", 1: "a", 2: "b", 3: "b"}
 VERDICT = Verdict(Subject("rank", (2,), "host"), Syndrome.DEAD_PROCESS, 0.0, (), 1.0, 0.0, Advice.RESTART_WORKER)

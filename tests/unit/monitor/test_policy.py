@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.policy import ActionKind, Mode, Policy, PolicyState, allowance, decide, undone
+from monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, allowance, decide, undone
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 NODES = {rank: f"n{rank // 2}" for rank in range(80)}

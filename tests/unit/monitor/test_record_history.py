@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.digest_relay import Outbox
+from monitor.daemon.digest_relay import Outbox
+from monitor.daemon.record_history import History, RankState, thin
+from monitor.daemon.summary import NodeFacts, decode, encode, summarize
 from monitor.errors import ProtocolViolation
-from monitor.record_history import History, RankState, thin
 from monitor.records import RECORD, Communicator, Kind, Operation, Phase
-from monitor.summary import NodeFacts, decode, encode, summarize
 
 STATE = RankState(3, "node-a", 41, "first", True, False, 10.0, 0.0)
 

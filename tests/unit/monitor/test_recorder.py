@@ -12,12 +12,12 @@ import torch
 
 import monitor
 from monitor.errors import RecorderUnavailable
-from monitor.native import NativeRecorder, library_path
-from monitor.phases import AutomaticPhases
-from monitor.recorder import Recorder
 from monitor.records import Communicator, Kind, Measure, Phase
-from monitor.ring import Identity
-from monitor.ring_reader import Records, RingReader
+from monitor.telemetry.native import NativeRecorder, library_path
+from monitor.telemetry.phases import AutomaticPhases
+from monitor.telemetry.recorder import Recorder
+from monitor.telemetry.ring import Identity
+from monitor.telemetry.ring_reader import Records, RingReader
 
 
 @pytest.fixture

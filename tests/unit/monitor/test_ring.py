@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monitor.errors import RingUnreadable, RingUnwritable
-from monitor.job_rings import JobRings
 from monitor.records import RECORD, Communicator, Flag, Kind, Operation, Phase
-from monitor.ring import MAGIC, Identity, Ring, Sizes, process_started, ranks_of, runs
-from monitor.ring_files import Sweeper, base_directory, create_ring, job_directory, ring_paths
-from monitor.ring_reader import RingReader
+from monitor.telemetry.job_rings import JobRings
+from monitor.telemetry.ring import MAGIC, Identity, Ring, Sizes, process_started, ranks_of, runs
+from monitor.telemetry.ring_files import Sweeper, base_directory, create_ring, job_directory, ring_paths
+from monitor.telemetry.ring_reader import RingReader
 
 SMALL = Sizes(operations=256, marks=256, table_nbytes=512)
 WHO = Identity("job", 3, "node-a", generation=2, world_size=8)
@@ -181,7 +181,7 @@ def test_runs_of_ranks_are_lossless(ranks: list[int]) -> None:
 
 def test_ring_of_a_killed_process_is_readable_and_known_to_be_dead() -> None:
     code = (
-        "import os, signal\nfrom monitor.ring import Identity\nfrom monitor.ring_files import create_ring\n"
+        "import os, signal\nfrom monitor.telemetry.ring import Identity\nfrom monitor.telemetry.ring_files import create_ring\n"
         "ring = create_ring(Identity('job', 0, 'a'))\n"
         "ring.operations.begin(1, 1, number=41, step=1, enqueued_s=1.0, ended_s=2.0)\n"
         "ring.operations.begin(1, 9, number=42, step=1, enqueued_s=3.0)\n"
@@ -381,7 +381,5 @@ def test_format_is_what_the_documentation_says(ring: Ring) -> None:
 
 
 def test_whoever_only_reads_needs_no_pytorch() -> None:
-    modules = (
-        "monitor, monitor.clocks, monitor.flight_recorder, monitor.job_rings, monitor.recorder, monitor.ring_files"
-    )
+    modules = "monitor, monitor.telemetry.clocks, monitor.telemetry.flight_recorder, monitor.telemetry.job_rings, monitor.telemetry.recorder, monitor.telemetry.ring_files"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"], check=True)

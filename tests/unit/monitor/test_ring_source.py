@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from monitor.daemon.ring_source import RingSource
 from monitor.records import Communicator, Kind, Operation, Phase
-from monitor.ring import Identity, Ring
-from monitor.ring_files import create_ring, job_directory
-from monitor.ring_source import RingSource
+from monitor.telemetry.ring import Identity, Ring
+from monitor.telemetry.ring_files import create_ring, job_directory
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from monitor.diagnosis import NO_PAST, diagnose
-from monitor.metrics import NodeMetrics
+from monitor.diagnosis.conclusion import NO_PAST, diagnose
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Operation, Phase
-from monitor.thresholds import Thresholds
 from monitor.verdicts import Verdict
 from tests.unit.monitor.trace_text import Trace
 
@@ -86,6 +86,15 @@ def test_hiccups_of_single_ranks_are_not_slowness() -> None:
 def test_noise_as_large_as_the_deviation_is_no_verdict() -> None:
     rng = noisy(5, 0.6)
     seen = follow(job(200, lambda _rank, _step: 0.1 * rng.lognormal(0, 0.6)))
+    assert [verdicts for _, verdicts in seen if verdicts] == []
+
+
+def test_ranks_whose_speed_wanders_with_what_others_do_on_their_machines_are_not_slow() -> None:
+    rng = noisy(2)
+    wander = np.zeros((121, 4))
+    for step in range(1, len(wander)):
+        wander[step] = 0.93 * wander[step - 1] + rng.normal(0, 0.06, 4)
+    seen = follow(job(120, lambda rank, step: 0.3 * rng.lognormal(wander[step][rank], 0.08)))
     assert [verdicts for _, verdicts in seen if verdicts] == []
 
 

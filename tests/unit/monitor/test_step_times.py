@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
-from monitor.matrices import delays
-from monitor.record_history import Changed
+from monitor.daemon.matrices import delays
+from monitor.daemon.record_history import Changed
+from monitor.daemon.step_times import StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.records import RECORD, Kind, Operation, Phase, RankRecords
-from monitor.step_times import StepTable, heat_map, newest_step, timeline, typical_step_s
 
 
 def phase(code: Phase, step: int, began_s: float, ended_s: float) -> np.ndarray:

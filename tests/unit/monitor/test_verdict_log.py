@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.verdict_log import QUIET_S, VerdictLog, advance
+from monitor.daemon.verdict_log import QUIET_S, VerdictLog, advance
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 SLOW = Verdict(Subject("rank", (5,), "node-a"), Syndrome.DATA_STALL, 90.0, ("waits",), 0.9, 0.2, Advice.ALERT)

@@ -1,0 +1,170 @@
+"""`keepstep monitor` and `keepstep top`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from monitor.daemon.access import bearer_token
+from monitor.daemon.job_secret import job_secret
+from monitor.errors import MonitorError
+
+if TYPE_CHECKING:
+    from monitor.daemon.contracts import Runtime
+
+PORT = 8433
+_JOB = click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
+_SECRET = click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    help="File with the job's secret. Default: $KEEPSTEP_SECRET, else one of this user's own on this machine.",
+)
+
+
+@click.group(invoke_without_command=True)
+@_JOB
+@click.option("--node", envvar="KEEPSTEP_NODE", help="Name of this node. Default: the host's name.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=PORT, show_default=True, help="Port to listen on; 0 for any.")
+@click.option("--open-page", is_flag=True, help="Want no token of requests from this machine. Loopback only.")
+@_SECRET
+@click.option("--print-token", is_flag=True, help="Print the token for the page and for Prometheus, and end.")
+@click.option("--child", "children", multiple=True, metavar="URL", help="A daemon to gather from; may be repeated.")
+@click.option(
+    "--children-file",
+    type=click.Path(path_type=Path),
+    help="File with URLs of daemons to gather from, one a line; read again when it changes.",
+)
+@click.option("--gather-only", is_flag=True, help="Do not read this node's own ranks: another daemon here does.")
+@click.option("--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost.")
+@click.option(
+    "--store", metavar="URL", help="The job's coordinator: for what the page shows of the job, verdicts, --act."
+)
+@click.option(
+    "--act",
+    type=click.Choice(["observe", "alert", "restart", "replace"]),
+    default="alert",
+    show_default=True,
+    help="What to do about verdicts, each including the ones before: nothing; log; restart workers; replace nodes.",
+)
+@click.option("--events", type=click.Path(path_type=Path), help="File to append events to, one JSON object a line.")
+@click.option("--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart.")
+@click.option("--every", default=0.5, show_default=True, help="Seconds between readings.")
+@click.pass_context
+def monitor(context: click.Context, /, **options: Any) -> None:
+    """Watch the ranks of a job on this node, and say who is sick.
+
+    Every node runs one. With --child it also gathers what other daemons tell: nodes under racks, racks under one root, which
+    diagnoses for all. The page is at the address that is printed.
+    """
+    if context.invoked_subcommand is None:
+        _run(context.obj, **options)
+
+
+@click.command()
+@click.option("--url", default=f"http://127.0.0.1:{PORT}", show_default=True, help="The daemon to look at.")
+@_JOB
+@_SECRET
+@click.option("--once", is_flag=True, help="Print once instead of following.")
+def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
+    """Show live ranks, steps, step times and verdicts in the terminal."""
+    from monitor.daemon.top import show
+
+    show(url, bearer_token(job_secret(job, secret_file)), once=once)
+
+
+def _run(
+    find_runtime: Callable[[str | None, str], Runtime | None] | None,
+    *,
+    job: str,
+    node: str | None,
+    host: str,
+    port: int,
+    open_page: bool,
+    secret_file: Path | None,
+    print_token: bool,
+    children: tuple[str, ...],
+    children_file: Path | None,
+    gather_only: bool,
+    relay: bool,
+    store: str | None,
+    act: str,
+    events: Path | None,
+    state: Path | None,
+    every: float,
+) -> None:
+    secret = job_secret(job, secret_file)
+    if print_token:
+        click.echo(bearer_token(secret))
+        return
+    # A moment's worth of imports that --print-token and --help have no use for.
+    from monitor.daemon.assembly import assemble
+    from monitor.daemon.daemon import Daemon, Settings
+    from monitor.diagnosis.policy import Mode, Policy
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    name = node or socket.gethostname()
+    settings = Settings(
+        job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
+    )  # fmt: skip
+    policy = Policy(Mode[act.upper()])
+    runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
+    if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
+        raise MonitorError(
+            f"--act {act} is for the topmost monitor of a job of `keepstep run`: give --store, and no --relay"
+        )
+    parts = assemble(
+        job,
+        name,
+        diagnoses=not relay,
+        reads_rings=not gather_only,
+        children=_children(children, children_file),
+        runtime=runtime,
+        policy=policy,
+    )
+
+    async def serve() -> None:
+        daemon = Daemon(settings, parts)
+        loop = asyncio.get_running_loop()
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(ending, daemon.stop)
+        running = asyncio.create_task(daemon.run())
+        either: list[asyncio.Future[Any]] = [running, daemon.address]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            address = daemon.address.result()
+            # The token rides behind the #, which browsers do not send, so it is in no server's log.
+            click.echo(f"watching job {job}: {address}/" + ("" if open_page else f"#token={bearer_token(secret)}"))
+        await running
+
+    asyncio.run(serve())
+
+
+def _children(urls: Sequence[str], file: Path | None) -> Callable[[], Sequence[str]]:
+    """Return what tells the daemons below: those named, and those in a file, which is read again when it changes."""
+    if file is None:
+        return lambda: tuple(urls)
+    if not file.exists():
+        raise MonitorError(f"--children-file {file} does not exist")
+    read_at_ns, known = 0, tuple[str, ...]()
+
+    def listed() -> Sequence[str]:
+        nonlocal read_at_ns, known
+        try:
+            changed_at_ns = os.stat(file).st_mtime_ns
+            if changed_at_ns != read_at_ns:
+                lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+                known, read_at_ns = tuple(line for line in lines if line), changed_at_ns
+        except FileNotFoundError:
+            pass  # Being replaced: the list as it was is still good.
+        return tuple(dict.fromkeys((*urls, *known)))
+
+    return listed

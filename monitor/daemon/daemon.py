@@ -1,0 +1,360 @@
+"""The monitor daemon: reads, asks, concludes, tells; and touches the job only by what its policy asks of the job's own runtime.
+
+One daemon a node reads that node's rings. Daemons given children ask them for what is new; a tree of them (nodes under racks
+under a root) keeps what any one process handles in proportion to its children. The root diagnoses. It opens nothing of the
+job's for writing, and the job knows nothing of it: it may crash, hang and come back at any time.
+
+Owners: the daemon owns two threads (one for the watch, one for what may block: publisher, enforcer, story), its HTTP server and
+client, the event file and the state file; `run` ends them all. Everything about the watch happens on the first thread, so it
+needs no lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from monitor.daemon.access import is_loopback
+from monitor.daemon.children import Children
+from monitor.daemon.contracts import (
+    Alignment,
+    Diagnosis,
+    Enforcer,
+    JobReader,
+    Probe,
+    Story,
+    StoryTeller,
+    VerdictPublisher,
+)
+from monitor.daemon.events import EventFile
+from monitor.daemon.service import application
+from monitor.daemon.stacks import dump
+from monitor.daemon.verdict_log import HANGS, Entry, VerdictLog
+from monitor.daemon.watch import FAULT, Limits, Turn, Watch
+from monitor.diagnosis.places import placed
+from monitor.diagnosis.policy import Action, ActionKind, Policy, PolicyState, decide, undone
+from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
+from monitor.verdicts import Verdict
+
+_LOG = logging.getLogger("keepstep.monitor")
+_Result = TypeVar("_Result")
+_STORY_EVERY_S = 2.0
+_RANKS_TO_DUMP = 4
+"""Of one verdict: a hang's root is one rank or two; more stacks say the same again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a daemon runs.
+
+    Args:
+        job: the job's name.
+        node: this node's name.
+        secret: the job's secret.
+        host: address to listen on.
+        port: 0 for any.
+        opens_to_loopback: whether requests from loopback need no token.
+        read_every_s: seconds between readings.
+        conclude_every_s: seconds between diagnoses.
+        ask_every_s: seconds between asking the daemons below.
+        budget: finished operations that a daemon below sends of each rank at a time, at most.
+        events: file for events; None for none.
+        state: file for what a restart must not lose; None for none.
+        limits: what is kept.
+    """
+
+    job: str
+    node: str
+    secret: bytes
+    host: str = "127.0.0.1"
+    port: int = 0
+    opens_to_loopback: bool = False
+    read_every_s: float = 0.5
+    conclude_every_s: float = 1.0
+    ask_every_s: float = 1.0
+    budget: int = 256
+    events: Path | None = None
+    state: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a daemon is made of; it owns and closes them.
+
+    Args:
+        probe: measures the node.
+        reader: this node's rings; None for a daemon that only hears others.
+        diagnosis: None for one that only relays.
+        alignment: of clocks.
+        publisher: where verdicts go besides the event file.
+        teller: what the job's runtime knows.
+        policy: what to do about verdicts; None for nothing.
+        enforcer: who does it, other than telling people; None where there is only telling.
+        children: URLs of the daemons below, asked for anew at every turn.
+    """
+
+    probe: Probe
+    reader: JobReader | None = None
+    diagnosis: Diagnosis | None = None
+    alignment: Alignment | None = None
+    publisher: VerdictPublisher | None = None
+    teller: StoryTeller | None = None
+    policy: Policy | None = None
+    enforcer: Enforcer | None = None
+    children: Callable[[], Sequence[str]] = tuple
+
+
+class Daemon:
+    """See the module. `run` does everything and returns when it is cancelled or `stop` was called."""
+
+    def __init__(self, settings: Settings, parts: Parts) -> None:
+        if settings.opens_to_loopback and not is_loopback(settings.host):
+            raise MonitorError(
+                f"a page without token is for loopback only, not for {settings.host}; leave --host or --open-page away"
+            )
+        self.job = settings.job
+        self.address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """The URL it serves, once it does."""
+        self._settings = settings
+        self._parts = parts
+        self._story: Story | None = None
+        # Nothing yet: what an earlier daemon published may not hold any more.
+        self._told: tuple[int, tuple[Verdict, ...]] | None = None
+        self._policy_state = PolicyState()
+        self._dumping: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
+        self._events: EventFile | None = None
+        self._watch_thread = ThreadPoolExecutor(1, "watch")
+        self._talk_thread = ThreadPoolExecutor(1, "talk")
+        self._watch = Watch(
+            settings.node,
+            parts.reader,
+            parts.probe,
+            parts.diagnosis,
+            parts.alignment,
+            settings.limits,
+            _recalled(settings.state),
+        )
+
+    async def run(self) -> None:
+        """Serve until `stop`.
+
+        Raises:
+            MonitorError: the address cannot be listened on.
+        """
+        async with AsyncExitStack() as owned:
+            owned.callback(self._watch_thread.shutdown)
+            owned.callback(self._talk_thread.shutdown)
+            owned.push_async_callback(self._close_parts)
+            if self._settings.events is not None:
+                self._events = EventFile(self._settings.events, self.job, self._settings.node)
+                owned.callback(self._events.close)
+            self._children = Children(self._settings.secret)
+            owned.push_async_callback(self._children.close)
+            await self.ask(Watch.read)
+            address = await self._serve(owned)
+            self.address.set_result(address)
+            async with asyncio.TaskGroup() as tasks:
+                loops = [
+                    tasks.create_task(self._every(self._settings.read_every_s, self._read)),
+                    tasks.create_task(self._every(self._settings.conclude_every_s, self._conclude)),
+                    tasks.create_task(self._every(self._settings.ask_every_s, self._ask_children)),
+                ]
+                if self._parts.teller is not None:
+                    loops.append(tasks.create_task(self._every(_STORY_EVERY_S, self._ask_story)))
+                await self._ending.wait()
+                for task in (*loops, *self._dumping):
+                    task.cancel()
+
+    def stop(self) -> None:
+        """Have `run` end."""
+        self._ending.set()
+
+    @property
+    def story(self) -> Story | None:
+        """What the job's runtime told last."""
+        return self._story
+
+    async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
+        """Have a question answered on the thread that owns the watch."""
+        return await asyncio.get_running_loop().run_in_executor(self._watch_thread, question, self._watch)
+
+    async def stacks(self, rank: int) -> dict[str, Any]:
+        """Return the stacks of a rank: from here, or from the daemon below that has it."""
+        pid, url = await self.ask(lambda watch: watch.place_of(rank))
+        if pid is not None:
+            return await dump(pid)
+        if url is not None:
+            return await self._children.stacks(url, rank)
+        return {"error": f"no daemon below knows rank {rank}"}
+
+    async def _serve(self, owned: AsyncExitStack) -> str:
+        served = application(self, self._settings.secret, opens_to_loopback=self._settings.opens_to_loopback)
+        runner = web.AppRunner(served, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        owned.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, self._settings.host, self._settings.port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise MonitorError(f"cannot listen on {self._settings.host}:{self._settings.port}: {error}") from error
+        host, port = runner.addresses[0][:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def _every(self, period_s: float, turn: Callable[[], Any]) -> None:
+        """Take turns at a steady pace; turns that were missed are not made up for."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        while True:
+            await turn()
+            due_s = max(due_s + period_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    async def _read(self) -> None:
+        await self.ask(Watch.read)
+
+    async def _conclude(self) -> None:
+        """Conclude, and tell."""
+        turn = await self.ask(_diagnose)
+        if turn is None:
+            return
+        for entry in turn.changes.opened:
+            if self._events is not None:
+                self._events.opened(entry)
+            if entry.verdict.syndrome in HANGS:
+                task = asyncio.create_task(self._keep_stacks(entry))
+                self._dumping.add(task)
+                task.add_done_callback(self._dumping.discard)
+        for entry in turn.changes.closed:
+            if self._events is not None:
+                self._events.closed(entry)
+        if turn.changes.opened or turn.changes.closed:
+            await self._remember()
+        await self._tell_and_act(turn)
+
+    async def _tell_and_act(self, turn: Turn) -> None:
+        """Publish what holds, and do about it what the policy says."""
+        verdicts, nodes = turn.current, turn.nodes
+        if self._parts.teller is not None:
+            if self._story is None or self._story.generation != turn.generation:
+                return  # Ranks are placed anew: what holds of the old ones helps nobody.
+            nodes = self._story.places()
+            verdicts = placed(verdicts, nodes)
+        publisher = self._parts.publisher
+        told = (turn.generation if verdicts else 0, verdicts)
+        if publisher is not None and told != self._told:
+
+            def publish() -> bool:
+                publisher.publish(verdicts, turn.generation, turn.now_s)
+                return True
+
+            if await self._talk("publisher", publish):
+                self._told = told
+        if self._parts.policy is not None:
+            self._policy_state, actions = decide(
+                self._parts.policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s
+            )
+            for action in actions:
+                await self._act(action, turn.generation)
+
+    async def _act(self, action: Action, generation: int) -> None:
+        outcome = "told"
+        enforcer = self._parts.enforcer
+        if action.kind is not ActionKind.ALERT:
+            done = await self._talk("enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation))
+            if not done:
+                # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
+                self._policy_state = undone(self._policy_state, action)
+                return
+            outcome = "asked for"
+        _LOG.warning("%s; %s", action, outcome)
+        if self._events is not None:
+            self._events.acted(action, outcome, time.time())
+
+    async def _ask_children(self) -> None:
+        """Ask every daemon below for what is new, all at once."""
+        urls = tuple(self._parts.children())
+        await self.ask(lambda watch: watch.release(urls))
+        await asyncio.gather(*map(self._ask_child, urls))
+
+    async def _ask_child(self, url: str) -> None:
+        incarnation, since = await self.ask(lambda watch: watch.cursor(url))
+        try:
+            told = await self._children.summary(url, incarnation, since, self._settings.budget)
+        except (MonitorUnreachable, ProtocolViolation) as error:
+            reason = str(error)
+            await self.ask(lambda watch: watch.miss(url, reason))
+        else:
+            await self.ask(lambda watch: watch.hear(url, told))
+
+    async def _ask_story(self) -> None:
+        teller = self._parts.teller
+        if teller is not None:
+            self._story = await self._talk("story", teller.story)
+
+    async def _keep_stacks(self, entry: Entry) -> None:
+        """Look at the suspects while they hang."""
+        for rank in entry.verdict.subject.ranks[:_RANKS_TO_DUMP]:
+            found = await self.stacks(rank)
+            await self.ask(lambda watch, rank=rank, found=found: watch.keep_stacks(entry.number, rank, found))  # type: ignore[misc]
+            if self._events is not None:
+                self._events.stacks(entry, rank, found, time.time())
+        await self._remember()
+
+    async def _remember(self) -> None:
+        path = self._settings.state
+        if path is not None:
+            await self.ask(lambda watch: watch.guarded("state file", lambda: _keep(path, watch.log), None))
+
+    async def _talk(self, part: str, call: Callable[[], _Result]) -> _Result | None:
+        """Call what may block on the thread for that; count it if it fails."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._talk_thread, call)
+        except Exception:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
+            if self._watch.count_fault(part):
+                _LOG.exception(FAULT, part, self._watch.faults[part])
+            return None
+
+    async def _close_parts(self) -> None:
+        await self.ask(Watch.close)
+        for part in (self._parts.publisher, self._parts.enforcer, self._parts.teller):
+            if part is not None:
+                await self._talk("end", part.close)
+
+
+def _diagnose(watch: Watch) -> Turn | None:
+    watch.digest()
+    return watch.diagnose()
+
+
+def _recalled(path: Path | None) -> VerdictLog:
+    """Return the log that an earlier daemon kept; an empty one if there is none or it cannot be used."""
+    if path is None:
+        return VerdictLog()
+    try:
+        return VerdictLog.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        return VerdictLog()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("the state in %s cannot be used (%s); beginning with an empty log of verdicts", path, error)
+        return VerdictLog()
+
+
+def _keep(path: Path, log: VerdictLog) -> None:
+    """Replace the state file; whoever reads it sees the old or the new one whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps(log.to_json()))
+    os.replace(beside, path)

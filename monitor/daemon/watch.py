@@ -1,0 +1,419 @@
+"""The mind of a monitor daemon: what it has heard, what it makes of it, and what it tells. No socket, no task; one thread
+owns it.
+
+A watch hears rings of its own node, summaries of daemons below, or both. One that diagnoses folds verdicts into its log; one
+that relays only passes on. What it must not lose when the daemon restarts is the log; everything else is in the rings and
+with the daemons below.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+
+from monitor.daemon.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
+from monitor.daemon.digest_relay import Inbox, Outbox, without
+from monitor.daemon.matrices import Delays, delays
+from monitor.daemon.node_series import metrics_from_json, metrics_to_json
+from monitor.daemon.record_history import History, RankHistory, RankState
+from monitor.daemon.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
+from monitor.daemon.summary import NodeFacts, Summary, summarize
+from monitor.daemon.verdict_log import Changes, VerdictLog, advance
+from monitor.diagnosis.digest import FORGETFUL, Memory, digest
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.tables import EMPTY, Digest
+from monitor.records import JobRecords, Kind, Phase, RankRecords
+from monitor.verdicts import Verdict
+
+_LOG = logging.getLogger("keepstep.monitor")
+_Result = TypeVar("_Result")
+FAULT = "the monitor's %s failed (%d times so far); monitoring goes on without it"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a watch keeps and tells at most.
+
+    Args:
+        records: newest records kept of each rank, 64 bytes each.
+        steps: newest steps whose times are kept of each rank, about 50 bytes each.
+        forget_s: seconds after which what a silent daemon below told is forgotten.
+    """
+
+    records: int = 4096
+    steps: int = 1024
+    forget_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one diagnosis brought.
+
+    Args:
+        verdicts: all that hold.
+        now_s: the job's clock.
+        changes: in the log.
+        generation: the job's newest that any rank has told of.
+        nodes: each rank's node, of the ranks of that generation.
+        step_s: the job's step time; 0.0 if not known.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    now_s: float
+    changes: Changes
+    generation: int = 0
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    step_s: float = 0.0
+
+    @property
+    def current(self) -> tuple[Verdict, ...]:
+        """The verdicts that speak of ranks of the newest generation only.
+
+        While a generation begins, some ranks have told of it and others not yet: whoever lags behind is on its way, not sick.
+        """
+        return tuple(one for one in self.verdicts if self.nodes.keys() >= set(one.subject.ranks))
+
+
+@dataclass(slots=True)
+class _Below:
+    """What a daemon below told: where to go on, its ranks, and when it last answered."""
+
+    incarnation: str = ""
+    number: int = 0
+    ranks: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
+    answered_at_s: float = 0.0
+
+
+class Watch:
+    """See the module."""
+
+    def __init__(
+        self,
+        node: str,
+        reader: JobReader | None,
+        probe: Probe,
+        diagnosis: Diagnosis | None,
+        alignment: Alignment | None = None,
+        limits: Limits | None = None,
+        log: VerdictLog | None = None,
+    ) -> None:
+        self.node = node
+        self.incarnation = f"{node}-{time.time_ns()}"
+        self.log = log or VerdictLog()
+        self.faults: dict[str, int] = {}
+        self.tables: dict[int, StepTable] = {}
+        self.nodes: dict[str, NodeFacts] = {}
+        self.missing: dict[str, str] = {}
+        self._limits = limits or Limits()
+        self._reader = reader
+        self._probe = probe
+        self._diagnosis = diagnosis
+        self._alignment = alignment
+        self._history = History(self._limits.records)
+        self._below: dict[str, _Below] = {}
+        self._local: tuple[int, ...] = ()
+        self._told: list[Digest] = []
+        self._digested = 0
+        self._past: Any = None
+        self._memory: Memory = FORGETFUL
+        self._incarnations: dict[int, str] = {}
+        self._inbox, self._outbox = Inbox(), Outbox()
+        self._processes: frozenset[tuple[int, str]] = frozenset()
+        self._process = psutil.Process()
+
+    def read(self) -> None:
+        """Read the rings and the node's measures: one heartbeat, which carries how far every rank has come."""
+        self._history.begin()
+        if self._reader is not None:
+            reader = self._reader
+            nothing: tuple[Reading, ...] = ()
+            readings = self.guarded("reader", lambda: tuple(reader.read()), nothing)
+            for reading in readings:
+                told = reading.records
+                state = RankState(
+                    told.rank,
+                    self.node,
+                    reading.pid,
+                    reading.incarnation,
+                    told.is_alive,
+                    told.has_finished,
+                    told.read_at_s,
+                    0.0,
+                    reading.generation,
+                )
+                self._hear(state, told.records)
+                self._history.learn(reading.communicators)
+            self._local = tuple(reading.records.rank for reading in readings)
+        workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
+        unknown: NodeMetrics | None = None
+        metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
+        used = self._process.cpu_times()
+        self.nodes[self.node] = NodeFacts(
+            self.node,
+            metrics_to_json(metrics) if metrics else {},
+            time.time(),
+            time.monotonic(),
+            used.user + used.system,
+        )
+        self._forget()
+
+    def digest(self) -> None:
+        """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
+
+        Less often than reading: it costs more, and verdicts are a matter of seconds.
+        """
+        nothing: Digest | None = None
+        own = self.guarded("digest", self._digest, nothing) if self._local else nothing
+        for one in self._inbox.rounds(own, self._history.communicators):
+            self._told.append(one)
+            self._outbox.add(self._history.number, one)
+
+    def cursor(self, url: str) -> tuple[str, int]:
+        """Return what to ask the daemon at `url` for: news since which number, if it still is that incarnation."""
+        below = self._below.setdefault(url, _Below())
+        return below.incarnation, below.number
+
+    def hear(self, url: str, summary: Summary) -> None:
+        """Take in what the daemon at `url` told."""
+        self._history.begin()
+        below = self._below.setdefault(url, _Below())
+        twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
+        for state, records in summary.ranks:
+            if state.rank not in twice:
+                self._hear(state, records)
+        self._history.learn(summary.communicators)
+        self.nodes.update({facts.node: facts for facts in summary.nodes})
+        for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
+            del self.missing[old]
+        # A daemon two levels down is named by the way to it.
+        self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
+        if below.incarnation != summary.incarnation:
+            self._inbox.drop(url)
+        self._inbox.add(url, (without(one, twice) for one in summary.digests))
+        below.incarnation, below.number = summary.incarnation, summary.number
+        below.ranks = tuple(rank for rank in summary.present if rank not in twice)
+        below.answered_at_s = time.monotonic()
+        if not twice.isdisjoint(self._local):
+            named = ", ".join(map(str, sorted(twice & set(self._local))))
+            self.missing[url] = (
+                f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
+            )
+        below.nodes = tuple(facts.node for facts in summary.nodes)
+        self._forget()
+
+    def miss(self, url: str, reason: str) -> None:
+        """Note that the daemon at `url` did not answer."""
+        self.missing[url] = reason
+        self._below.setdefault(url, _Below())
+        self._forget()
+
+    def release(self, urls: Sequence[str]) -> None:
+        """Forget the daemons that are not among `urls`: they are no longer below this one."""
+        for url in set(self._below) - set(urls):
+            del self._below[url]
+            self._inbox.drop(url)
+            for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
+                del self.missing[old]
+        self._forget()
+
+    def diagnose(self) -> Turn | None:
+        """Draw conclusions from what was heard; None if this watch only relays, or diagnosis failed."""
+        if self._diagnosis is None:
+            return None
+        diagnosis = self._diagnosis
+        states = [kept.state for kept in self._history.ranks.values()]
+        processes = frozenset((state.rank, state.incarnation) for state in states)
+        if processes != self._processes:
+            self._processes, self._past = processes, None
+        nodes = {state.rank: state.node for state in states}
+        metrics = {name: metrics_from_json(facts.metrics) for name, facts in self.nodes.items() if facts.metrics}
+        now_s = time.monotonic()
+        # With nothing new time still passes, and with it the patience with those who are silent.
+        told, self._told = self._told or [EMPTY], []
+        verdicts: Sequence[Verdict] | None = None
+        for one in told:
+            concluded = self.guarded(
+                "diagnosis",
+                partial(diagnosis, one, self._history.communicators, nodes, metrics, self._past, now_s),
+                None,
+            )
+            if concluded is not None:
+                self._past, verdicts = concluded
+        if verdicts is None:
+            return None
+        self.log, changes = advance(self.log, verdicts, now_s, time.time())
+        generation = max((state.generation for state in states), default=0)
+        current = {state.rank: state.node for state in states if state.generation == generation}
+        return Turn(tuple(verdicts), now_s, changes, generation, current, self.typical_step_s() or 0.0)
+
+    def summary(self, incarnation: str, since: int, budget: int) -> Summary:
+        """Return what is new since `since`, or everything if that was said by another incarnation."""
+        asked = since if incarnation == self.incarnation else 0
+        return summarize(self._history, self._outbox, self.nodes, self.missing, self.incarnation, asked, budget)
+
+    def job(self) -> JobRecords:
+        """Return all records, with clocks aligned as well as they can be."""
+        job = self._history.job()
+        if self._alignment is None or not job.ranks:
+            return job
+        align = self._alignment
+        return self.guarded("alignment", lambda: align(job), job)
+
+    def ranks(self) -> list[RankHistory]:
+        """Return every rank's history, by rank."""
+        return [self._history.ranks[rank] for rank in sorted(self._history.ranks)]
+
+    @property
+    def diagnoses(self) -> bool:
+        """Whether this watch draws conclusions, rather than only passing on."""
+        return self._diagnosis is not None
+
+    def group_name(self, identity: int) -> str:
+        """Return the name of a process group, or its identity where no ring told the name."""
+        group = self._history.communicators.get(identity)
+        return group.name if group else f"{identity:08x}"
+
+    def place_of(self, rank: int) -> tuple[int | None, str | None]:
+        """Return the process that is this rank, if it is on this node, else the URL of the daemon below that knows it."""
+        if rank in self._local:
+            return self._history.ranks[rank].state.pid, None
+        for url, below in self._below.items():
+            if rank in below.ranks:
+                return None, url
+        return None, None
+
+    def keep_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
+        """Keep the stacks of a suspect with the verdict."""
+        self.log = self.log.with_stacks(number, rank, dict(stacks))
+
+    def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
+        """Return times of steps or of one part of them, ranks by steps."""
+        return heat_map(self.tables, columns, rows, phase)
+
+    def typical_step_s(self) -> float | None:
+        """Return the median of the newest steps' seconds."""
+        return typical_step_s(self.tables)
+
+    def delays(self, rows: int) -> Delays:
+        """Return who waits for whom."""
+        return delays(self.job().ranks, rows)
+
+    def timeline(self, step: int | None, ranks: Sequence[int], limit: int) -> tuple[int, dict[int, tuple[Span, ...]]]:
+        """Return what the given ranks did in a step (None: the newest whole one)."""
+        job = self.job()
+        chosen = step if step is not None else newest_step(job.ranks) or 0
+        told = {rank: job.ranks[rank] for rank in ranks if rank in job.ranks}
+        return chosen, timeline(told, job.communicators, chosen, limit)
+
+    def close(self) -> None:
+        """Let go of the rings and of the probe."""
+        for part in (self._reader, self._probe):
+            if part is not None:
+                self.guarded("end", part.close, None)
+
+    def guarded(self, part: str, call: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """Return what a part returns; if it raises, log and count that, and return `otherwise`: the rest goes on."""
+        try:
+            return call()
+        except Exception:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
+            if self.count_fault(part):
+                _LOG.exception(FAULT, part, self.faults[part])
+            return otherwise
+
+    def count_fault(self, part: str) -> bool:
+        """Count a failure; return whether to log it: at every power of two, for what fails may fail twice a second."""
+        count = self.faults[part] = self.faults.get(part, 0) + 1
+        return count & (count - 1) == 0
+
+    def _hear(self, state: RankState, records: np.ndarray) -> None:
+        known = self._history.ranks.get(state.rank)
+        changed = self._history.merge(state, records)
+        if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
+            self.tables[state.rank] = StepTable(self._limits.steps)
+        self.tables[state.rank].feed(changed)
+
+    def _knows_better(self, state: RankState) -> bool:
+        """Return whether a rank is read on this node itself, or what is told of it is of a dead process and another node has a living one.
+
+        A rank that moved to another node with a new generation leaves its old ring where it was.
+        """
+        if state.rank in self._local:
+            return True
+        known = self._history.ranks.get(state.rank)
+        return known is not None and known.state.node != state.node and known.state.is_alive and not state.is_alive
+
+    def _digest(self) -> Digest:
+        """Return what this node's ranks told since the last digest."""
+        local = [self._history.ranks[rank] for rank in self._local]
+        incarnations = {kept.state.rank: kept.state.incarnation for kept in local}
+        if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
+            self._memory = FORGETFUL  # Positions have begun anew.
+        self._incarnations = incarnations
+        ranks = [
+            RankRecords(
+                kept.state.rank,
+                self.node,
+                kept.since_and_open(self._digested),
+                kept.state.read_at_s,
+                kept.state.is_alive,
+                kept.state.has_finished,
+            )
+            for kept in local
+        ]
+        self._digested = self._history.number
+        self._memory, digested = digest(ranks, self._history.communicators, self._memory)
+        return digested
+
+    def _forget(self) -> None:
+        """Forget ranks and nodes that nobody tells of any more."""
+        now_s = time.monotonic()
+        ranks, nodes = set(self._local), {self.node}
+        for below in self._below.values():
+            if now_s - below.answered_at_s < self._limits.forget_s:
+                ranks.update(below.ranks)
+                nodes.update(below.nodes)
+        gone = set(self._history.ranks) - ranks
+        if gone:
+            self._history.keep_only(ranks)
+            for rank in gone:
+                self.tables.pop(rank, None)
+        for name in set(self.nodes) - nodes:
+            del self.nodes[name]
+
+
+def activity(kept: RankHistory) -> dict[str, Any]:
+    """Return what a rank is doing now, as JSON: heartbeat, step, open phase and operation with their ages in seconds."""
+    state, records = kept.state, kept.records
+    open_ones = records[records["ended_s"] == 0]
+    phases = open_ones[(open_ones["kind"] == Kind.PHASE) & (open_ones["code"] != Phase.STEP)]
+    operations = open_ones[open_ones["kind"] == Kind.OPERATION]
+    told: dict[str, Any] = {
+        "rank": state.rank,
+        "node": state.node,
+        "pid": state.pid,
+        "is_alive": state.is_alive,
+        "has_finished": state.has_finished,
+        "step": int(records["step"].max()) if len(records) else 0,
+        "silent_s": max(0.0, state.read_at_s - state.progress_at_s),
+        "phase": None,
+        "operation": None,
+    }
+    if len(phases):
+        told["phase"] = {"code": int(phases[-1]["code"]), "age_s": state.read_at_s - float(phases[-1]["enqueued_s"])}
+    if len(operations):
+        oldest = operations[0]
+        told["operation"] = {
+            "code": int(oldest["code"]),
+            "communicator": int(oldest["communicator"]),
+            "number": int(oldest["number"]),
+            "age_s": state.read_at_s - float(oldest["enqueued_s"]),
+        }
+    return told

@@ -1,0 +1,245 @@
+"""From what all ranks tell to verdicts: the one function that a daemon calls, and its two halves for a tree of daemons.
+
+`diagnose` reads everybody's records. In a large job each node calls `monitor.diagnosis.digest.digest` on its own ranks, racks call
+`monitor.diagnosis.tables.merge`, and whoever sits at the top calls `conclude` on the result: `diagnose` is just that, in one process.
+
+Pure: the state goes in and comes out (`Past`, of bounded size), and so does the time. One `Past` belongs to one generation: when ranks or
+communicators change, begin with `NO_PAST`. Verdicts returned are those that stand now; each keeps the `since_s` with which it first did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from monitor.diagnosis.delays import find_slow_links
+from monitor.diagnosis.digest import FORGETFUL, Memory, digest
+from monitor.diagnosis.hangs import Standstill, find_hangs
+from monitor.diagnosis.measures import NO_CURVES, Curves, judge_measures
+from monitor.diagnosis.metrics import NodeFindings, NodeMetrics, NodePast, judge_nodes
+from monitor.diagnosis.mismatches import Parting
+from monitor.diagnosis.slowness import Slow, find_slow_ranks
+from monitor.diagnosis.stalls import find_stalls
+from monitor.diagnosis.steps import Window, collect
+from monitor.diagnosis.subjects import gather, group_subject
+from monitor.diagnosis.tables import FRONTIER, RANK, Digest
+from monitor.diagnosis.thresholds import Thresholds
+from monitor.diagnosis.transfers import Fabric, find_slow_transfers
+from monitor.records import Communicator, JobRecords
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+_SEEN = np.dtype([("rank", "<i4"), ("read_at_s", "<f8"), ("changed_s", "<f8")])
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What diagnosis remembers: some steps' worth of few numbers per rank, communicator and link.
+
+    Args:
+        memory: of the reader of rings; used by `diagnose` alone.
+        ranks: the newest snapshot of each rank, dtype RANK.
+        frontiers: the newest of each rank.
+        seen: when each rank's records were last read anew, by `now_s`.
+        window: the last steps.
+        curves: of measures.
+        nodes: of each node's metrics.
+        slow: verdicts of the last whole step; they stand until the next.
+        suspected: when each deviation of the last whole step was first found, by the job's clock.
+        parted: collectives that were completed though ranks called different things, each with the step it was found in.
+        since_s: when each verdict that stands first did.
+    """
+
+    memory: Memory = FORGETFUL
+    ranks: np.ndarray = field(default_factory=lambda: np.zeros(0, RANK))
+    frontiers: np.ndarray = field(default_factory=lambda: np.zeros(0, FRONTIER))
+    seen: np.ndarray = field(default_factory=lambda: np.zeros(0, _SEEN))
+    window: Window = field(default_factory=Window)
+    curves: Curves = NO_CURVES
+    nodes: Mapping[str, NodePast] = field(default_factory=dict)
+    slow: tuple[Verdict, ...] = ()
+    suspected: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
+    parted: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]] = field(default_factory=dict)
+    since_s: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
+
+
+NO_PAST = Past()
+
+
+def diagnose(
+    job: JobRecords,
+    metrics: Mapping[str, NodeMetrics],
+    past: Past,
+    now_s: float,
+    thresholds: Thresholds,
+) -> tuple[Past, tuple[Verdict, ...]]:
+    """Return what is the matter with a job.
+
+    Args:
+        job: what the rings of all ranks hold now; it may repeat what was read before.
+        metrics: the newest reading of each node; may be empty.
+        past: as returned by the last call, `NO_PAST` at first.
+        now_s: by the job's clock, or any clock that is the same in each call.
+        thresholds: what counts.
+    """
+    memory, told = digest(job.ranks.values(), job.communicators, past.memory)
+    nodes = {rank: one.node for rank, one in job.ranks.items()}
+    return conclude(told, job.communicators, nodes, metrics, replace(past, memory=memory), now_s, thresholds)
+
+
+def conclude(
+    told: Digest,
+    communicators: Mapping[int, Communicator],
+    nodes: Mapping[int, str],
+    metrics: Mapping[str, NodeMetrics],
+    past: Past,
+    now_s: float,
+    thresholds: Thresholds,
+) -> tuple[Past, tuple[Verdict, ...]]:
+    """Return what is the matter with a job of which digests were merged.
+
+    Args:
+        told: of all nodes that have told something since the last call; ranks not in it are taken as they last were.
+        communicators: of the job.
+        nodes: each rank's node.
+        metrics: the newest reading of each node.
+        past: as returned by the last call.
+        now_s: as for `diagnose`.
+        thresholds: what counts.
+    """
+    ranks = _latest(past.ranks, told.ranks, told.ranks["rank"])
+    frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
+    seen = _seen(past.seen, ranks, now_s)
+    node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
+    expected = ranks["rank"][ranks["alive"]]
+    window, count = collect(
+        past.window, told, expected, communicators, nodes, bool(ranks["aligned"].any()), thresholds.slow
+    )
+    slow, suspected = past.slow, past.suspected
+    if count:
+        window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
+        suspected, slow = _lasting(found, past.suspected, window, thresholds.slow.least_s)
+    stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
+    standstill = Standstill(ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s())
+    hangs = find_hangs(standstill, thresholds.hang)
+    curves, measured = judge_measures(past.curves, told.measures, len(ranks), communicators, nodes, thresholds.measure)
+    parted = _parted(past.parted, window.pending.mismatches, communicators, nodes, now_s, window.newest, thresholds)
+    standing = _distinct((*hangs, *(one for one, _ in parted.values()), *slow, *measured, *findings.verdicts))
+    since_s = {
+        (one.subject, one.syndrome): min(one.since_s, past.since_s.get((one.subject, one.syndrome), one.since_s))
+        for one in standing
+    }
+    verdicts = tuple(replace(one, since_s=since_s[one.subject, one.syndrome]) for one in standing)
+    following = Past(past.memory, ranks, frontiers, seen, window, curves, node_past, slow, suspected, parted, since_s)
+    return following, verdicts
+
+
+def _latest(old: np.ndarray, new: np.ndarray, told: np.ndarray) -> np.ndarray:
+    """Return the rows of the ranks told anew, and of the others as they were."""
+    rows = np.concatenate([old[~np.isin(old["rank"], told)], new])
+    latest: np.ndarray = rows[np.argsort(rows["rank"], kind="stable")]
+    return latest
+
+
+def _seen(old: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:
+    """Note for each rank when its reading last changed; only `now_s` is compared with `now_s`."""
+    rows = np.zeros(len(ranks), _SEEN)
+    rows["rank"], rows["read_at_s"], rows["changed_s"] = ranks["rank"], ranks["read_at_s"], now_s
+    if len(old):
+        at = np.minimum(np.searchsorted(old["rank"], rows["rank"]), len(old) - 1)
+        same = (old["rank"][at] == rows["rank"]) & (old["read_at_s"][at] == rows["read_at_s"])
+        rows["changed_s"][same] = old["changed_s"][at[same]]
+    return rows
+
+
+def _judge_steps(
+    window: Window,
+    communicators: Mapping[int, Communicator],
+    nodes: Mapping[int, str],
+    findings: NodeFindings,
+    thresholds: Thresholds,
+) -> tuple[Window, tuple[Verdict, ...]]:
+    """Judge the window after new whole steps, and let the histories learn from what is normal."""
+    slow, table, step_s, ended_s = thresholds.slow, window.table(), window.step_s(), window.ended_s()
+    times = np.bincount(window.latecomers["rank"], window.latecomers["times"])
+    lateness = {int(rank): int(times[rank]) for rank in np.flatnonzero(times)}
+    ranks, slow_ranks = find_slow_ranks(Slow(window.own, table, lateness, nodes), slow)
+    links, slow_links = find_slow_links(window.links, window.link_counts, nodes, step_s, ended_s, slow)
+    changed = window.own.values - window.own.past
+    own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
+    fabric = Fabric(communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s)
+    transfers, slow_transfers = find_slow_transfers(window.transfers, fabric, slow)
+    named = {rank for verdict in ranks for rank in verdict.subject.ranks}
+    stalls = find_stalls(table, named, nodes, thresholds.stall, slow)
+    window = replace(
+        window,
+        own=window.own.learn(slow_ranks, slow),
+        links=window.links.learn(slow_links, slow),
+        transfers=window.transfers.learn(slow_transfers, slow),
+    )
+    precise = named | {rank for verdict in links for rank in verdict.subject.ranks}
+    told = [_explained(verdict, findings, nodes) for verdict in ranks]
+    # A slow rank or link slows the collectives it takes part in: the vaguer verdict on these adds nothing.
+    told += links
+    for verdict in transfers:
+        vague = verdict.subject.kind in ("group", "job")
+        members = set(verdict.subject.ranks) if verdict.subject.kind == "group" else precise
+        if not (vague and members & precise):
+            told.append(verdict)
+    return window, (*told, *stalls)
+
+
+def _lasting(
+    found: tuple[Verdict, ...],
+    suspected: Mapping[tuple[Subject, Syndrome], float],
+    window: Window,
+    least_s: float,
+) -> tuple[dict[tuple[Subject, Syndrome], float], tuple[Verdict, ...]]:
+    """Return since when each deviation was found, and those that have lasted long enough, the window itself counted in."""
+    ended_s = window.ended_s()
+    following = {(one.subject, one.syndrome): suspected.get((one.subject, one.syndrome), ended_s[-1]) for one in found}
+    span_s = ended_s[-1] - ended_s[0]
+    lasting = [one for one in found if ended_s[-1] - following[one.subject, one.syndrome] + span_s >= least_s]
+    return following, tuple(lasting)
+
+
+def _explained(verdict: Verdict, findings: NodeFindings, nodes: Mapping[int, str]) -> Verdict:
+    """Say why a rank is slow if its node's figures tell."""
+    places = {nodes.get(rank, "") for rank in verdict.subject.ranks}
+    reason = findings.throttled.get(next(iter(places)), "") if len(places) == 1 else ""
+    if not reason or verdict.syndrome is not Syndrome.NON_COMMUNICATION_SLOW:
+        return verdict
+    return replace(verdict, syndrome=Syndrome.THROTTLED, evidence=(reason, *verdict.evidence))
+
+
+def _parted(
+    standing: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]],
+    mismatches: np.ndarray,
+    communicators: Mapping[int, Communicator],
+    nodes: Mapping[int, str],
+    now_s: float,
+    newest: int,
+    thresholds: Thresholds,
+) -> dict[tuple[Subject, Syndrome], tuple[Verdict, int]]:
+    """Name collectives that went through though ranks called different things: a wrong result, or a deadlock to come."""
+    still = {key: entry for key, entry in standing.items() if entry[1] + thresholds.measure.held >= newest}
+    for row in mismatches:
+        calls = {int(row["lowest"]): (int(row["lowest_rank"]),), int(row["highest"]): (int(row["highest_rank"]),)}
+        parting = Parting(int(row["communicator"]), int(row["number"]), calls)
+        known = communicators.get(parting.communicator)
+        name = known.name if known else str(parting.communicator)
+        # Of a completed collective only two differing calls are kept, not how many ranks made each.
+        subject = group_subject(parting.ranks, nodes) if len(parting.ranks) > 1 else gather(parting.ranks, nodes)[0]
+        evidence = (f"ranks called different things in {name} and it went through", *parting.told())
+        verdict = Verdict(subject, Syndrome.MISMATCH, now_s, evidence, 0.8, 0.0, Advice.ALERT)
+        still[subject, Syndrome.MISMATCH] = (verdict, max(newest, int(row["step"])))
+    return still
+
+
+def _distinct(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
+    """Return one verdict for each subject and syndrome, the first."""
+    first: dict[tuple[Subject, Syndrome], Verdict] = {}
+    for verdict in verdicts:
+        first.setdefault((verdict.subject, verdict.syndrome), verdict)
+    return tuple(first.values())

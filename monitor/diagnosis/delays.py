@@ -1,0 +1,209 @@
+"""Links that are slow, from messages between pairs: the matrix of delays, sender by receiver.
+
+A message's delay runs from when the later of the two called until it was received. With aligned clocks that is read off both sides;
+without, it is the shorter of the two sides' durations, for the later one waited for nothing but the transfer (a backend that
+buffers sends tells only its copying then, so such jobs need aligned clocks).
+
+Cells are medians over the window and deviate in the logarithm from those of the same size class and reach (within a node or across).
+A row all of whose cells are slow is a sender, a column a receiver, else each slow cell is a link: a row's effect is its lower
+median, which with two cells takes both, for with few peers ratios to a mean, or a polish that halves one odd cell between
+its row and itself, point at the wrong one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from monitor.diagnosis.history import Deviations, History, deviations
+from monitor.diagnosis.robust import median_by
+from monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
+from monitor.diagnosis.thresholds import SlowThresholds
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+_RANK_BITS, _CLASS_BITS = 28, 6
+
+
+def link_keys(sender: np.ndarray, receiver: np.ndarray, size_class: np.ndarray) -> np.ndarray:
+    """Pack links into int64: 28 bits sender, 28 bits receiver, 6 bits size class."""
+    packed: np.ndarray = (
+        sender.astype(np.int64) << (_RANK_BITS + _CLASS_BITS)
+        | receiver.astype(np.int64) << _CLASS_BITS
+        | size_class.astype(np.int64)
+    )
+    return packed
+
+
+def unpack(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return sender, receiver and size class of packed links."""
+    mask = (1 << _RANK_BITS) - 1
+    return keys >> (_RANK_BITS + _CLASS_BITS), (keys >> _CLASS_BITS) & mask, keys & ((1 << _CLASS_BITS) - 1)
+
+
+def message_delays(messages: np.ndarray, aligned: bool, nodes: Mapping[int, str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return link keys and delays in seconds of messages (dtype MESSAGE) of which both sides have told."""
+    both = messages[messages["sides"] == 3]
+    delay_s = both["shortest_s"].copy()
+    if aligned:
+        delay_s = both["received_s"] - both["later_s"]
+    elif len(both):
+        # Processes of one node share their clock, aligned or not.
+        same = _same_node(both["sender"], both["receiver"], nodes)
+        delay_s = np.where(same, both["received_s"] - both["later_s"], delay_s)
+    return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(delay_s, 1e-9)
+
+
+def delay_matrix(history: History, ranks: Sequence[int]) -> np.ndarray:
+    """Return median delays in seconds, shape (ranks, ranks), rows senders, columns receivers, NaN where nothing was sent.
+
+    Where a link carried several size classes, the largest speaks.
+    """
+    place = {rank: at for at, rank in enumerate(ranks)}
+    matrix = np.full((len(ranks), len(ranks)), np.nan)
+    told = ~np.isnan(history.values).all(axis=0)
+    senders, receivers, _ = unpack(history.keys)
+    for at in np.flatnonzero(told):
+        sender, receiver = int(senders[at]), int(receivers[at])
+        if sender in place and receiver in place:
+            matrix[place[sender], place[receiver]] = np.exp(np.nanmedian(history.values[:, at]))
+    return matrix
+
+
+def find_slow_links(
+    history: History,
+    counts: Mapping[int, float],
+    nodes: Mapping[int, str],
+    step_s: float,
+    since_s: Sequence[float],
+    thresholds: SlowThresholds,
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
+    """Return verdicts on links, senders and receivers, and which keys deviate.
+
+    Args:
+        history: delays, by packed link.
+        counts: messages a step, by packed link.
+        nodes: each rank's node.
+        step_s: the job's step time.
+        since_s: when each step of the history ended, by the job's clock.
+        thresholds: how far and how long.
+    """
+    senders, receivers, classes = unpack(history.keys)
+    groups = classes * 2 + _same_node(senders, receivers, nodes)
+    found = deviations(history, groups, thresholds.transfer_ratio, thresholds)
+    if not len(history.keys):
+        return (), found.hot
+    per_step = np.array([counts.get(int(key), 1.0) for key in history.keys])
+    cost_s = np.nan_to_num(found.excess_s) * per_step
+    costly = found.hot & (cost_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
+    if not costly.any():
+        return _pairs(history, groups, nodes, since_s, thresholds), found.hot
+    crowd = np.array([costly[groups == group].mean() for group in groups])
+    costly &= crowd <= 0.5
+    verdicts = []
+    for subject, cells in _shape(senders, receivers, costly, nodes):
+        worst = max(cells, key=lambda at: float(cost_s[at]))
+        verdicts.append(_verdict(subject, cells, worst, history, found, cost_s, since_s))
+    return tuple(verdicts), found.hot
+
+
+def _shape(
+    senders: np.ndarray, receivers: np.ndarray, slow: np.ndarray, nodes: Mapping[int, str]
+) -> list[tuple[Subject, list[int]]]:
+    """Return what slow cells have in common: a sender, a receiver, both (the rank), or nothing (links)."""
+    left = set(np.flatnonzero(slow).tolist())
+    found: list[tuple[Subject, list[int]]] = []
+    rows, columns = _lines(senders, slow), _lines(receivers, slow)
+    for rank in sorted(rows.keys() | columns.keys()):
+        cells = sorted({*rows.get(rank, ()), *columns.get(rank, ())} & left)
+        # A cell at the crossing of two slow lines belongs to the longer one.
+        if len(cells) >= 2 or (cells and rank in rows and rank in columns):
+            found.append((rank_subject(rank, nodes), cells))
+            left.difference_update(cells)
+    by_link: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for at in sorted(left):
+        by_link[int(senders[at]), int(receivers[at])].append(at)
+    found.extend((link_subject(*link, nodes), cells) for link, cells in by_link.items())
+    return found
+
+
+def _lines(ends: np.ndarray, slow: np.ndarray) -> dict[int, list[int]]:
+    """Return the ranks most of whose cells on one side are slow, of two or more, with those cells."""
+    lines: dict[int, list[int]] = {}
+    for rank in np.unique(ends[slow]).tolist():
+        cells = np.flatnonzero(ends == rank)
+        # The lower median of yes and no: of two cells both must be slow, of three two.
+        if len(cells) >= 2 and 2 * slow[cells].sum() > len(cells):
+            lines[rank] = cells[slow[cells]].tolist()
+    return lines
+
+
+def _verdict(
+    subject: Subject,
+    cells: Sequence[int],
+    worst: int,
+    history: History,
+    found: Deviations,
+    cost_s: np.ndarray,
+    since_s: Sequence[float],
+) -> Verdict:
+    senders, receivers, _ = unpack(history.keys)
+    side = "link"
+    if subject.kind == "rank":
+        sends = {int(senders[at]) for at in cells} == {subject.ranks[0]}
+        receives = {int(receivers[at]) for at in cells} == {subject.ranks[0]}
+        side = "sending side (a row)" if sends else "receiving side (a column)" if receives else "both directions"
+    delay_s = float(np.exp(np.nanmedian(history.values[:, worst])))
+    evidence = (
+        f"{side}: {len(cells)} slow cells of the delay matrix",
+        f"from rank {senders[worst]} to {receivers[worst]} a message takes {delay_s:.4f} s, "
+        f"{found.ratio[worst]:.1f} times what is expected",
+    )
+    advice = Advice.REPLACE_NODE if subject.kind == "rank" and subject.node else Advice.ALERT
+    began_s = float(since_s[min(int(found.since[worst]), len(since_s) - 1)]) if len(since_s) else 0.0
+    cost = float(max(cost_s[at] for at in cells))
+    return Verdict(subject, Syndrome.COMMUNICATION_SLOW, began_s, evidence, 0.85, cost, advice)
+
+
+def _pairs(
+    history: History, groups: np.ndarray, nodes: Mapping[int, str], since_s: Sequence[float], thresholds: SlowThresholds
+) -> tuple[Verdict, ...]:
+    """Judge two links with no others: which of the two directions is at fault is inconclusive unless the past tells."""
+    senders, receivers, _ = unpack(history.keys)
+    if len(history.keys) != 2 or groups[0] != groups[1] or len(history.steps) < thresholds.sustained:
+        return ()
+    apart = history.values[:, 0] - history.values[:, 1]
+    middle = float(np.nanmedian(apart))
+    slower = 0 if middle > 0 else 1
+    limit = np.log(thresholds.transfer_ratio)
+    often = int((apart * np.sign(middle) > limit).sum())
+    excess_s = float(np.abs(np.diff(np.exp(np.nanmedian(history.values, axis=0))))[0])
+    if often < thresholds.sustained or excess_s < thresholds.cost_s:
+        return ()
+    changed = np.nanmedian(history.values, axis=0) - history.past
+    told = f"messages from rank {senders[slower]} to {receivers[slower]} take {np.exp(abs(middle)):.1f} times those of the only other link"
+    began_s = float(since_s[0]) if len(since_s) else 0.0
+    slow = Syndrome.COMMUNICATION_SLOW
+    if changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:
+        subject = link_subject(int(senders[slower]), int(receivers[slower]), nodes)
+        return (Verdict(subject, slow, began_s, (told, "the other keeps to its past"), 0.7, excess_s, Advice.ALERT),)
+    subject = group_subject({*senders.tolist(), *receivers.tolist()}, nodes)
+    return (
+        Verdict(subject, slow, began_s, (told, "with two that disagree: inconclusive"), 0.3, excess_s, Advice.OBSERVE),
+    )
+
+
+def _same_node(first: np.ndarray, second: np.ndarray, nodes: Mapping[int, str]) -> np.ndarray:
+    ranks = np.union1d(first, second)
+    if not len(ranks):
+        return np.zeros(0, bool)
+    _, places = np.unique([nodes.get(int(rank), f"?{rank}") for rank in ranks], return_inverse=True)
+    same: np.ndarray = places[np.searchsorted(ranks, first)] == places[np.searchsorted(ranks, second)]
+    return same
+
+
+def median_delays(keys: np.ndarray, delays_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct keys of one step's messages, their median delays and how many each had."""
+    grouped = median_by(keys, delays_s)
+    return grouped.keys, grouped.medians, grouped.counts

@@ -1,0 +1,154 @@
+"""The last steps of a job, over all ranks: collected from digests until each step is whole, then kept for a window.
+
+A step is whole once all ranks that are expected have told of it, or some rank is three steps on (a rank that lost its records does not
+hold the others up). Times, delays and transfers of one step enter their histories together. Memory is bounded by the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from monitor.diagnosis.delays import median_delays, message_delays
+from monitor.diagnosis.history import NOTHING, History
+from monitor.diagnosis.tables import COLLECTIVE, EMPTY, LATECOMER, MESSAGE, STEP, TRANSFER, Digest, merge
+from monitor.diagnosis.thresholds import SlowThresholds
+from monitor.diagnosis.transfers import transfer_keys
+from monitor.records import Communicator
+
+_LATE_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Steps, whole and not yet whole.
+
+    Args:
+        pending: increments of steps not yet whole; only the tables that speak of steps are used, and `mismatches`, which
+            holds those that the last digest brought to light.
+        rows: whole steps, dtype STEP, step after step.
+        latecomers: of whole steps.
+        own, links, transfers: histories of own times by rank, delays by link, transfer times by communicator.
+        link_counts, transfer_counts: operations of the newest whole step, by key of the history.
+        newest: number of the newest whole step.
+    """
+
+    pending: Digest = EMPTY
+    rows: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP))
+    latecomers: np.ndarray = field(default_factory=lambda: np.zeros(0, LATECOMER))
+    own: History = NOTHING
+    links: History = NOTHING
+    transfers: History = NOTHING
+    link_counts: Mapping[int, float] = field(default_factory=dict)
+    transfer_counts: Mapping[int, float] = field(default_factory=dict)
+    newest: int = 0
+
+    def step_s(self) -> float:
+        """Return the job's step time: the median over window and ranks; 0.0 if not known."""
+        return float(np.median(self.rows["duration_s"])) if len(self.rows) else 0.0
+
+    def table(self) -> np.ndarray:
+        """Return the whole steps as a table, dtype STEP, shape (steps, ranks), as `own`; step 0 where a rank did not tell."""
+        table = np.zeros((len(self.own.steps), len(self.own.keys)), STEP)
+        table["rank"] = self.own.keys
+        at = np.searchsorted(self.own.steps, self.rows["step"])
+        who = np.searchsorted(self.own.keys, self.rows["rank"])
+        table[at, who] = self.rows
+        return table
+
+    def ended_s(self) -> tuple[float, ...]:
+        """Return when each whole step ended, by the job's clock; the median over ranks."""
+        return tuple(
+            float(np.median(self.rows["ended_s"][self.rows["step"] == step])) for step in self.own.steps.tolist()
+        )
+
+
+def collect(
+    window: Window,
+    told: Digest,
+    expected: np.ndarray,
+    communicators: Mapping[int, Communicator],
+    nodes: Mapping[int, str],
+    aligned: bool,
+    thresholds: SlowThresholds,
+) -> tuple[Window, int]:
+    """Take in a digest's increments; return the window and how many steps became whole.
+
+    Args:
+        window: so far.
+        told: increments not taken in before.
+        expected: ranks that are alive.
+        communicators: of the job.
+        nodes: each rank's node.
+        aligned: whether clocks of different nodes may be compared.
+        thresholds: the window's length, and the steps to warm up.
+    """
+    unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
+    pending = merge((unmatched, _of_steps(told)), communicators)
+    pending = _later(pending, window.newest)
+    window = replace(window, pending=pending)
+    count = 0
+    for step in np.unique(pending.steps["step"]).tolist():
+        rows = pending.steps[pending.steps["step"] == step]
+        is_whole = np.isin(expected, rows["rank"]).all()
+        if not is_whole and not (pending.steps["step"] >= step + _LATE_STEPS).any():
+            break
+        window = replace(window, newest=step)
+        if step > thresholds.warmup:
+            window = _push(window, step, rows, nodes, aligned, thresholds.window)
+            count += 1
+    return replace(window, pending=_later(pending, window.newest)), count
+
+
+def _push(window: Window, step: int, rows: np.ndarray, nodes: Mapping[int, str], aligned: bool, length: int) -> Window:
+    pending = window.pending
+    messages = pending.messages[pending.messages["step"] == step]
+    links, delays_s, link_counts = median_delays(*message_delays(messages, aligned, nodes))
+    transfers = pending.transfers[pending.transfers["step"] == step]
+    keys = transfer_keys(transfers["communicator"], transfers["size_class"])
+    own = window.own.push(step, rows["rank"], rows["own_s"], length)
+    kept = np.concatenate([window.rows, rows])
+    kept = kept[np.isin(kept["step"], own.steps) & np.isin(kept["rank"], own.keys)]
+    latecomers = np.concatenate([window.latecomers, pending.latecomers[pending.latecomers["step"] == step]])
+    return replace(
+        window,
+        rows=kept,
+        latecomers=latecomers[np.isin(latecomers["step"], own.steps)],
+        own=own,
+        links=window.links.push(step, links, delays_s, length),
+        transfers=window.transfers.push(step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length),
+        link_counts=dict(zip(links.tolist(), link_counts.astype(float).tolist(), strict=True)),
+        transfer_counts=dict(zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)),
+    )
+
+
+def _of_steps(told: Digest) -> Digest:
+    return replace(
+        EMPTY,
+        steps=told.steps,
+        collectives=told.collectives,
+        transfers=told.transfers,
+        latecomers=told.latecomers,
+        messages=told.messages,
+        mismatches=told.mismatches,
+    )
+
+
+def _later(pending: Digest, newest: int) -> Digest:
+    """Drop what belongs to steps that are over; partly known operations of these will never be whole."""
+
+    def later(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        assert rows.dtype == dtype
+        kept: np.ndarray = rows[rows["step"] > newest]
+        return kept
+
+    return replace(
+        pending,
+        steps=later(pending.steps, STEP),
+        collectives=later(pending.collectives, COLLECTIVE),
+        transfers=later(pending.transfers, TRANSFER),
+        latecomers=later(pending.latecomers, LATECOMER),
+        messages=later(pending.messages, MESSAGE),
+    )

@@ -1,0 +1,196 @@
+"""Reads dumps of PyTorch's Flight Recorder, one a rank, for analysis after the fact.
+
+Two forms: JSON (`torch._C._distributed_c10d._dump_fr_trace_json`, and the files of its dump pipe), and what the NCCL watchdog writes on a
+timeout and `torch.distributed.flight_recorder` reads: a pickle. A pickle is a program; these are read by an unpickler that knows
+containers and scalars only and refuses whatever else one asks for. The rank is the number at the end of the file's name, as there.
+
+What such a dump does not tell: steps and phases, roots, failures, and how a clock relates to another's, so each rank counts as a node of
+its own, for `monitor.telemetry.clocks` to align. Times are wall clock seconds. gloo's operations never tell their end: retired ones are taken as
+over, and marked as unobserved. Sends and receives are numbered as they lie in the dump, so where its buffer had gone round
+(TORCH_FR_BUFFER_SIZE too small), their numbers do not match those of their other side.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from monitor.errors import DumpUnreadable
+from monitor.records import DTYPES, RECORD, Communicator, Flag, JobRecords, Kind, Operation, RankRecords
+
+_SUPPORTED = ("2.",)
+
+# How PyTorch's back ends call their operations, without "nccl:" or "gloo:".
+_OPERATIONS: Mapping[str, Operation] = {
+    "all_reduce": Operation.ALL_REDUCE,
+    "all_reduce_sparse": Operation.ALL_REDUCE,
+    "allreduce_coalesced": Operation.ALL_REDUCE,
+    "all_reduce_barrier": Operation.BARRIER,
+    "barrier": Operation.BARRIER,
+    "all_gather": Operation.ALL_GATHER,
+    "_all_gather_base": Operation.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Operation.ALL_GATHER,
+    "allgather_into_tensor_coalesced": Operation.ALL_GATHER,
+    "reduce_scatter": Operation.REDUCE_SCATTER,
+    "_reduce_scatter_base": Operation.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Operation.REDUCE_SCATTER,
+    "broadcast": Operation.BROADCAST,
+    "_broadcast_oop": Operation.BROADCAST,
+    "reduce": Operation.REDUCE,
+    "_reduce_oop": Operation.REDUCE,
+    "gather": Operation.GATHER,
+    "scatter": Operation.SCATTER,
+    "all_to_all": Operation.ALL_TO_ALL,
+    "alltoall": Operation.ALL_TO_ALL,
+    "alltoall_base": Operation.ALL_TO_ALL,
+    "send": Operation.SEND,
+    "recv": Operation.RECEIVE,
+}
+
+# C++ names of dtypes: (index in DTYPES, bytes of an element).
+_DTYPES: Mapping[str, tuple[int, int]] = {
+    name: (DTYPES.index(ours), nbytes)
+    for name, ours, nbytes in (
+        ("Bool", "bool", 1), ("Byte", "uint8", 1), ("Char", "int8", 1), ("Short", "int16", 2), ("Int", "int32", 4),
+        ("Long", "int64", 8), ("Half", "float16", 2), ("BFloat16", "bfloat16", 2), ("Float", "float32", 4),
+        ("Double", "float64", 8), ("Float8_e4m3fn", "float8_e4m3fn", 1), ("Float8_e4m3fnuz", "float8_e4m3fnuz", 1),
+        ("Float8_e5m2", "float8_e5m2", 1), ("Float8_e5m2fnuz", "float8_e5m2fnuz", 1),
+        ("ComplexFloat", "complex64", 8), ("ComplexDouble", "complex128", 16),
+    )
+}  # fmt: skip
+_PAIR_NAME = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Dump:
+    """What one rank's file holds; ranks of process groups where it tells them."""
+
+    rank: int
+    entries: Sequence[Mapping[str, Any]]
+    groups: Mapping[str, tuple[int, ...]]
+
+
+def read_dumps(places: Iterable[Path]) -> JobRecords:
+    """Read the dumps of a job's ranks.
+
+    Args:
+        places: files, or directories of nothing else.
+
+    Raises:
+        DumpUnreadable: a file is no dump, is damaged, or asks to run something.
+    """
+    paths = [path for place in places for path in (sorted(place.iterdir()) if place.is_dir() else [place])]
+    dumps = {dump.rank: dump for dump in map(_read, paths)}
+    if len(dumps) < len(paths):
+        raise DumpUnreadable(f"{len(paths)} files of only {len(dumps)} ranks: analyze one set of dumps at a time")
+    members: dict[str, set[int]] = defaultdict(set)
+    known: dict[str, tuple[int, ...]] = {}
+    for dump in dumps.values():
+        known |= dump.groups
+        for entry in dump.entries:
+            members[_group(entry)].add(dump.rank)
+    # Where nobody tells who belongs to a group, it is those who use it.
+    groups = {name: Communicator.of(name, known.get(name) or sorted(ranks)) for name, ranks in members.items()}
+    ranks = {dump.rank: _convert(dump, groups) for dump in dumps.values()}
+    return JobRecords(ranks, {group.identity: group for group in groups.values()})
+
+
+def _read(path: Path) -> _Dump:
+    found = re.search(r"(\d+)(\.json)?$", path.name)
+    if found is None:
+        raise DumpUnreadable(f"{path}: which rank's is it? The file's name must end in the rank's number")
+    data = path.read_bytes()
+    try:
+        told = json.loads(data) if data[:1] == b"{" else _Unpickler(io.BytesIO(data)).load()
+        version = str(told["version"])
+        if not version.startswith(_SUPPORTED):
+            raise DumpUnreadable(f"{path}: Flight Recorder's format {version}; this reads 2.x")
+        groups = {}
+        for name, group in told.get("pg_config", {}).items():
+            if name:
+                groups[name] = tuple(json.loads(group["ranks"]))
+        entries = sorted(told.get("entries") or (), key=lambda entry: entry["record_id"])
+    except DumpUnreadable as error:
+        raise DumpUnreadable(f"{path}: {error}") from None
+    except (pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError) as error:
+        raise DumpUnreadable(f"{path} is no dump of Flight Recorder, or is damaged: {error!r}") from error
+    return _Dump(int(found[1]), entries, groups)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds containers and scalars, for which a pickle names no class and calls no function."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        raise DumpUnreadable(
+            f"a dump holds plain values, and this one asks for {module_name}.{global_name}: do not trust it"
+        )
+
+    def persistent_load(self, identity: Any) -> Any:
+        raise DumpUnreadable("a dump refers to nothing outside, and this one does: do not trust it")
+
+
+def _group(entry: Mapping[str, Any]) -> str:
+    return str(entry["process_group"][0])
+
+
+def _convert(dump: _Dump, groups: Mapping[str, Communicator]) -> RankRecords:
+    records = np.zeros(len(dump.entries), RECORD)
+    pairs: dict[tuple[int, int, int], int] = defaultdict(int)
+    last_s = 0.0
+    try:
+        for position, entry in enumerate(dump.entries):
+            group = groups[_group(entry)]
+            operation, peer = _operation(entry["profiling_name"], group)
+            number = entry["collective_seq_id"]
+            if operation in (Operation.SEND, Operation.RECEIVE):
+                pair = (group.identity, operation, peer)
+                pairs[pair] += 1
+                number = pairs[pair]
+            side = "output" if operation == Operation.SCATTER else "input"
+            dtype, nbytes = _payload(entry[f"{side}_dtypes"], entry[f"{side}_sizes"])
+            if operation == Operation.BARRIER:
+                dtype = nbytes = 0
+            created_s = entry["time_created_ns"] / 10**9
+            started_s = (entry["time_discovered_started_ns"] or 0) / 10**9 or created_s
+            ended_s = (entry["time_discovered_completed_ns"] or 0) / 10**9
+            flags = 0
+            if not ended_s and (entry["state"] == "completed" or entry["retired"]):
+                ended_s, flags = started_s, int(Flag.UNOBSERVED)
+            records[position] = (
+                2 * position + 2, Kind.OPERATION, operation, dtype, flags, group.identity, number, nbytes, peer, 0,
+                created_s, started_s, ended_s,
+            )  # fmt: skip
+            last_s = max(last_s, created_s, ended_s)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DumpUnreadable(f"the dump of rank {dump.rank} has an entry that cannot be read: {error!r}") from error
+    return RankRecords(dump.rank, f"host of rank {dump.rank}", records, last_s)
+
+
+def _operation(name: str, group: Communicator) -> tuple[Operation, int]:
+    """Return operation and peer (global rank; -1: none) of, for example, "nccl:send 0->1"."""
+    own = name.partition(":")[2] or name
+    if pair := _PAIR_NAME.match(own):
+        return _OPERATIONS[pair[1]], group.ranks[int(pair[3])]
+    return _OPERATIONS.get(own, Operation.OTHER), -1
+
+
+def _payload(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """Return dtype (index in DTYPES) and bytes of tensors."""
+    if not dtypes:
+        return 0, 0
+    other = (DTYPES.index("other"), 0)
+    nbytes = sum(
+        math.prod(size) * _DTYPES.get(dtype, other)[1]
+        for dtype, size in zip(dtypes, sizes, strict=len(dtypes) == len(sizes))
+    )
+    return _DTYPES.get(dtypes[0], other)[0], nbytes

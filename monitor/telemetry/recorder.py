@@ -1,0 +1,164 @@
+"""What a worker tells of itself: its communicators, steps, phases and measures go into its ring from here, its operations natively.
+
+The recorder never makes the job wait, and what it cannot write it leaves out. Steps count themselves: a step ends when an optimizer
+has run (or the last of several), and the next begins there and then, though it is called so only once data are waited for, or a
+forward or backward pass begins; what the loop does in between, such as summing up metrics, still bears the old step's number. A loop
+without an optimizer, or that wants its own numbers, calls `begin_step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from monitor.records import Communicator, Kind, Measure, Phase
+from monitor.telemetry.ring import Identity, Ring
+from monitor.telemetry.ring_files import create_ring
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from monitor.telemetry.native import NativeRecorder
+
+_log = logging.getLogger(__name__)
+_F64 = struct.Struct("<d")
+
+_BEGIN_A_STEP = frozenset({Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD})
+
+
+class Recorder:
+    """One worker's recorder. Owns the ring's Python side.
+
+    Args:
+        identity: whose ring it is.
+        native: records operations; None where it is not to be had, then there are phases and measures only.
+    """
+
+    def __init__(self, identity: Identity, native: NativeRecorder | None) -> None:
+        self._native = native
+        self._open(identity)
+
+    def _open(self, identity: Identity) -> None:
+        self.identity = identity
+        self.ring: Ring = create_ring(identity)
+        self._communicators: set[int] = set()
+        self._step_position = -1
+        self._updated_s = 0.0
+        self._counts_itself = True
+        if self._native is not None:
+            self._native.open(self.ring, self.describe)
+
+    def reopen(self, identity: Identity) -> None:
+        """Go on in a new ring: a worker that survives into another generation has other ranks beside it, and numbers from 1."""
+        former = self.ring
+        self._open(identity)
+        former.close()
+
+    @property
+    def sees_operations(self) -> bool:
+        """Whether operations are recorded, not only phases and measures."""
+        return self._native is not None
+
+    @property
+    def step(self) -> int:
+        """The optimizer step under way, from 1; 0 before the first."""
+        return self.ring.step
+
+    def begin_step(self, number: int | None = None) -> None:
+        """End the step under way and begin another, the next or the one with this number. From now on steps do not count themselves."""
+        now_s = time.monotonic()
+        self._counts_itself = False
+        if self._step_position >= 0:
+            self.ring.marks.end(self._step_position, now_s)
+        self._begin_step(self.step + 1 if number is None else number, now_s)
+
+    def end_step(self) -> None:
+        """End the step under way; what follows is between steps, until another one begins."""
+        if self._step_position >= 0:
+            self.ring.marks.end(self._step_position, time.monotonic())
+            self._step_position = -1
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Mark what runs inside as a part of the step. `Phase.STEP` is marked by `begin_step`."""
+        position = self.begin(phase)
+        try:
+            yield
+        finally:
+            self.end(position)
+
+    def begin(self, phase: Phase) -> int:
+        """Mark the beginning of a phase; returns what `end` wants."""
+        now_s = time.monotonic()
+        if phase in _BEGIN_A_STEP and self._counts_itself and (self._updated_s or self._step_position < 0):
+            self._begin_step(self.step + 1, self._updated_s or now_s)
+        step = self.ring.step
+        return self.ring.marks.begin(Kind.PHASE, phase, number=step, step=step, enqueued_s=now_s)
+
+    def end(self, position: int) -> None:
+        """Mark the end of a phase."""
+        self.ring.marks.end(position, time.monotonic())
+
+    def note(self, phase: Phase, began_s: float, ended_s: float) -> None:
+        """Record a phase that is over."""
+        step = self.ring.step
+        self.ring.marks.begin(Kind.PHASE, phase, number=step, step=step, enqueued_s=began_s, ended_s=ended_s)
+
+    def updated(self) -> None:
+        """Say that an optimizer has run. If another one runs before the next forward or backward pass, the step lasts until then."""
+        if self._counts_itself and self._step_position >= 0:
+            self._updated_s = time.monotonic()
+            self.ring.marks.end(self._step_position, self._updated_s)
+
+    def measure(self, measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
+        """Report a number of the step under way.
+
+        Args:
+            measure: what it is.
+            value: on the host already; a checksum of 32 bits is exact.
+            group: whose replicas must agree on a checksum.
+        """
+        communicator = 0
+        if group is not None:
+            communicator, _ = self.describe(group.group_name, group.rank(), group.size())
+        step, now_s = self.ring.step, time.monotonic()
+        bits = int.from_bytes(_F64.pack(value), "little")
+        self.ring.marks.begin(
+            Kind.MEASURE, measure, number=step, step=step, enqueued_s=now_s, ended_s=now_s, nbytes=bits, communicator=communicator
+        )  # fmt: skip
+
+    def describe(self, name: str, rank: int, size: int) -> tuple[int, Sequence[int]]:
+        """Return identity and global ranks of a process group, and enter it in the ring's table."""
+        communicator = Communicator.of(name, _global_ranks(name, size))
+        if communicator.identity not in self._communicators:
+            self._communicators.add(communicator.identity)
+            if not self.ring.add_communicator(communicator):
+                _log.warning(
+                    "the telemetry ring has no room for process group %s, the %dth", name, len(self._communicators)
+                )
+        return communicator.identity, communicator.ranks
+
+    def close(self) -> None:
+        """Say that the process ends in good order, and stop."""
+        if self._native is not None:
+            self._native.close()
+        self.ring.finish()
+
+    def _begin_step(self, number: int, at_s: float) -> None:
+        self.ring.step = number
+        self._updated_s = 0.0
+        self._step_position = self.ring.marks.begin(Kind.PHASE, Phase.STEP, number=number, step=number, enqueued_s=at_s)
+
+
+def _global_ranks(name: str, size: int) -> Sequence[int]:
+    """Return the global ranks of a group that torch.distributed knows; of one that somebody made without it, its own."""
+    from torch.distributed import distributed_c10d
+
+    for group, known in list(distributed_c10d._world.pg_names.items()):
+        if known == name and group.size() == size:
+            return distributed_c10d.get_process_group_ranks(group)
+    return range(size)

@@ -1,0 +1,196 @@
+"""Reading a worker's telemetry ring from another process, at any instant. The format is described in `monitor.telemetry.ring`.
+
+A reader maps the file for reading only: it cannot disturb the worker, and takes nothing from it but memory bandwidth.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from monitor.errors import RingUnreadable
+from monitor.records import RECORD, Communicator
+from monitor.telemetry.ring import (
+    FINISHED,
+    FIXED,
+    HEADER_NBYTES,
+    JOB_OFFSET,
+    LANE,
+    MAGIC,
+    NAME_NBYTES,
+    NODE_OFFSET,
+    STATE_OFFSET,
+    STEP_OFFSET,
+    VERSION,
+    Identity,
+    Region,
+    Sizes,
+    process_started,
+    ranks_of,
+)
+
+Records = npt.NDArray[np.void]
+_STATES = struct.Struct("@II")
+_U64 = struct.Struct("@Q")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a lane holds from some position on.
+
+    Args:
+        records: whole records, oldest first.
+        next_position: where to go on reading; records before it that had not ended are completed in place all the same.
+        missed: records that were overwritten, or being written, before they could be read.
+    """
+
+    records: Records
+    next_position: int
+    missed: int
+
+
+class RingReader:
+    """One ring, open for reading. It stays readable when the file is removed or replaced; `close` lets it go."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a ring.
+
+        Raises:
+            RingUnreadable: it is no ring, is cut short, or is of another version.
+            FileNotFoundError: there is none.
+        """
+        self.path = path
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            status = os.fstat(descriptor)
+            self.inode = status.st_ino
+            if status.st_size < HEADER_NBYTES:
+                raise RingUnreadable(f"{path} is no telemetry ring, or cut short: {status.st_size} bytes")
+            self._memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        try:
+            self._parse(status.st_size)
+        except RingUnreadable:
+            self._memory.close()
+            raise
+
+    def _parse(self, nbytes: int) -> None:
+        magic, version, header_nbytes, record_nbytes, process, started, rank, world_size, generation, created_s = (
+            FIXED.unpack_from(self._memory, 0)
+        )
+        if magic != MAGIC:
+            raise RingUnreadable(f"{self.path} is no telemetry ring: it begins with {magic!r}")
+        if version != VERSION:
+            remedy = "upgrade the monitor" if version > VERSION else "restart the worker with this version of keepstep"
+            raise RingUnreadable(f"{self.path} has format version {version}, this monitor reads {VERSION}: {remedy}")
+        lanes = [LANE.unpack_from(self._memory, at) for at in (72, 96, 120)]
+        try:
+            sizes = Sizes(lanes[0][1], lanes[1][1], lanes[2][1])
+        except ValueError as error:
+            raise RingUnreadable(f"{self.path} is damaged: {error}") from error
+        offsets = [region.offset for region in sizes.regions]
+        sound = (header_nbytes, record_nbytes) == (HEADER_NBYTES, RECORD.itemsize) and offsets == [
+            o for o, _, _ in lanes
+        ]
+        if not sound or sizes.nbytes > nbytes:
+            raise RingUnreadable(
+                f"{self.path} is damaged or cut short: {nbytes} bytes, its header speaks of {sizes.nbytes}"
+            )
+        self.process: int = process
+        self.process_started: int = started
+        self.created_s: float = created_s
+        self.identity = Identity(self._name(JOB_OFFSET), rank, self._name(NODE_OFFSET), generation, world_size)
+        operations, marks, self._table = sizes.regions
+        self.operations = LaneReader(self._memory, operations)
+        """Operations, in the order in which they were called."""
+        self.marks = LaneReader(self._memory, marks)
+        """Phases and measures, in the order in which they began."""
+        self._communicators: dict[int, Communicator] = {}
+        self._table_read = 0
+
+    def last(self, count: int) -> Records:
+        """Return the last `count` whole records of each lane, all by the time they began, oldest first."""
+        records = np.concatenate([self.operations.last(count), self.marks.last(count)])
+        return records[np.argsort(records["enqueued_s"], kind="stable")]
+
+    def communicators(self) -> Mapping[int, Communicator]:
+        """Return the process groups that the worker has used so far, by identity."""
+        (used,) = _U64.unpack_from(self._memory, self._table.counter_offset)
+        start = self._table.offset
+        for line in self._memory[start + self._table_read : start + used].splitlines():
+            told = json.loads(line)
+            self._communicators[told["identity"]] = Communicator(
+                told["identity"], told["name"], ranks_of(told["ranks"])
+            )
+        self._table_read = used
+        return dict(self._communicators)
+
+    @property
+    def step(self) -> int:
+        """The optimizer step under way, from 1; 0 before the first."""
+        return int(_STATES.unpack_from(self._memory, STEP_OFFSET)[0])
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the process said that it ends in good order."""
+        return int(_STATES.unpack_from(self._memory, STEP_OFFSET)[1]) == FINISHED
+
+    def is_alive(self) -> bool:
+        """Whether the writer exists: that very process, not a later one with its id. Stopped is alive; a zombie is not."""
+        return process_started(self.process) == self.process_started
+
+    def close(self) -> None:
+        """Unmap. Arrays that were returned are copies and stay valid."""
+        self._memory.close()
+
+    def _name(self, offset: int) -> str:
+        return self._memory[offset : offset + NAME_NBYTES].rstrip(b"\0").decode(errors="replace")
+
+
+class LaneReader:
+    """One lane of a ring."""
+
+    def __init__(self, memory: mmap.mmap, region: Region) -> None:
+        self._memory = memory
+        self._region = region
+
+    @property
+    def position(self) -> int:
+        """Number of records that were begun so far."""
+        return int(_U64.unpack_from(self._memory, self._region.counter_offset)[0])
+
+    def last(self, count: int) -> Records:
+        """Return the last `count` records that are whole, oldest first; fewer if there are not as many."""
+        return self.since(self.position - count).records
+
+    def since(self, position: int) -> Part:
+        """Return the whole records from `position` on."""
+        end = self.position
+        first = max(position, end - self._region.capacity, 0)
+        if first >= end:
+            return Part(np.empty(0, RECORD), end, 0)
+        expected = 2 * np.arange(first, end, dtype=np.uint64) + 2
+        before = self._copy("stamp", first, end)
+        records = self._copy(None, first, end)
+        after = self._copy("stamp", first, end)
+        whole = (before == expected) & (records["stamp"] == expected) & (after == expected)
+        return Part(records[whole], end, end - max(position, 0) - int(np.count_nonzero(whole)))
+
+    def _copy(self, field: str | None, first: int, end: int) -> Records:
+        """Return a copy of the slots of positions [first, end), or of one field of theirs."""
+        slots: Records = np.frombuffer(self._memory, RECORD, self._region.capacity, self._region.offset)
+        column = slots if field is None else slots[field]
+        start, stop = first % self._region.capacity, (end - 1) % self._region.capacity + 1
+        return column[start:stop].copy() if start < stop else np.concatenate([column[start:], column[:stop]])
+
+
+assert STATE_OFFSET == STEP_OFFSET + 4
