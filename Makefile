@@ -29,6 +29,7 @@ bench: setup
 	$(BIN)/python ops/bench/snapshot.py --json
 	$(BIN)/python ops/bench/checkpoint.py --json
 	$(BIN)/python ops/bench/diagnosis_scale.py --json
+	$(BIN)/python ops/bench/diagnosis.py --json --quick
 
 clean:
 	rm -rf $(VENV) demo-output build dist *.egg-info

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.limits import Limits
+from elastic import telemetry
 from elastic.actions import Publish
 from elastic.crew import Crew
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable
@@ -53,6 +54,8 @@ class AgentConfig:
     grace_s: float = 30.0
     spares: int = 1
     limits: Limits = field(default_factory=Limits)
+    records: bool = False
+    """Whether workers record what they do, for `keepstep monitor`."""
 
 
 class Agent:
@@ -153,6 +156,7 @@ class Agent:
         raise AssertionError("unreachable: the task group returns or raises")
 
     async def _work(self, links: Links, secret: str, membership_task: asyncio.Task[None]) -> bool:
+        config = self._config
         while True:
             self._wake.clear()
             if await self._reconcile(secret):
@@ -162,6 +166,8 @@ class Agent:
                 membership_task.cancel()
                 await asyncio.wait([membership_task])
                 await self._membership.leave()
+                if result is not None and result.succeeded and config.records:
+                    telemetry.remove_rings(config.job)
                 if result is not None and not result.succeeded:
                     raise JobFailed(result.message)
                 return result is not None
@@ -207,6 +213,9 @@ class Agent:
         if generation is not None and generation.generation > crew.generation:
             await self._enter(generation, secret)
         elif generation is not None and generation.generation == crew.generation:
+            for request in view.restarts_on(self._config.node):
+                crew.restart(request.rank, request.reason)
+                await membership.fulfil(request)
             if view.is_closing or crew.trouble is not None:
                 abort = crew.trouble is not None or (view.closing is not None and view.closing.abort)
                 await self._drain(generation.generation, abort)

@@ -14,7 +14,7 @@ from elastic.errors import ElasticError, UsageError
 from monitor.errors import MonitorError
 
 if TYPE_CHECKING:
-    from monitor.daemon.contracts import StoryTeller
+    from monitor.daemon.contracts import Runtime
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
@@ -64,13 +64,13 @@ def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 def main(context: click.Context) -> None:
     """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
     # How `keepstep monitor`, which knows nothing of this package, gets at what the coordinator knows of a job.
-    context.obj = _story_teller
+    context.obj = _runtime
 
 
-def _story_teller(store: str | None, job: str) -> StoryTeller | None:
-    from elastic.story import teller
+def _runtime(store: str | None, job: str) -> Runtime | None:
+    from elastic.eyes import runtime
 
-    return teller(store, job)
+    return runtime(store, job)
 
 
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -98,6 +98,7 @@ def _story_teller(store: str | None, job: str) -> StoryTeller | None:
 @click.option("--role", hidden=True, help="Accepted for torchrun's sake.")
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as `python -m` would.")
 @_torch_option("--no-python", is_flag=True, help="Run SCRIPT as a program; it restarts cold.")
+@click.option("--monitor", is_flag=True, help="Have workers record what they do, for `keepstep monitor`.")
 @_torch_option("--log-dir", type=click.Path(), help="Directory for the workers' output, with --redirects or --tee.")
 @click.option("-r", "--redirects", default="0", help="3: workers' output to files in --log-dir.")
 @click.option("-t", "--tee", default="0", help="3: workers' output to files in --log-dir and to the terminal.")

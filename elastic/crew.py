@@ -207,6 +207,19 @@ class Crew:
             if worker.joined and worker.alive:
                 await worker.tell(message)
 
+    def restart(self, rank: int, reason: str) -> None:
+        """Kill a rank's worker; what follows is what follows any crash.
+
+        Does nothing if it is not there, was killed before, or has drained: then it is not the one that hung.
+        """
+        if self._member is None or rank not in self._member.ranks:
+            return
+        worker = self.workers.get(rank - self._member.first_rank)
+        if worker is None or not worker.alive or worker.stopping or worker.drained or worker.condemned:
+            return
+        log.warning("rank %d is restarted: %s", rank, reason)
+        worker.kill(reason)
+
     def fail(self, reason: str) -> None:
         """Note a trouble of the node that is no worker's fault."""
         self._note_trouble(Trouble("worker", reason, time.time()))
@@ -294,7 +307,7 @@ class Crew:
         self._see_step(worker)
         if not worker.stopping and code != 0:
             where = f"rank {self._rank(worker)} on {self._member.node if self._member else '?'}"
-            text = f"{where} {describe_exit(code)}"
+            text = f"{where} {f'was restarted: {worker.condemned}' if worker.condemned else describe_exit(code)}"
             if worker.traceback:
                 text = f"{text}\n{worker.traceback.rstrip()}"
             kind = "fatal" if worker.fatal else "worker"

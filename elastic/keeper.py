@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+import monitor
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
 from checkpoint.errors import StateChanged
@@ -181,8 +182,9 @@ class Keeper:
         if self.copies_at_once:
             # It may be because a step puts other memory under its tensors.
             self.training.forget_moved()
-        live = self.training.whole(position)
-        self._snapshotter.start(position.step, live.tensors, live.documents, gives_up=self._gives_up)
+        with monitor.phase(monitor.Phase.CHECKPOINT):
+            live = self.training.whole(position)
+            self._snapshotter.start(position.step, live.tensors, live.documents, gives_up=self._gives_up)
         self._taken, self._is_torn, self._gives_up = position.step, False, False
         if self.copies_at_once:
             self._wait()

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.limits import Limits
+from elastic import telemetry
 from elastic.agent import Agent, AgentConfig
 from elastic.errors import StoreUnavailable, UsageError
 from elastic.registry import registered, runtime_directory
@@ -186,6 +187,7 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
                 grace_s=options["grace"],
                 spares=options["spares"],
                 limits=limits,
+                records=options["monitor"],
             ),
             store,
         )
@@ -304,6 +306,10 @@ def _is_local(address: Address) -> bool:
 
 def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
     environment = dict(os.environ)
+    if options["monitor"]:
+        # Workers attach once they know their rank; what `import torch` would do before that must not come first.
+        environment.pop("KEEPSTEP_MONITOR", None)
+        environment[telemetry.SWITCH] = "1"
     directory = options["log_dir"]
     wanted = {options["redirects"], options["tee"]} - {"0"}
     if wanted and not directory:

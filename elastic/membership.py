@@ -18,7 +18,7 @@ from typing import Any
 from elastic import actions, rendezvous
 from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from elastic.links import probe
-from elastic.records import NodeRecord, Report, StoredCheckpoint, StoreFailure
+from elastic.records import NodeRecord, Report, RestartRequest, StoredCheckpoint, StoreFailure
 from elastic.rendezvous import Deliberation, Policy
 from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
 from elastic.view import Keys, View, apply, from_listing, with_reports
@@ -161,6 +161,12 @@ class Membership:
         """Declare another node gone, because its agent's process is certainly dead."""
         await self._store.revoke(record.lease)
 
+    async def fulfil(self, request: RestartRequest) -> None:
+        """Take away a request that this node has carried out."""
+        await self._store.commit(
+            (Created(self._keys.node(self.record.node), self._created),), (Delete(self._keys.restart(request.rank)),)
+        )
+
     async def leave(self) -> None:
         """Give up the lease. The last one to leave takes the job's keys along."""
         others = [node for node in self.view.nodes if node != self.record.node]
@@ -293,6 +299,9 @@ class Membership:
                     Put(single("generation"), generation.encode()),
                     Delete(single("closing")),
                     Delete(single("persist")),
+                    # They spoke of ranks as they were.
+                    Delete(single("verdicts")),
+                    Delete(self._keys.restart(), prefix=True),
                     Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
                 )
             case actions.Close(closing):

@@ -336,6 +336,40 @@ class History(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class HeldVerdict(Record):
+    """Who has what, as the monitor told it. `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill."""
+
+    subject: str
+    ranks: tuple[int, ...]
+    node: str
+    syndrome: str
+    since_s: float
+    evidence: tuple[str, ...]
+    confidence: float
+    cost_s_per_step: float | None
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVerdicts(Record):
+    """The verdicts that held at a time, of one generation's ranks: the newest `verdicts`, and how many more there were."""
+
+    generation: int
+    at_s: float
+    verdicts: tuple[HeldVerdict, ...]
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequest(Record):
+    """The worker that is this rank in this generation is to be killed, and so replaced."""
+
+    generation: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Result(Record):
     """How the job ended."""
 

@@ -192,6 +192,15 @@ def _reason_to_close(
     view: View, generation: Generation, present: Sequence[NodeRecord], wall_s: float
 ) -> Closing | None:
     number = generation.generation
+    for member in generation.members:
+        for request in view.restarts_on(member.node):
+            # Before the troubles that it brings: who loses a peer by it cannot tell why.
+            reason = (
+                f"evicted {member.node}: {view.evictions[member.node]}"
+                if member.node in view.evictions
+                else f"rank {request.rank} on {member.node} is restarted: {request.reason}"
+            )
+            return Closing(number, reason, True, wall_s)
     troubles = [record.trouble for record in _current(present, generation) if record.trouble]
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s))

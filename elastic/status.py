@@ -42,6 +42,9 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
             for node, joined in sorted(view.nodes.items())
         ],
         "intervals": _intervals(view, wall_s),
+        "verdicts": [verdict.to_json() for verdict in view.held_verdicts],
+        "verdicts_omitted": view.verdicts.omitted if view.verdicts and view.held_verdicts else 0,
+        "verdicts_at_s": view.verdicts.at_s if view.verdicts and view.held_verdicts else None,
         "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
         "result": view.result.to_json() if view.result else None,
     }
@@ -69,7 +72,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     for node in facts["nodes"]:
         leads = " *" if node["node"] == facts["leader"] else ""
         nodes.add_row(
-            node["node"] + leads,
+            Text(node["node"] + leads),
             node["host"],
             node["ranks"],
             "leaving" if node["leaving"] else node["phase"],
@@ -77,9 +80,27 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
             f"{node['snapshot_memory_nbytes'] / 2**20:.1f} MiB",
         )
     parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
+    if view.held_verdicts:
+        parts.append(Text(verdicts(view, wall_s)))
     if view.history.recoveries:
         parts.append(recoveries(view.history.recoveries))
     return Group(*parts)
+
+
+def verdicts(view: View, wall_s: float) -> str:
+    """Return the monitor's verdicts that hold, with evidence and cost, one block of lines each."""
+    assert view.verdicts is not None
+    lines = [f"the monitor says, as of {time.strftime('%H:%M:%S', time.localtime(view.verdicts.at_s))}:"]
+    for one in view.held_verdicts:
+        cost = "the job stands still" if one.cost_s_per_step is None else f"costs {one.cost_s_per_step:.2g} s a step"
+        lines.append(
+            f"  {one.subject}: {one.syndrome}, for {max(0.0, wall_s - one.since_s):.0f} s; {cost}; "
+            f"sure to {one.confidence:.0%}; advice: {one.advice}"
+        )
+        lines += [f"    {line}" for line in one.evidence]
+    if view.verdicts.omitted:
+        lines.append(f"  and {view.verdicts.omitted} more, see the monitor's page")
+    return "\n".join([*lines, ""])
 
 
 def recoveries(history: Sequence[Recovery]) -> Table:
@@ -97,7 +118,8 @@ def recoveries(history: Sequence[Recovery]) -> Table:
     for recovery in history:
         began = recovery.detected_at_s
         table.add_row(
-            recovery.reason.splitlines()[0] if recovery.reason else "",
+            # Plain text: what gloo says begins with a path in brackets, which would be taken for markup.
+            Text(recovery.reason.splitlines()[0] if recovery.reason else ""),
             str(recovery.world_size),
             time.strftime("%H:%M:%S", time.localtime(began)),
             *(

@@ -1,16 +1,12 @@
 """What the monitor's page shows of a keepstep job beyond telemetry: the coordinator's view, told in the monitor's words.
 
-`story_of` is pure. `CoordinatorStory` reads the view anew whenever it is asked, on a connection and an event loop of its
-own, for the monitor asks every few seconds and from a thread of its own.
+`story_of` is pure. `CoordinatorStory` reads the view anew whenever it is asked, for the monitor asks every few seconds and from a thread
+of its own.
 """
 
 from __future__ import annotations
 
-import asyncio
-
-from elastic.registry import local_jobs
-from elastic.store.address import parse_address
-from elastic.store.etcd import EtcdStore
+from elastic.store.blocking import BlockingStore
 from elastic.view import Keys, View, from_listing
 from monitor.daemon.contracts import Member, Recovery, Story
 
@@ -50,29 +46,13 @@ class CoordinatorStory:
     """The monitor's `StoryTeller` over a coordinator. For one thread at a time; `close` ends its connection."""
 
     def __init__(self, url: str, job: str) -> None:
-        self._url = url
         self._keys = Keys(job)
-        self._runner = asyncio.Runner()
-        self._store: EtcdStore | None = None
+        self._store = BlockingStore(url)
 
     def story(self) -> Story | None:
         """Return the story as the coordinator has it now."""
-        return self._runner.run(self._read())
+        return story_of(from_listing(self._keys, self._store.read(self._keys.prefix)))
 
     def close(self) -> None:
         """End the connection."""
-        if self._store is not None:
-            self._runner.run(self._store.close())
-        self._runner.close()
-
-    async def _read(self) -> Story | None:
-        if self._store is None:
-            self._store = await EtcdStore.connect(parse_address(self._url))
-        return story_of(from_listing(self._keys, await self._store.read(self._keys.prefix)))
-
-
-def teller(store: str | None, job: str) -> CoordinatorStory | None:
-    """Return what tells a job's story: from the coordinator at `store`, else from that of the job of this name on this machine, if any."""
-    if store is None:
-        store = next((entry.store for entry in local_jobs() if entry.job == job), None)
-    return CoordinatorStory(store, job) if store is not None else None
+        self._store.close()

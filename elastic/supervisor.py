@@ -64,6 +64,7 @@ class Worker:
         self.drained = False
         self.finishing: int | None = None
         self.stopping = False
+        self.condemned = ""
         self.traceback = ""
         self.fatal = False
         self.code: int | None = None
@@ -125,6 +126,11 @@ class Worker:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 return
+
+    def kill(self, reason: str) -> None:
+        """End the process at once, as a crash would; `reason` is why, for its exit to be explained by."""
+        self.condemned = reason
+        self._kill_all()
 
     async def stop(self, grace_s: float) -> None:
         """End the process: SIGTERM, and SIGKILL after `grace_s` seconds; returns when it has ended."""

@@ -25,8 +25,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import monitor
 from checkpoint.errors import SnapshotUnavailable
 from checkpoint.layout import Json
+from elastic import telemetry
 from elastic.data import Batches, Dataset, Position
 from elastic.errors import UsageError
 from elastic.intervals import AUTO
@@ -36,6 +38,7 @@ from elastic.session import Assignment, Session, current, seconds
 from elastic.world import ProcessGroups, World, is_peer_failure
 
 T = TypeVar("T")
+_NO_MORE = object()
 
 
 class Stateful(Protocol):
@@ -130,6 +133,8 @@ class Job:
         self._pace = Pace(snapshot_every, 0.0)
         self._copies_at_once = False
         self._stepped = False
+        self._began_at = 0
+        self._marked = 0
 
     def __enter__(self) -> Self:
         self._session.on_abort(self._groups.abort)
@@ -227,7 +232,13 @@ class Job:
             loader = passes.from_position(
                 self._position.batch - begin, length, self.world.data_rank, self.world.data_size
             )
-            for batch in loader:
+            while True:
+                if self._position.batch < begin + length:
+                    # A step begins with the wait for its data.
+                    self._mark_step()
+                batch = next(loader, _NO_MORE)
+                if batch is _NO_MORE:
+                    break
                 before = self._position
                 self._loss_scale = passes.loss_scale(self.world.data_rank, self.world.data_size)
                 yield batch
@@ -246,14 +257,30 @@ class Job:
         """Return the context of one optimizer step; see `Step`."""
         return Step(self)
 
+    def _mark_step(self) -> None:
+        """Have the monitor, if there is one, know that the next step is under way. It counts from the generation's first."""
+        number = self._position.step - self._began_at + 1
+        if self._marked != number:
+            self._marked = number
+            monitor.begin_step(number)
+
     def begin_step(self) -> None:
         """Forget old gradients. Called by `Step`."""
+        self._mark_step()
         self._kept.begin_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def end_step(self, error: BaseException | None) -> bool:
         """Complete the step or recover from its failure. Called by `Step`; True when the error is dealt with."""
+        try:
+            return self._end_step(error)
+        finally:
+            # What the loop does now, such as evaluating, may take its time.
+            self._marked = 0
+            monitor.end_step()
+
+    def _end_step(self, error: BaseException | None) -> bool:
         if error is None:
             try:
                 self._complete_step()
@@ -309,6 +336,8 @@ class Job:
     def _enter_generation(self, assignment: Assignment) -> None:
         os.environ.update(assignment.environment())
         self._stepped = False
+        self._marked = 0
+        telemetry.reopen(assignment)
         self._world = self._groups.enter(assignment, self._mesh)
         self._session.say("ready", generation=assignment.generation, at_s=seconds())
         torch.manual_seed(self._seed)
@@ -324,6 +353,7 @@ class Job:
             copies_at_once=self._copies_at_once,
         )
         self._position, source = self._keeper.resume(self._seed)
+        self._began_at = self.steps
         self._session.progress(assignment.generation, self.steps)
         self._session.say("restored", generation=assignment.generation, at_s=seconds(), source=source, step=self.steps)
         if self.steps > 0:
@@ -360,6 +390,11 @@ class Job:
     def _finish(self) -> None:
         """Have the last step committed, and stored if there is a place for it, before the worker exits."""
         final = self._position
+        monitor.end_step()
+        with monitor.phase(monitor.Phase.CHECKPOINT):
+            self._secure(final)
+
+    def _secure(self, final: Position) -> None:
         generation = self.world.generation
         if final.step > 0:
             while not self._kept.snapshot_finally(final, partial(self._session.wait_for_commit, generation=generation)):

@@ -12,12 +12,15 @@ from typing import Any
 from elastic.records import (
     Closing,
     Generation,
+    HeldVerdict,
+    HeldVerdicts,
     History,
     NodeRecord,
     PersistRequest,
     Phase,
     Record,
     Report,
+    RestartRequest,
     Result,
     SnapshotCommit,
     StoredCheckpoint,
@@ -34,6 +37,7 @@ _SINGLE: Mapping[str, type[Record]] = {
     "store_failure": StoreFailure,
     "history": History,
     "result": Result,
+    "verdicts": HeldVerdicts,
 }
 
 
@@ -56,6 +60,10 @@ class Keys:
         """Key whose presence asks a node to leave and not come back."""
         return f"{self.prefix}evictions/{node}"
 
+    def restart(self, rank: int | None = None) -> str:
+        """Key whose presence asks for a rank's worker to be restarted; None: what all of them begin with."""
+        return f"{self.prefix}restarts/{'' if rank is None else rank}"
+
     def single(self, name: str) -> str:
         """Key of one of the job-wide documents, such as `generation`."""
         return f"{self.prefix}{name}"
@@ -76,6 +84,7 @@ class View:
     revision: int = 0
     nodes: Mapping[str, Joined] = field(default_factory=dict)
     evictions: Mapping[str, str] = field(default_factory=dict)
+    restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
     generation: Generation | None = None
     generation_revision: int = 0
     closing: Closing | None = None
@@ -86,6 +95,7 @@ class View:
     store_failure: StoreFailure | None = None
     history: History = field(default_factory=History)
     result: Result | None = None
+    verdicts: HeldVerdicts | None = None
     secret: bytes | None = None
 
     @property
@@ -102,6 +112,22 @@ class View:
     def is_closing(self) -> bool:
         """Whether the current generation is over and the next not yet open."""
         return self.closing is not None and self.closing.generation == self.number
+
+    @property
+    def held_verdicts(self) -> tuple[HeldVerdict, ...]:
+        """The verdicts that hold of the current generation: what was said of an older one's ranks means nothing now."""
+        return self.verdicts.verdicts if self.verdicts is not None and self.verdicts.generation == self.number else ()
+
+    def restarts_on(self, node: str) -> tuple[RestartRequest, ...]:
+        """Return the restarts that a node is to carry out: of its own ranks, in the current generation."""
+        member = self.generation.member(node) if self.generation is not None else None
+        if member is None:
+            return ()
+        return tuple(
+            request
+            for rank, request in sorted(self.restarts.items())
+            if rank in member.ranks and request.generation == self.number
+        )
 
 
 def from_listing(keys: Keys, listing: Listing) -> View:
@@ -148,6 +174,11 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
         if item is not None:
             evictions[rest] = item.value.decode()
         return replace(view, evictions=evictions)
+    if section == "restarts":
+        restarts = {rank: request for rank, request in view.restarts.items() if rank != int(rest)}
+        if item is not None:
+            restarts[int(rest)] = RestartRequest.decode(item.value)
+        return replace(view, restarts=restarts)
     if name == "secret":
         return replace(view, secret=item.value if item else None)
     if name not in _SINGLE:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint.errors import CheckpointError, SnapshotUnavailable
+from elastic import telemetry
 from elastic.errors import UsageError
 from elastic.process import die_with_parent
 from elastic.records import Record
@@ -47,9 +48,12 @@ def main() -> None:
     """Run one worker, from warm-up to exit."""
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
     command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND").encode())
+    records = bool(os.environ.pop(telemetry.SWITCH, ""))
     log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
     if command.kind != "program":
         _warm_up()
+        if records:
+            telemetry.prepare()
     session = open_session()
     session.say("warm")
     assignment = session.wait_for_assignment(0)
@@ -57,8 +61,12 @@ def main() -> None:
     if log_directory:
         _redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
     if command.kind == "program":
+        if records:
+            os.environ.update(telemetry.environment(assignment))
         os.execvp(command.target, [command.target, *command.arguments])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if records:
+        telemetry.attach(assignment)
     _run(session, command)
     _end()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from monitor.telemetry.recorder import Recorder
 
-__all__ = ["Measure", "Phase", "attach", "begin_step", "measure", "phase"]
+__all__ = ["Measure", "Phase", "attach", "begin_step", "end_step", "measure", "phase"]
 
 # The recorder needs PyTorch, which the daemon and the command do without: hence the imports inside.
 
@@ -41,6 +41,13 @@ def begin_step(number: int | None = None) -> None:
     recorder = _current()
     if recorder is not None:
         recorder.begin_step(number)
+
+
+def end_step() -> None:
+    """End the step under way: for loops that do other things between steps, such as evaluating."""
+    recorder = _current()
+    if recorder is not None:
+        recorder.end_step()
 
 
 def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from monitor.daemon.contracts import StoryTeller, VerdictPublisher
+from monitor.daemon.contracts import Runtime
 from monitor.daemon.daemon import Parts
 from monitor.daemon.probes import NodeProbe
 from monitor.daemon.ring_source import RingSource
 from monitor.diagnosis.conclusion import NO_PAST, Past, conclude
 from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.policy import Policy
 from monitor.diagnosis.tables import Digest
 from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Communicator
@@ -25,8 +26,8 @@ def assemble(
     diagnoses: bool,
     reads_rings: bool = True,
     children: Callable[[], Sequence[str]] = tuple,
-    publisher: VerdictPublisher | None = None,
-    teller: StoryTeller | None = None,
+    runtime: Runtime | None = None,
+    policy: Policy | None = None,
 ) -> Parts:
     """Return the parts for a job's daemon on this node; whoever gets them closes them."""
     return Parts(
@@ -34,8 +35,10 @@ def assemble(
         reader=RingSource(job_directory(job)) if reads_rings else None,
         diagnosis=diagnose if diagnoses else None,
         alignment=align,
-        publisher=publisher,
-        teller=teller,
+        publisher=runtime.publisher if runtime else None,
+        teller=runtime.teller if runtime else None,
+        policy=policy if diagnoses else None,
+        enforcer=runtime.enforcer if runtime else None,
         children=children,
     )
 

@@ -18,7 +18,7 @@ from monitor.daemon.job_secret import job_secret
 from monitor.errors import MonitorError
 
 if TYPE_CHECKING:
-    from monitor.daemon.contracts import StoryTeller
+    from monitor.daemon.contracts import Runtime
 
 PORT = 8433
 _JOB = click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
@@ -45,7 +45,16 @@ _SECRET = click.option(
 )
 @click.option("--gather-only", is_flag=True, help="Do not read this node's own ranks: another daemon here does.")
 @click.option("--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost.")
-@click.option("--store", metavar="URL", help="The job's coordinator, for its membership and recoveries on the page.")
+@click.option(
+    "--store", metavar="URL", help="The job's coordinator: for what the page shows of the job, verdicts, --act."
+)
+@click.option(
+    "--act",
+    type=click.Choice(["observe", "alert", "restart", "replace"]),
+    default="alert",
+    show_default=True,
+    help="What to do about verdicts, each including the ones before: nothing; log; restart workers; replace nodes.",
+)
 @click.option("--events", type=click.Path(path_type=Path), help="File to append events to, one JSON object a line.")
 @click.option("--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart.")
 @click.option("--every", default=0.5, show_default=True, help="Seconds between readings.")
@@ -73,7 +82,7 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
 
 
 def _run(
-    story_teller: Callable[[str | None, str], StoryTeller | None] | None,
+    find_runtime: Callable[[str | None, str], Runtime | None] | None,
     *,
     job: str,
     node: str | None,
@@ -87,6 +96,7 @@ def _run(
     gather_only: bool,
     relay: bool,
     store: str | None,
+    act: str,
     events: Path | None,
     state: Path | None,
     every: float,
@@ -98,20 +108,27 @@ def _run(
     # A moment's worth of imports that --print-token and --help have no use for.
     from monitor.daemon.assembly import assemble
     from monitor.daemon.daemon import Daemon, Settings
+    from monitor.diagnosis.policy import Mode, Policy
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = node or socket.gethostname()
     settings = Settings(
         job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
     )  # fmt: skip
-    teller = story_teller(store, job) if story_teller is not None and not relay else None
+    policy = Policy(Mode[act.upper()])
+    runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
+    if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
+        raise MonitorError(
+            f"--act {act} is for the topmost monitor of a job of `keepstep run`: give --store, and no --relay"
+        )
     parts = assemble(
         job,
         name,
         diagnoses=not relay,
         reads_rings=not gather_only,
         children=_children(children, children_file),
-        teller=teller,
+        runtime=runtime,
+        policy=policy,
     )
 
     async def serve() -> None:

@@ -2,7 +2,7 @@
 particular.
 
 The daemon owns what it is given and closes it. Reading, alignment and diagnosis are called on the daemon's working thread
-and must not block; the publisher and the teller of the story on another thread, where they may. Each gets one call at a
+and must not block; publisher, enforcer and the teller of the story on another thread, where they may. Each gets one call at a
 time. Whatever raises is logged with its consequence and called again at the next turn, so a defect in one part blinds that
 part only.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.policy import Action
 from monitor.diagnosis.tables import Digest
 from monitor.records import Communicator, JobRecords, RankRecords
 from monitor.verdicts import Verdict
@@ -28,12 +29,14 @@ class Reading:
         communicators: the ring's table of process groups.
         pid: the process that writes it.
         incarnation: tells one writer from the next of the same rank; record positions begin anew with it.
+        generation: of the job, as the ring has it; 0 where nobody counts them.
     """
 
     records: RankRecords
     communicators: tuple[Communicator, ...]
     pid: int
     incarnation: str
+    generation: int = 0
 
 
 class JobReader(Protocol):
@@ -90,8 +93,24 @@ class Alignment(Protocol):
 class VerdictPublisher(Protocol):
     """Takes the verdicts that hold to where decisions are made (`elastic`: the coordinator)."""
 
-    def publish(self, verdicts: Sequence[Verdict], now_s: float) -> None:
-        """Publish all verdicts that hold now, after every diagnosis whose verdicts differ from the last. `now_s`: the job's clock."""
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
+        """Publish all verdicts that hold now, after every diagnosis whose verdicts differ from the last.
+
+        Args:
+            verdicts: all of them; nodes are named as the story names them, where there is one.
+            generation: of the job, that they speak of.
+            now_s: the job's clock.
+        """
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+class Enforcer(Protocol):
+    """Carries out what the policy decided (`elastic`: by asking the job's agents)."""
+
+    def enforce(self, action: Action, generation: int) -> bool:
+        """Have a worker restarted or a node replaced; False if the job is going on to another generation, or has."""
 
     def close(self) -> None:
         """Let go of connections."""
@@ -165,6 +184,10 @@ class Story:
     checkpoint_url: str = ""
     parity: int = 0
 
+    def places(self) -> dict[int, str]:
+        """Return each rank's node."""
+        return {rank: member.node for member in self.members for rank in member.ranks}
+
 
 class StoryTeller(Protocol):
     """Where the story comes from, for jobs that keepstep runs; other jobs have none."""
@@ -174,3 +197,12 @@ class StoryTeller(Protocol):
 
     def close(self) -> None:
         """Let go of connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What a job's own runtime offers to its monitor."""
+
+    teller: StoryTeller
+    publisher: VerdictPublisher
+    enforcer: Enforcer

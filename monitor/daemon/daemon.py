@@ -1,10 +1,10 @@
-"""The monitor daemon: reads, asks, concludes, tells; and never touches the job.
+"""The monitor daemon: reads, asks, concludes, tells; and touches the job only by what its policy asks of the job's own runtime.
 
 One daemon a node reads that node's rings. Daemons given children ask them for what is new; a tree of them (nodes under racks
 under a root) keeps what any one process handles in proportion to its children. The root diagnoses. It opens nothing of the
 job's for writing, and the job knows nothing of it: it may crash, hang and come back at any time.
 
-Owners: the daemon owns two threads (one for the watch, one for what may block: publisher and story), its HTTP server and
+Owners: the daemon owns two threads (one for the watch, one for what may block: publisher, enforcer, story), its HTTP server and
 client, the event file and the state file; `run` ends them all. Everything about the watch happens on the first thread, so it
 needs no lock.
 """
@@ -27,12 +27,23 @@ from aiohttp import web
 
 from monitor.daemon.access import is_loopback
 from monitor.daemon.children import Children
-from monitor.daemon.contracts import Alignment, Diagnosis, JobReader, Probe, Story, StoryTeller, VerdictPublisher
+from monitor.daemon.contracts import (
+    Alignment,
+    Diagnosis,
+    Enforcer,
+    JobReader,
+    Probe,
+    Story,
+    StoryTeller,
+    VerdictPublisher,
+)
 from monitor.daemon.events import EventFile
 from monitor.daemon.service import application
 from monitor.daemon.stacks import dump
 from monitor.daemon.verdict_log import HANGS, Entry, VerdictLog
 from monitor.daemon.watch import FAULT, Limits, Turn, Watch
+from monitor.diagnosis.places import placed
+from monitor.diagnosis.policy import Action, ActionKind, Policy, PolicyState, decide, undone
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from monitor.verdicts import Verdict
 
@@ -89,6 +100,8 @@ class Parts:
         alignment: of clocks.
         publisher: where verdicts go besides the event file.
         teller: what the job's runtime knows.
+        policy: what to do about verdicts; None for nothing.
+        enforcer: who does it, other than telling people; None where there is only telling.
         children: URLs of the daemons below, asked for anew at every turn.
     """
 
@@ -98,6 +111,8 @@ class Parts:
     alignment: Alignment | None = None
     publisher: VerdictPublisher | None = None
     teller: StoryTeller | None = None
+    policy: Policy | None = None
+    enforcer: Enforcer | None = None
     children: Callable[[], Sequence[str]] = tuple
 
 
@@ -115,7 +130,9 @@ class Daemon:
         self._settings = settings
         self._parts = parts
         self._story: Story | None = None
-        self._told: tuple[Verdict, ...] = ()
+        # Nothing yet: what an earlier daemon published may not hold any more.
+        self._told: tuple[int, tuple[Verdict, ...]] | None = None
+        self._policy_state = PolicyState()
         self._dumping: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self._events: EventFile | None = None
@@ -225,10 +242,46 @@ class Daemon:
                 self._events.closed(entry)
         if turn.changes.opened or turn.changes.closed:
             await self._remember()
+        await self._tell_and_act(turn)
+
+    async def _tell_and_act(self, turn: Turn) -> None:
+        """Publish what holds, and do about it what the policy says."""
+        verdicts, nodes = turn.current, turn.nodes
+        if self._parts.teller is not None:
+            if self._story is None or self._story.generation != turn.generation:
+                return  # Ranks are placed anew: what holds of the old ones helps nobody.
+            nodes = self._story.places()
+            verdicts = placed(verdicts, nodes)
         publisher = self._parts.publisher
-        if publisher is not None and turn.verdicts != self._told:
-            self._told = turn.verdicts
-            await self._talk("publisher", lambda: publisher.publish(turn.verdicts, turn.now_s))
+        told = (turn.generation if verdicts else 0, verdicts)
+        if publisher is not None and told != self._told:
+
+            def publish() -> bool:
+                publisher.publish(verdicts, turn.generation, turn.now_s)
+                return True
+
+            if await self._talk("publisher", publish):
+                self._told = told
+        if self._parts.policy is not None:
+            self._policy_state, actions = decide(
+                self._parts.policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s
+            )
+            for action in actions:
+                await self._act(action, turn.generation)
+
+    async def _act(self, action: Action, generation: int) -> None:
+        outcome = "told"
+        enforcer = self._parts.enforcer
+        if action.kind is not ActionKind.ALERT:
+            done = await self._talk("enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation))
+            if not done:
+                # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
+                self._policy_state = undone(self._policy_state, action)
+                return
+            outcome = "asked for"
+        _LOG.warning("%s; %s", action, outcome)
+        if self._events is not None:
+            self._events.acted(action, outcome, time.time())
 
     async def _ask_children(self) -> None:
         """Ask every daemon below for what is new, all at once."""
@@ -276,7 +329,7 @@ class Daemon:
 
     async def _close_parts(self) -> None:
         await self.ask(Watch.close)
-        for part in (self._parts.publisher, self._parts.teller):
+        for part in (self._parts.publisher, self._parts.enforcer, self._parts.teller):
             if part is not None:
                 await self._talk("end", part.close)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from monitor.daemon.verdict_log import HANGS, Entry
+from monitor.diagnosis.policy import Action
 from monitor.verdicts import Syndrome
 
 _LIMIT_NBYTES = 64 * 2**20
@@ -81,6 +82,20 @@ class EventFile:
             "keepstep.stacks": json.dumps(stacks),
         }
         self.write("keepstep.verdict.stacks", _INFO, f"stacks of rank {rank}", attributes, wall_s)
+
+    def acted(self, action: Action, outcome: str, wall_s: float) -> None:
+        """Tell what the policy did about a verdict, or had people told."""
+        attributes = {
+            "keepstep.action": str(action.kind),
+            "keepstep.action.reason": action.reason,
+            "keepstep.action.outcome": outcome,
+            "keepstep.action.nodes": list(action.nodes),
+            "keepstep.action.ranks": list(action.ranks),
+            "keepstep.verdict.syndrome": str(action.verdict.syndrome),
+            "keepstep.verdict.evidence": list(action.verdict.evidence),
+        }
+        body = f"{action}; {outcome}"
+        self.write("keepstep.policy.acted", _WARN, body, attributes, wall_s)
 
     def close(self) -> None:
         """Close the file."""

@@ -33,6 +33,7 @@ class RankState:
         has_finished: whether it said that it ends in good order.
         read_at_s: node's monotonic clock when its ring was last read.
         progress_at_s: the same clock when a reading last brought a record that was new or had changed.
+        generation: of the job, as its ring has it; 0 where nobody counts them.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankState:
     has_finished: bool
     read_at_s: float
     progress_at_s: float
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,11 @@ class RingSource:
         self._count = self._wanted(job, incarnations)
         processes = self._rings.processes()
         communicators = tuple(job.communicators.values())
-        return [Reading(told, communicators, processes[rank], incarnations[rank]) for rank, told in job.ranks.items()]
+        generation = self._rings.generation()
+        return [
+            Reading(told, communicators, processes[rank], incarnations[rank], generation)
+            for rank, told in job.ranks.items()
+        ]
 
     def close(self) -> None:
         """Let all rings go."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -54,11 +54,31 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one diagnosis brought: the verdicts that hold, the job's clock, and what changed in the log."""
+    """What one diagnosis brought.
+
+    Args:
+        verdicts: all that hold.
+        now_s: the job's clock.
+        changes: in the log.
+        generation: the job's newest that any rank has told of.
+        nodes: each rank's node, of the ranks of that generation.
+        step_s: the job's step time; 0.0 if not known.
+    """
 
     verdicts: tuple[Verdict, ...]
     now_s: float
     changes: Changes
+    generation: int = 0
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    step_s: float = 0.0
+
+    @property
+    def current(self) -> tuple[Verdict, ...]:
+        """The verdicts that speak of ranks of the newest generation only.
+
+        While a generation begins, some ranks have told of it and others not yet: whoever lags behind is on its way, not sick.
+        """
+        return tuple(one for one in self.verdicts if self.nodes.keys() >= set(one.subject.ranks))
 
 
 @dataclass(slots=True)
@@ -127,6 +147,7 @@ class Watch:
                     told.has_finished,
                     told.read_at_s,
                     0.0,
+                    reading.generation,
                 )
                 self._hear(state, told.records)
                 self._history.learn(reading.communicators)
@@ -229,7 +250,9 @@ class Watch:
         if verdicts is None:
             return None
         self.log, changes = advance(self.log, verdicts, now_s, time.time())
-        return Turn(tuple(verdicts), now_s, changes)
+        generation = max((state.generation for state in states), default=0)
+        current = {state.rank: state.node for state in states if state.generation == generation}
+        return Turn(tuple(verdicts), now_s, changes, generation, current, self.typical_step_s() or 0.0)
 
     def summary(self, incarnation: str, since: int, budget: int) -> Summary:
         """Return what is new since `since`, or everything if that was said by another incarnation."""

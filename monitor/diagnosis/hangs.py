@@ -57,9 +57,14 @@ def find_hangs(job: Standstill, thresholds: HangThresholds) -> tuple[Verdict, ..
         return ()
     view = _View(job, thresholds)
     dead = _dead(view)
+    if dead:
+        # Backends end processes whose collectives do not fit: then that is the root, and the deaths follow from it.
+        partings = _partings(view, np.ones(len(job.frontiers), bool))
+        if partings:
+            return partings
     if view.longest_wait_s < thresholds.waiter_share * view.plain_s:
         return dead
-    partings = _partings(view)
+    partings = _partings(view, view.waits & (view.waited_s >= thresholds.waiter_share * view.plain_s))
     if partings:
         return dead + partings
     silent = {rank for rank, row in view.rows.items() if not row["alive"]} | job.stopped
@@ -141,14 +146,17 @@ def _verdict(
 def _dead(view: _View) -> tuple[Verdict, ...]:
     """Name processes that are gone and were still needed.
 
-    At the end of a job processes go one after another, and nobody waits for them: that is no death.
+    At the end of a job processes go one after another, and nobody waits for them: that is no death. Who left because its operations failed
+    died of another's death. If all are gone and nobody's operations failed, someone ended the job as a whole.
     """
     dead = {rank for rank, row in view.rows.items() if not row["alive"]}
     if not dead:
         return ()
     alive = {rank for rank, row in view.rows.items() if row["alive"]}
-    if not alive:
+    witnesses = {rank for rank, row in view.rows.items() if row["failed"]}
+    if not alive and not witnesses:
         return ()
+    first_dead = dead - witnesses or dead
     waits = wait_for(view.job.frontiers, view.job.communicators, dead)
     missed = {
         rank: [waiter for waiter in waiters if waiter in alive]
@@ -160,15 +168,14 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         for rank in operation.waiting:
             if rank in dead:
                 open_of[rank].append(view.name(operation))
-    failed = any(view.rows[rank]["failed"] for rank in alive)
     needed = []
-    for rank in sorted(dead):
+    for rank in sorted(first_dead):
         waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
         is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
         if (
             is_missed
             or open_of[rank]
-            or (failed and (view.rows[rank]["in_step"] or not view.rows[rank]["marks_steps"]))
+            or (witnesses - {rank} and (view.rows[rank]["in_step"] or not view.rows[rank]["marks_steps"]))
         ):
             needed.append(rank)
     verdicts = []
@@ -181,19 +188,20 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         waiters = sorted({waiter for rank in subject.ranks for waiter in missed.get(rank, ())})
         if waiters:
             evidence.append(f"{len(waiters)} ranks wait for it, rank {waiters[0]} among them")
+        if witnesses:
+            evidence.append(f"operations of {len(witnesses)} ranks failed, of rank {min(witnesses)} among them")
         advice = Advice.REPLACE_NODE if subject.kind == "node" else Advice.RESTART_WORKER
         since_s = min(view.moved_s(rank) for rank in subject.ranks)
         verdicts.append(_verdict(subject, Syndrome.DEAD_PROCESS, since_s, evidence, 1.0, advice))
     return tuple(verdicts)
 
 
-def _partings(view: _View) -> tuple[Verdict, ...]:
-    """Name who called something else than the others, in communicators in which somebody waits."""
+def _partings(view: _View, chosen: np.ndarray) -> tuple[Verdict, ...]:
+    """Name who called something else than the others, in the communicators of the chosen frontiers."""
     frontiers = view.job.frontiers
-    long = view.waits & (view.waited_s >= view.thresholds.waiter_share * view.plain_s)
     collective = frontiers["direction"] == 0
     verdicts = []
-    for identity in np.unique(frontiers["communicator"][long & collective]).tolist():
+    for identity in np.unique(frontiers["communicator"][chosen & collective]).tolist():
         parting = first_parting(frontiers[collective & (frontiers["communicator"] == identity)])
         if parting is None:
             continue

@@ -6,7 +6,8 @@ Figures are times, so deviations are differences of logarithms. Two comparisons,
 - with its own past: each subject's figure over what it used to be, compared with how everybody's has changed. Sees a change though
   nobody does equal work; is blind to what was slow from the start. If all change together, nobody deviates.
 
-The past is learnt from steps in which the subject did not deviate, and follows slow change, as of sequence length, at 5 % a step.
+The past is learnt from steps in which the subject did not deviate, a window later, when that is known; it follows slow change, as of
+sequence length, at 5 % a step.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from monitor.diagnosis.robust import MEDIAN_TO_MEAN_ERROR, median_by, spread
 from monitor.diagnosis.thresholds import SlowThresholds
 
 _LEARNING = 0.05
+_MEAN_TO_SIGMA = 1.2533
+"""Standard deviation of normal values over their mean absolute deviation: sqrt(pi / 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,14 @@ class History:
         steps: which steps; shape (steps,).
         values: logarithm of seconds, NaN where not told; shape (steps, subjects).
         past: logarithm of what each used to take, NaN until learnt; shape (subjects,).
+        drift: how far each's window has been from its past, other than all have together, on average; NaN until learnt.
     """
 
     keys: np.ndarray
     steps: np.ndarray
     values: np.ndarray
     past: np.ndarray
+    drift: np.ndarray
 
     def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> History:
         """Return the history with one more step, of at most `window`. Keys are distinct; unknown ones are added."""
@@ -46,27 +51,40 @@ class History:
         values[:-1, old] = self.values
         with np.errstate(divide="ignore"):
             values[-1, np.searchsorted(every, keys)] = np.log(np.maximum(seconds, 1e-9))
-        past = np.full(len(every), np.nan)
-        past[old] = self.past
+        past, drift = np.full((2, len(every)), np.nan)
+        past[old], drift[old] = self.past, self.drift
         values = values[-window:]
         # Subjects that no step of the window tells of are gone: this bounds the memory.
         alive = ~np.isnan(values).all(axis=0)
-        return History(every[alive], np.append(self.steps, step)[-window:], values[:, alive], past[alive])
+        return History(every[alive], np.append(self.steps, step)[-window:], values[:, alive], past[alive], drift[alive])
 
     def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> History:
         """Return the history with what the last step teaches of subjects that do not deviate; `deviating` has shape (subjects,)."""
         if len(self.steps) < thresholds.baseline or not len(self.keys):
             return self
-        last = self.values[-1]
+        middles = _medians(self.values)
+        # The oldest step: what began to deviate in the newer ones is found before it is the oldest. Nor is one high step learnt from.
+        taught = np.fmin(self.values[0], middles)
         fresh = np.isnan(self.past) & ~deviating
-        calm = ~np.isnan(self.past) & ~np.isnan(last) & ~deviating
-        past = self.past.copy()
-        past[fresh] = _medians(self.values[:, fresh])
-        past[calm] += _LEARNING * (last[calm] - past[calm])
-        return History(self.keys, self.steps, self.values, past)
+        calm = ~np.isnan(self.past) & ~np.isnan(taught) & ~deviating
+        past, drift = self.past.copy(), self.drift.copy()
+        if calm.any():
+            apart = np.abs(middles - past - np.median((middles - past)[calm]))
+            drift[calm] += _LEARNING * (apart[calm] - drift[calm])
+        past[fresh], drift[fresh] = middles[fresh], 0.0
+        past[calm] += _LEARNING * (taught[calm] - past[calm])
+        return History(self.keys, self.steps, self.values, past, drift)
+
+    def unrest(self) -> float:
+        """Return the standard deviation of a subject's window from its past, as most subjects have shown it; 0.0 if not known.
+
+        Where processors are shared with others, the middle of ten steps wanders further than noise of single steps tells.
+        """
+        known = self.drift[~np.isnan(self.drift)]
+        return _MEAN_TO_SIGMA * float(np.median(known)) if len(known) else 0.0
 
 
-NOTHING = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0))
+NOTHING = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +135,9 @@ def deviations(history: History, groups: np.ndarray, least_ratio: float, thresho
     own = changed - common[:, None]
     told = common[~np.isnan(common)]
     shift = float(np.exp(np.median(told))) if len(told) else float("nan")
-    hot_by_peers, noise = _hot(np.where(enough, peers, np.nan), least_ratio, thresholds)
-    hot_by_past, own_noise = _hot(own, least_ratio, thresholds)
+    unrest = history.unrest()
+    hot_by_peers, noise = _hot(np.where(enough, peers, np.nan), least_ratio, unrest, thresholds)
+    hot_by_past, own_noise = _hot(own, least_ratio, unrest, thresholds)
     from_peers = hot_by_peers | (~hot_by_past & enough[-1])
     chosen = np.where(from_peers, peers, own)
     ratio = _medians(chosen)
@@ -145,7 +164,9 @@ def _from_peers(values: np.ndarray, groups: np.ndarray, least: int) -> tuple[np.
     return residuals, enough
 
 
-def _hot(residuals: np.ndarray, least_ratio: float, thresholds: SlowThresholds) -> tuple[np.ndarray, float]:
+def _hot(
+    residuals: np.ndarray, least_ratio: float, unrest: float, thresholds: SlowThresholds
+) -> tuple[np.ndarray, float]:
     """Return who deviates upwards, and the noise: beyond it, beyond the least ratio, and in enough steps of the window."""
     steps = len(residuals)
     if steps < thresholds.sustained:
@@ -157,8 +178,12 @@ def _hot(residuals: np.ndarray, least_ratio: float, thresholds: SlowThresholds) 
     around = (residuals - middles)[:, told]
     noise = spread(around[~np.isnan(around)])
     # The middle of a window is known to noise / sqrt(steps); subjects differ among each other by what hardware differs.
-    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), spread(middles[told]))
+    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), unrest)
     limit = max(np.log(least_ratio), thresholds.sigmas * doubt)
+    # Who is far out says nothing of how the others differ: of six links, two slow ones would make each other look usual.
+    usual = told & ~(middles > limit)
+    among = usual if 2 * usual.sum() >= told.sum() else told
+    limit = max(limit, thresholds.sigmas * spread(middles[among]))
     with np.errstate(invalid="ignore"):
         often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
         hot: np.ndarray = (middles > limit) & often

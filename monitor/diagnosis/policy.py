@@ -60,6 +60,11 @@ class Action:
     nodes: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {'; '.join(self.verdict.evidence)}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -288,6 +293,20 @@ def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) ->
         cases=cases,
         replaced=(*state.replaced, *((state.now_s, node) for node in action.nodes)),
         restarted=(*state.restarted, *((state.now_s, rank) for rank in action.ranks)),
+    )
+
+
+def undone(state: PolicyState, action: Action) -> PolicyState:
+    """Return the state with an action of the last `decide` taken back, because it was not carried out: it costs no budget, and is due again."""
+    key = (action.subject, action.verdict.syndrome)
+    case = state.cases.get(key)
+    return replace(
+        state,
+        cases={**state.cases, key: replace(case, acted=None)} if case is not None else state.cases,
+        replaced=tuple(entry for entry in state.replaced if entry not in {(state.now_s, one) for one in action.nodes}),
+        restarted=tuple(
+            entry for entry in state.restarted if entry not in {(state.now_s, one) for one in action.ranks}
+        ),
     )
 
 

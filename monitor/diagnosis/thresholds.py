@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 class HangThresholds:
     """When a wait is a hang."""
 
-    least_s: float = 3.0
-    """No shorter stop is a hang: a full garbage collection, a page-in or a scheduler's whim last up to a second or two."""
+    least_s: float = 2.4
+    """No shorter stop is a hang: a full garbage collection, a page-in or a scheduler's whim last a second. A reader that comes twice
+    a second then tells within 3 s, and a policy, which wants a verdict sustained, acts after as long."""
     steps: float = 3.0
     """Steps' worth of time without progress: a single odd step (other sequence length, hiccup) takes less than two."""
     waiter_share: float = 1 / 3

@@ -52,6 +52,10 @@ class JobRings:
             for reader in self._readers.values()
         }
 
+    def generation(self) -> int:
+        """Return the generation of the rings that were read last; 0 if there are none, or nobody counts generations."""
+        return max((reader.identity.generation for reader in self._readers.values()), default=0)
+
     def close(self) -> None:
         """Let all rings go."""
         for reader in self._readers.values():
@@ -60,7 +64,7 @@ class JobRings:
 
     def _newest(self) -> list[RingReader]:
         """Return the rings of the newest generation; a process that lives through several leaves one for each."""
-        newest = max((reader.identity.generation for reader in self._readers.values()), default=0)
+        newest = self.generation()
         return [reader for reader in self._readers.values() if reader.identity.generation == newest]
 
     def _refresh(self) -> None:

@@ -76,6 +76,12 @@ class Recorder:
             self.ring.marks.end(self._step_position, now_s)
         self._begin_step(self.step + 1 if number is None else number, now_s)
 
+    def end_step(self) -> None:
+        """End the step under way; what follows is between steps, until another one begins."""
+        if self._step_position >= 0:
+            self.ring.marks.end(self._step_position, time.monotonic())
+            self._step_position = -1
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Mark what runs inside as a part of the step. `Phase.STEP` is marked by `begin_step`."""

@@ -244,6 +244,22 @@ def loop() -> None:
     os._exit(0)
 
 
+def trains() -> None:
+    """Train without end; once let go after a few steps, the rank named by PARTS reduces more than the others."""
+    dist.init_process_group("gloo")
+    monitor.attach()
+    trained = nn.parallel.DistributedDataParallel(model())
+    parts = os.environ.get("PARTS") == str(dist.get_rank())
+    for _ in range(5):
+        train(trained)
+        dist.all_reduce(torch.ones(4))
+    say("ready")
+    wait()
+    while True:
+        train(trained)
+        dist.all_reduce(torch.ones(8 if parts else 4))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]]()

@@ -16,9 +16,11 @@ import pytest
 
 from monitor.daemon.access import bearer_token
 from monitor.daemon.assembly import diagnose
+from monitor.daemon.contracts import Member, Story
 from monitor.daemon.daemon import Parts, Settings
 from monitor.daemon.probes import NodeProbe
 from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.policy import Action, ActionKind, Mode, Policy
 from monitor.diagnosis.tables import Digest
 from monitor.errors import MonitorError
 from monitor.records import Communicator
@@ -68,11 +70,35 @@ class Publisher:
         self.published: list[tuple[Verdict, ...]] = []
         self.closed = False
 
-    def publish(self, verdicts: Sequence[Verdict], now_s: float) -> None:
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
         self.published.append(tuple(verdicts))
 
     def close(self) -> None:
         self.closed = True
+
+
+class Enforcer:
+    def __init__(self) -> None:
+        self.asked: list[tuple[Action, int]] = []
+
+    def enforce(self, action: Action, generation: int) -> bool:
+        self.asked.append((action, generation))
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Teller:
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+
+    def story(self) -> Story:
+        members = (Member("a", "running", (0, 1, 2, 3), 5, 0), Member("b", "running", (4, 5, 6, 7), 5, 0))
+        return Story(0.0, self.generation, members, ())
+
+    def close(self) -> None:
+        pass
 
 
 def test_one_daemon_shows_ranks_steps_and_delays() -> None:
@@ -281,6 +307,38 @@ def test_page_without_token_is_for_loopback_by_name_only() -> None:
         with pytest.raises(MonitorError, match="loopback only"):
             async with running(settings(host="0.0.0.0", opens_to_loopback=True), Parts(Probe())):
                 pass
+
+    asyncio.run(check())
+
+
+def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_other(tmp_path: Path) -> None:
+    async def check() -> None:
+        enforcer, publisher, teller = Enforcer(), Publisher(), Teller(generation=1)
+        says = Says(verdict(2, since_s=time.monotonic() - 4))
+        parts = Parts(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), says,
+            publisher=publisher, teller=teller, policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+        )  # fmt: skip
+        async with running(settings(events=tmp_path / "events.jsonl"), parts):
+
+            async def has_concluded() -> bool:
+                return len(says.told) > 3
+
+            await until(has_concluded)
+            # The rings, which count no generations, are not of the first.
+            assert (enforcer.asked, publisher.published) == ([], [])
+            teller.generation = 0
+
+            async def has_asked() -> bool:
+                return bool(enforcer.asked)
+
+            await until(has_asked)
+        (action, generation), *others = enforcer.asked
+        assert (action.kind, action.ranks, action.subject.node, generation) == (
+            ActionKind.RESTART_WORKER, (2,), "a", 0,
+        )  # fmt: skip
+        assert others == []
+        assert "keepstep.policy.acted" in (tmp_path / "events.jsonl").read_text()
 
     asyncio.run(check())
 

@@ -84,7 +84,7 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
 
 
 @settings(deadline=None)
-@given(case=any_case, shifts=st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=2), is_known=st.booleans())
+@given(case=any_case, shifts=st.lists(st.floats(-1e4, 1e4), min_size=4, max_size=4), is_known=st.booleans())
 def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_known: bool) -> None:
     """With `is_known`, offsets follow; without, the clocks are simply wrong, and still the same verdicts come."""
     trace = load(CASES[case])

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, allowance, decide
+from monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, allowance, decide, undone
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 NODES = {rank: f"n{rank // 2}" for rank in range(80)}
@@ -60,6 +60,17 @@ def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
         ActionKind.REPLACE_NODE,
     ]
     assert [now_s for now_s, kind in done if kind is ActionKind.REPLACE_NODE] == [1.0 + POLICY.replace_cost_s]
+
+
+def test_what_could_not_be_carried_out_costs_nothing_and_is_due_again() -> None:
+    hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER)
+    policy = Policy(mode=Mode.RESTART, sustained_s=0.0, restarts=1)
+    state, (refused,) = decide(policy, PolicyState(), [hang], NODES, 1.0, 5.0)
+    state = undone(state, refused)
+    assert state.restarted == ()
+    state, (again,) = decide(policy, state, [hang], NODES, 1.0, 6.0)
+    assert (again.kind, again.ranks) == (ActionKind.RESTART_WORKER, (3,))
+    assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
 
 
 def test_verdict_that_comes_and_goes_within_the_hysteresis_is_told_once() -> None:

@@ -157,6 +157,18 @@ def test_steps_have_the_numbers_that_the_loop_gives_them(watched: Recorder) -> N
     assert steps["ended_s"].tolist() == [steps["enqueued_s"][1], 0.0]
 
 
+def test_between_steps_none_is_under_way(watched: Recorder) -> None:
+    watched.begin_step(1)
+    watched.end_step()
+    ended_s = marks(watched)["ended_s"][-1]
+    assert ended_s > 0
+    watched.end_step()
+    watched.begin_step(2)
+    found = marks(watched)
+    assert found["ended_s"].tolist() == [ended_s, 0.0]
+    assert found["number"].tolist() == [1, 2]
+
+
 def test_measures_keep_every_bit(recorder: Recorder) -> None:
     for value in (0.1, float("inf"), -0.0, float(2**32 - 1)):
         recorder.measure(Measure.GRADIENT_NORM, value)
@@ -171,6 +183,7 @@ def test_marks_do_nothing_where_nobody_is_attached() -> None:
     with monitor.phase(Phase.CHECKPOINT):
         monitor.measure(Measure.LOSS, 1.0)
         monitor.begin_step()
+        monitor.end_step()
 
 
 def test_communicators_identity_depends_on_name_and_order_of_ranks() -> None:

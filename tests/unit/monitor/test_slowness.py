@@ -89,6 +89,15 @@ def test_noise_as_large_as_the_deviation_is_no_verdict() -> None:
     assert [verdicts for _, verdicts in seen if verdicts] == []
 
 
+def test_ranks_whose_speed_wanders_with_what_others_do_on_their_machines_are_not_slow() -> None:
+    rng = noisy(2)
+    wander = np.zeros((121, 4))
+    for step in range(1, len(wander)):
+        wander[step] = 0.93 * wander[step - 1] + rng.normal(0, 0.06, 4)
+    seen = follow(job(120, lambda rank, step: 0.3 * rng.lognormal(wander[step][rank], 0.08)))
+    assert [verdicts for _, verdicts in seen if verdicts] == []
+
+
 def test_slowness_that_costs_next_to_nothing_is_not_told() -> None:
     seen = follow(job(40, lambda rank, _step: 0.012 if rank == 2 else 0.01, transfer_s=lambda _rank, _step: 0.3))
     assert [verdicts for _, verdicts in seen if verdicts] == []

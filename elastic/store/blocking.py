@@ -1,0 +1,45 @@
+"""The coordinator for callers without an event loop: one thread at a time, on a loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from elastic.store.address import parse_address
+from elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
+from elastic.store.etcd import EtcdStore
+
+
+class BlockingStore:
+    """A store that is connected to when it is first used. `close` ends the connection; it may be called twice."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._runner = asyncio.Runner()
+        self._store: EtcdStore | None = None
+
+    def read(self, prefix: str) -> Listing:
+        """Return all keys under a prefix."""
+        return self._runner.run(self._read(prefix))
+
+    def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+        """Perform the operations if all conditions hold."""
+        return self._runner.run(self._commit(conditions, operations))
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._store is not None:
+            self._runner.run(self._store.close())
+            self._store = None
+        self._runner.close()
+
+    async def _connected(self) -> EtcdStore:
+        if self._store is None:
+            self._store = await EtcdStore.connect(parse_address(self._url))
+        return self._store
+
+    async def _read(self, prefix: str) -> Listing:
+        return await (await self._connected()).read(prefix)
+
+    async def _commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+        return await (await self._connected()).commit(conditions, operations)
