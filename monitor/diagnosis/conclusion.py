@@ -109,6 +109,10 @@ def conclude(
         thresholds: what counts.
     """
     ranks = _latest(past.ranks, told.ranks, told.ranks["rank"])
+    # Digests tell an operation's failure once; the death that it witnesses may be seen only at the next reading.
+    known = np.isin(ranks["rank"], past.ranks["rank"])
+    earlier = past.ranks["failed"][np.isin(past.ranks["rank"], ranks["rank"])]
+    ranks["failed"][known] = np.maximum(ranks["failed"][known], earlier)
     frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
     seen = _seen(past.seen, ranks, now_s)
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)

@@ -55,15 +55,5 @@ def test_stopped_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert verdicts(tmp_path, monkeypatch, stop) == {"non-communication hang: rank 1 on here"}
 
 
-def test_killed_rank_is_found_though_the_others_leave_with_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def kill(job: Job) -> None:
-        job.proceed()
-        job.workers[1].kill()
-
-    assert verdicts(tmp_path, monkeypatch, kill) == {"dead process: rank 1 on here"}
-
-
 def test_rank_that_reduces_more_than_the_others_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(tmp_path, monkeypatch, Job.proceed, PARTS="1") == {"mismatched collectives: rank 1 on here"}

@@ -207,3 +207,12 @@ def test_parting_in_the_first_step_is_told_without_the_patience_for_slow_starts(
     text = "node a: 0 1 2\ncommunicator world: 0 1 2\nstep 1 at 1.0\nworld all_reduce 4k  0.3-?  0.3-?  .\n"
     one = parse(text + "world all_reduce 8k  .  .  0.3-?\nread 4.0")
     assert told(at(one, 4.0)) == ["mismatched collectives: rank 2 on a"]
+
+
+def test_failures_told_before_the_death_was_seen_still_bear_witness() -> None:
+    one = trace("world all_reduce 4k failed  0.30-0.35  0.31-0.35  .  0.33-0.35")
+    past, verdicts = diagnose(one.job(6.4), {}, NO_PAST, 6.4, Thresholds())
+    assert verdicts == ()
+    one.dead = {0, 1, 2, 3}
+    # As a daemon's digests do, the next reading tells nothing of what had ended before.
+    assert told(diagnose(one.job(6.9, since_s=6.4), {}, past, 6.9, Thresholds())[1]) == ["dead process: rank 2 on b"]
