@@ -59,7 +59,7 @@ def edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (lambda root: (root / PACK).unlink(), f"{PACK} is gone; load an older step"),
         (lambda root: (root / MANIFEST).unlink(), f"{MANIFEST} is gone; load an older step"),
         (rename, f"model/v/c.0 is not a chunk of {KEY}; was the array moved?"),
-        (enlarge, f"{KEY}/c.[12]: no listing has this chunk; load an older step"),
+        (enlarge, f"{KEY}/c.[0-9]+: no listing has this chunk; load an older step"),
         (add_codec, f"{KEY}: a packed chunk is no object of its own; .* no codec added"),
     ],
 )
