@@ -101,6 +101,10 @@ def decide(policy: Policy, view: View, deliberation: Deliberation, now_s: float,
     if view.is_closing:
         return _reopen(policy, view, generation, deliberation, now_s, wall_s)
     present = present_members(view, generation)
+    # Once a generation; first, for a job that commits at each step or is done by now would never come to it.
+    remember = _remember(view, generation, present)
+    if remember is not None:
+        return Decision(deliberation, remember)
     if len(present) == len(generation.members) and all(r.phase is Phase.DONE for r in present):
         if view.persist is not None:
             return Decision(Deliberation(), storing.progress(view, view.persist))
@@ -111,12 +115,9 @@ def decide(policy: Policy, view: View, deliberation: Deliberation, now_s: float,
     closing = _reason_to_close(view, generation, present, wall_s)
     if closing is not None:
         return Decision(Deliberation(), Close(closing))
-    for action in (
-        _commit(view, generation, present),
-        _remember(view, generation, present),
-    ):
-        if action is not None:
-            return Decision(deliberation, action)
+    commit = _commit(view, generation, present)
+    if commit is not None:
+        return Decision(deliberation, commit)
     stored = storing.progress(view, view.persist) if view.persist is not None else storing.due(view, present, wall_s)
     if stored is not None:
         return Decision(deliberation, stored)

@@ -21,7 +21,7 @@ from examples.local_cluster import LocalCluster, read_steps, script
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-STEPS, KILL_AT, RETURN_AT = 100, 35, 60
+STEPS, KILL_AT, RETURN_AT = 120, 35, 45
 
 
 @click.command()
@@ -65,8 +65,9 @@ def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recover
             cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)
             cluster.start("node-b", "--rdzv-conf", "last_call_timeout=30")
             say("node-b comes back")
-            cluster.wait_until(lambda view: len(view.history.recoveries) == 3, 60)
-            say("node-b has been taken in again")
+            joined = cluster.wait_until(lambda view: len(view.history.recoveries) == 3 or view.result is not None, 120)
+            is_back = len(joined.history.recoveries) == 3
+            say("node-b has been taken in again" if is_back else "the job was done before node-b was ready")
         history = cluster.wait_until(
             lambda view: view.checkpoint is not None and view.checkpoint.step == STEPS, 120
         ).history.recoveries

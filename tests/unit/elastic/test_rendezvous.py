@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from elastic.actions import Close, Commit, Finish, Open, Persist
+from elastic.actions import Close, Commit, Finish, Open, Persist, Remember
 from elastic.intervals import AUTO, best_interval_s, failures_per_s
 from elastic.records import (
     Closing,
@@ -277,6 +277,15 @@ def test_last_nodes_to_leave_bring_their_memory_to_storage_first() -> None:
     assert isinstance(second.action, Persist)
     stored = replace(view, snapshot=first.action.commit, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0))
     assert may_leave(POLICY, stored, "a")
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.DONE])
+def test_recovery_is_recorded_of_a_job_that_commits_all_the_time_or_is_done_already(phase: Phase) -> None:
+    times = {"ready": 1.0, "restored": 2.0, "stepped": 3.0}
+    record = node("a", generation=1, phase=phase, times=times, sealed=(SnapshotId(1, 3),))
+    decision = decided(view_of(record, generation=generation_of("a")))
+    assert isinstance(decision.action, Remember)
+    assert [recovery.generation for recovery in decision.action.history.recoveries] == [1]
 
 
 def test_job_succeeds_when_all_members_are_done() -> None:
