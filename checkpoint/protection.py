@@ -90,9 +90,6 @@ class Protection:
         self._stop = threading.Event()
         self._wires = Wires(secret)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="keepstep-parity", initializer=yield_to_training)
-        self._checking = ThreadPoolExecutor(
-            _CHECKERS, thread_name_prefix="keepstep-check", initializer=yield_to_training
-        )
 
     @property
     def nbytes(self) -> int:
@@ -206,7 +203,6 @@ class Protection:
             self._changed.notify_all()
         self._wires.interrupt()
         self._encoding.shutdown(wait=True, cancel_futures=True)
-        self._checking.shutdown(wait=True, cancel_futures=True)
         self._wires.keep(())
         self.keep(())
         for arena in self._free:
@@ -333,7 +329,9 @@ class Protection:
         with self._pinned(snapshot):
             shards = self._host.own_shards(snapshot)
             offsets = accumulate((nbytes for *_, nbytes in shards), initial=0)
-            checksums = self._checking.map(lambda shard: crc32c.crc32c(shard[1].buffer[: shard[3]]), shards)
+            # These threads run at the niceness of who asks: behind training at a seal, but not when a recovery waits for them.
+            with ThreadPoolExecutor(_CHECKERS, thread_name_prefix="keepstep-check") as checking:
+                checksums = list(checking.map(lambda shard: crc32c.crc32c(shard[1].buffer[: shard[3]]), shards))
             return tuple(
                 Part(rank, offset, nbytes, index_offset, checksum)
                 for (rank, _, index_offset, nbytes), offset, checksum in zip(shards, offsets, checksums, strict=False)
