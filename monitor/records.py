@@ -126,7 +126,7 @@ class RankRecords:
         records: whole records of dtype `RECORD`, oldest first, among them operations that have not ended.
         read_at_s: when they were read, by the node's monotonic clock.
         is_alive: whether the process exists.
-        has_finished: whether it said that it ends in good order.
+        has_finished: whether it said that it ends, as Python does by itself, after an error too; a signal leaves no time for it.
         offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
         offset_error_s: how far that may be off.
     """

@@ -273,8 +273,8 @@ def _ranks(
     """Return what there is to say of each rank at the moment of reading."""
     rows = np.zeros(len(reading.ranks), RANK)
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
-    rows["alive"], rows["offset_s"] = reading.column("is_alive"), reading.column("offset_s")
-    rows["aligned"] = reading.column("offset_error_s") > 0
+    rows["alive"], rows["finished"] = reading.column("is_alive"), reading.column("has_finished")
+    rows["offset_s"], rows["aligned"] = reading.column("offset_s"), reading.column("offset_error_s") > 0
     rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
     moved = cuts["moved_s"].copy()
     for name in ("enqueued_s", "started_s", "ended_s"):

@@ -146,8 +146,9 @@ def _verdict(
 def _dead(view: _View) -> tuple[Verdict, ...]:
     """Name processes that are gone and were still needed.
 
-    At the end of a job processes go one after another, and nobody waits for them: that is no death. Who left because its operations failed
-    died of another's death. If all are gone and nobody's operations failed, someone ended the job as a whole.
+    At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
+    failed died of another's death; who said that it ends and was in no step had done its work. If all are gone and nobody's operations failed,
+    someone ended the job as a whole.
     """
     dead = {rank for rank, row in view.rows.items() if not row["alive"]}
     if not dead:
@@ -172,11 +173,9 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     for rank in sorted(first_dead):
         waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
         is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
-        if (
-            is_missed
-            or open_of[rank]
-            or (witnesses - {rank} and (view.rows[rank]["in_step"] or not view.rows[rank]["marks_steps"]))
-        ):
+        row = view.rows[rank]
+        had_work = row["in_step"] or not row["marks_steps"] or not row["finished"]
+        if is_missed or open_of[rank] or (witnesses - {rank} and had_work):
             needed.append(rank)
     verdicts = []
     for subject in gather(needed, view.job.nodes):

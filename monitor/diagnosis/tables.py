@@ -21,6 +21,7 @@ RANK = np.dtype(
     [
         ("rank", "<i4"),
         ("alive", "?"),
+        ("finished", "?"),  # whether it said that it ends
         ("marks_steps", "?"),  # whether it ever told a STEP phase
         ("in_step", "?"),
         ("phase", "i1"),  # innermost phase under way, -1 if none

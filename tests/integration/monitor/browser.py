@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -35,13 +34,17 @@ class Browser:
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})
 
     def until(self, script: str, timeout_s: float = 30.0) -> Any:
-        """Wait until a script returns something true."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (found := self.run(script)):
-            assert time.monotonic() < deadline_s, (
-                f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
-            )
-            time.sleep(0.1)
+        """Wait until a script returns something true, asked by the page itself."""
+        waiting = f"""const done = arguments[0], ends = performance.now() + {1000 * timeout_s};
+            const holds = () => {{ {script} }};
+            const look = () => {{
+                const found = holds();
+                if (found || performance.now() > ends) done(found); else setTimeout(look, 50);
+            }};
+            look()"""
+        self._post("/timeouts", {"script": int(1000 * (timeout_s + 10))})
+        found = self._post("/execute/async", {"script": waiting, "args": []})
+        assert found, f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
         return found
 
     def text(self, selector: str) -> str:

@@ -57,3 +57,13 @@ def test_stopped_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_rank_that_reduces_more_than_the_others_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts(tmp_path, monkeypatch, Job.proceed, PARTS="1") == {"mismatched collectives: rank 1 on here"}
+
+
+def test_rank_killed_between_or_in_steps_is_found_and_not_those_that_fail_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(job: Job) -> None:
+        job.proceed()
+        job.workers[2].kill()
+
+    assert verdicts(tmp_path, monkeypatch, kill) == {"dead process: rank 2 on here"}

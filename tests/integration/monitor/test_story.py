@@ -1,13 +1,10 @@
 """A real keepstep job, watched by a real monitor: the page's story is the coordinator's."""
 
-import json
-import os
+import asyncio
 import re
 import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,8 @@ import pytest
 
 from elastic.story import story_of
 from elastic.view import View
+from examples.local_cluster import LocalCluster
+from tests.integration.monitor.running import get, until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -30,51 +29,49 @@ with elastic.join(build) as job:
 """
 
 
-def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(tmp_path: Path) -> None:
+def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {
-        "XDG_RUNTIME_DIR": str(tmp_path / "run"), "PYTHONPATH": str(ROOT),
-        "KEEPSTEP_MONITOR_DIR": str(tmp_path / "rings"),
-    }  # fmt: skip
     (tmp_path / "run").mkdir()
-    command = [sys.executable, "-m", "elastic.cli"]
-    job = subprocess.Popen([*command, "run", "--job", "story", "--nproc-per-node", "2", str(script)], env=environment)
-    monitor = None
-    try:
-        deadline_s = time.monotonic() + 90
-        while not list((tmp_path / "run").rglob("story.json")):
-            assert time.monotonic() < deadline_s
-            assert job.poll() is None
-            time.sleep(0.1)  # Another process is waited for.
-        monitor = subprocess.Popen(
-            [*command, "monitor", "--job", "story", "--port", "0", "--open-page"],
-            env=environment, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert monitor.stdout is not None
-        found = re.search(r"http://\S+", monitor.stdout.readline())
-        assert found
-        told: Any = None
-        while not (told and told["snapshot_step"]):
-            assert time.monotonic() < deadline_s, told
-            with urllib.request.urlopen(f"{found[0]}v1/overview") as response:
-                told = json.load(response)["story"]
-            time.sleep(0.1)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
+    with LocalCluster("story", [str(script)], nnodes="1", workers=2, log=tmp_path / "agents") as cluster:
+        cluster.start("node-a")
+        cluster.wait_until(lambda view: view.snapshot is not None, 90)
+        command = [sys.executable, "-m", "elastic.cli", "monitor", "--store", cluster.url, "--job", "story"]
+        monitor = subprocess.Popen([*command, "--port", "0", "--open-page"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert monitor.stdout is not None
+            found = re.search(r"http://\S+", monitor.stdout.readline())
+            assert found
+            told = asyncio.run(story_at(found[0].rstrip("/")))
+            monitor.send_signal(signal.SIGTERM)
+            assert monitor.wait(20) == 0
+        finally:
+            monitor.kill()
+            monitor.communicate()
         assert told["generation"] == 1
         assert [member["ranks"] for member in told["members"]] == [[0, 1]]
         assert 0 <= told["goodput"]["share"] <= 1
         assert sum(told["goodput"]["parts"].values()) == pytest.approx(told["goodput"]["wall_s"])
         assert told["goodput"]["wall_s"] > 0
-        monitor.send_signal(signal.SIGTERM)
-        assert monitor.wait(20) == 0
         # The job never knew.
-        assert job.poll() is None
-    finally:
-        for process in (monitor, job):
-            if process is not None and process.poll() is None:
-                # The job's agent ends its workers when it is asked to.
-                process.terminate()
-                process.wait()
+        assert cluster.agents["node-a"].poll() is None
+
+
+async def story_at(url: str) -> dict[str, Any]:
+    """Return what a monitor tells of its job once it tells of a snapshot."""
+    told: dict[str, Any] = {}
+
+    async def tells_of_a_snapshot() -> bool:
+        told.update((await (await get(url, "/v1/overview")).json())["story"] or {})
+        return bool(told.get("snapshot_step"))
+
+    await until(tells_of_a_snapshot)
+    return told
 
 
 def test_job_without_a_generation_has_no_story() -> None:

@@ -9,7 +9,7 @@ pair send 1k ->1    0.61-0.62  .          .          .
 pair receive 1k <-0 .          0.55-0.62  .          .
 loss                2.5        2.5        2.5        2.5
 step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did not begin
-dead 2
+dead 2                            ended 2: the same, and it had said that it ends
 read 20.0                         when the rings are read, by the job's clock
 expect non-communication hang: rank 1
 """
@@ -50,6 +50,7 @@ class Trace:
     rows: dict[int, list[tuple[float, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
     numbers: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
     dead: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
     read_s: float = 0.0
     read_of: dict[int, float] = field(default_factory=dict)
     expected: list[str] = field(default_factory=list)
@@ -115,7 +116,14 @@ class Trace:
             for name in ("enqueued_s", "started_s", "ended_s"):
                 records[name] = np.where(records[name] != 0, records[name] - offset_s, 0.0)
             ranks[rank] = RankRecords(
-                rank, node, records, seen_s - offset_s, rank not in self.dead, offset_s, 1e-6 if self.offsets_s else 0.0
+                rank,
+                node,
+                records,
+                seen_s - offset_s,
+                rank not in self.dead,
+                rank in self.dead & self.finished,
+                offset_s,
+                1e-6 if self.offsets_s else 0.0,
             )
         known = {
             self.identity(name): Communicator(self.identity(name), name, members)
@@ -158,6 +166,9 @@ def parse(text: str) -> Trace:
                 steps, every_s, at_s = (int(number), int(number)), 0.0, float(begin)
             case ["dead", *ranks]:
                 trace.dead |= set(map(int, ranks))
+            case ["ended", *ranks]:
+                trace.dead |= set(map(int, ranks))
+                trace.finished |= set(map(int, ranks))
             case ["read", time]:
                 trace.read_s = float(time)
             case ["unread", rank, "since", time]:
