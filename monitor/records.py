@@ -128,7 +128,7 @@ class RankRecords:
         is_alive: whether the process exists.
         has_finished: whether it said that it ends, as Python does by itself, after an error too; a signal leaves no time for it.
         offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
-        offset_error_s: how far that may be off.
+        offset_error_s: how far that may be off; infinite until clocks are aligned.
     """
 
     rank: int
@@ -138,7 +138,7 @@ class RankRecords:
     is_alive: bool = True
     has_finished: bool = False
     offset_s: float = 0.0
-    offset_error_s: float = 0.0
+    offset_error_s: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

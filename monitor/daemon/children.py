@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
 
 from monitor.daemon.access import bearer_token
+from monitor.daemon.clocks import Clock, encode_clocks
 from monitor.daemon.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
 from monitor.daemon.summary import MAX_NBYTES, Summary, decode
 from monitor.errors import MonitorUnreachable, ProtocolViolation
@@ -34,6 +36,14 @@ class Children:
         data = await self._get(f"{url.rstrip('/')}/v1/summary?{query}", _TIMEOUT_S, MAX_NBYTES)
         return decode(data)
 
+    async def tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
+        """Tell the daemon at `url` how far clocks of nodes are off the job's.
+
+        Raises:
+            MonitorUnreachable: it does not answer, or refuses.
+        """
+        await self._ask("POST", f"{url.rstrip('/')}/v1/clocks", _TIMEOUT_S, 1 << 16, encode_clocks(clocks))
+
     async def stacks(self, url: str, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, as the daemon below finds them, or `{"error": why not}`."""
         try:
@@ -47,12 +57,17 @@ class Children:
         await self._session.close()
 
     async def _get(self, address: str, timeout_s: float, limit_nbytes: int) -> bytes:
-        where = urlsplit(address).netloc
+        return await self._ask("GET", address, timeout_s, limit_nbytes)
+
+    async def _ask(
+        self, method: str, address: str, timeout_s: float, limit_nbytes: int, body: bytes | None = None
+    ) -> bytes:
+        where, timeout = urlsplit(address).netloc, aiohttp.ClientTimeout(timeout_s)
         try:
-            async with self._session.get(address, timeout=aiohttp.ClientTimeout(timeout_s)) as response:
+            async with self._session.request(method, address, data=body, timeout=timeout) as response:
                 if response.status == 401:
                     raise MonitorUnreachable(f"the monitor at {where} refused our token: does it watch another job?")
-                if response.status != 200:
+                if not response.ok:
                     raise MonitorUnreachable(f"the monitor at {where} answered status {response.status}")
                 parts, nbytes = [], 0
                 async for part in response.content.iter_chunked(_CHUNK_NBYTES):

@@ -86,8 +86,8 @@ class Diagnosis(Protocol):
 class Alignment(Protocol):
     """Estimates the clocks' offsets between nodes. Pure."""
 
-    def __call__(self, job: JobRecords) -> JobRecords:
-        """Return the same records with `offset_s` and `offset_error_s` filled in."""
+    def __call__(self, job: JobRecords, reference: str) -> JobRecords:
+        """Return the same records with `offset_s` and `offset_error_s` filled in; `reference` is the node whose clock is the job's."""
 
 
 class VerdictPublisher(Protocol):

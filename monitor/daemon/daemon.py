@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from aiohttp import web
 
 from monitor.daemon.access import is_loopback
 from monitor.daemon.children import Children
+from monitor.daemon.clocks import Clock
 from monitor.daemon.contracts import (
     Alignment,
     Diagnosis,
@@ -68,6 +69,7 @@ class Settings:
         read_every_s: seconds between readings.
         conclude_every_s: seconds between diagnoses.
         ask_every_s: seconds between asking the daemons below.
+        align_every_s: seconds between measuring how far nodes' clocks are off each other; quartz drifts by a tenth of a millisecond meanwhile.
         budget: finished operations that a daemon below sends of each rank at a time, at most.
         events: file for events; None for none.
         state: file for what a restart must not lose; None for none.
@@ -83,6 +85,7 @@ class Settings:
     read_every_s: float = 0.5
     conclude_every_s: float = 1.0
     ask_every_s: float = 1.0
+    align_every_s: float = 10.0
     budget: int = 256
     events: Path | None = None
     state: Path | None = None
@@ -133,6 +136,7 @@ class Daemon:
         # Nothing yet: what an earlier daemon published may not hold any more.
         self._told: tuple[int, tuple[Verdict, ...]] | None = None
         self._policy_state = PolicyState()
+        self._align_due_s = 0.0
         self._dumping: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self._events: EventFile | None = None
@@ -172,6 +176,8 @@ class Daemon:
                     tasks.create_task(self._every(self._settings.conclude_every_s, self._conclude)),
                     tasks.create_task(self._every(self._settings.ask_every_s, self._ask_children)),
                 ]
+                if self._parts.alignment is not None and self._parts.diagnosis is not None:
+                    loops.append(tasks.create_task(self._every(self._settings.ask_every_s, self._align)))
                 if self._parts.teller is not None:
                     loops.append(tasks.create_task(self._every(_STORY_EVERY_S, self._ask_story)))
                 await self._ending.wait()
@@ -199,6 +205,15 @@ class Daemon:
         if url is not None:
             return await self._children.stacks(url, rank)
         return {"error": f"no daemon below knows rank {rank}"}
+
+    async def take_clocks(self, clocks: Mapping[str, Clock]) -> None:
+        """Hear how far nodes' clocks are off the job's, and tell the daemons below."""
+        await self.ask(lambda watch: watch.set_clocks(clocks))
+        below = await self.ask(Watch.below)
+        await asyncio.gather(*(
+            self._tell_clocks(url, {node: clocks[node] for node in nodes if node in clocks})
+            for url, nodes in below.items()
+        ))  # fmt: skip
 
     async def _serve(self, owned: AsyncExitStack) -> str:
         served = application(self, self._settings.secret, opens_to_loopback=self._settings.opens_to_loopback)
@@ -298,6 +313,22 @@ class Daemon:
             await self.ask(lambda watch: watch.miss(url, reason))
         else:
             await self.ask(lambda watch: watch.hear(url, told))
+
+    async def _align(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._align_due_s:
+            return
+        clocks = await self.ask(Watch.align)
+        if clocks:
+            self._align_due_s = loop.time() + self._settings.align_every_s
+            await self.take_clocks(clocks)
+
+    async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
+        try:
+            await self._children.tell_clocks(url, clocks)
+        except MonitorUnreachable as error:
+            # It is asked for its news every second, and noted as missing there.
+            _LOG.debug("clocks not told: %s", error)
 
     async def _ask_story(self) -> None:
         teller = self._parts.teller

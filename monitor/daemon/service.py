@@ -9,18 +9,20 @@ page in the same browser cannot do that.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from monitor.daemon.access import is_authorized, is_loopback
+from monitor.daemon.clocks import Clock, decode_clocks
 from monitor.daemon.contracts import Story
 from monitor.daemon.exporter import CONTENT_TYPE, exposition
 from monitor.daemon.pages import delay_matrices, heat, overview, step_timeline
 from monitor.daemon.summary import encode
 from monitor.daemon.watch import Watch
+from monitor.errors import ProtocolViolation
 from monitor.records import Phase
 
 DASHBOARD = Path(__file__).parent / "dashboard"
@@ -45,6 +47,9 @@ class Backend(Protocol):
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, on whichever node it is."""
 
+    async def take_clocks(self, clocks: Mapping[str, Clock]) -> None:
+        """Hear how far nodes' clocks are off the job's, here and below."""
+
     @property
     def story(self) -> Story | None:
         """What the job's runtime told last."""
@@ -65,6 +70,8 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
     ) -> web.StreamResponse:
         if request.path.startswith(("/v1/", "/metrics")):
             from_here = opens_to_loopback and is_loopback(request.remote or "") and is_loopback(request.host)
+            # Pages of other sites, open in a browser here, can post to this machine too, though not read.
+            from_here = from_here and request.method == "GET"
             if not from_here and not is_authorized(request.headers.get("Authorization"), secret):
                 raise web.HTTPUnauthorized(
                     text="this job's token is wanted: Authorization: Bearer TOKEN; `keepstep monitor --print-token` prints it\n",
@@ -80,6 +87,13 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
         # Encoded there too: what a summary refers to changes with the next reading.
         data = await backend.ask(lambda watch: encode(watch.summary(incarnation, since, budget)))
         return web.Response(body=data, content_type="application/octet-stream")
+
+    async def clocks(request: web.Request) -> web.Response:
+        try:
+            await backend.take_clocks(decode_clocks(await request.read()))
+        except ProtocolViolation as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return web.Response(status=204)
 
     async def tell_overview(_: web.Request) -> web.Response:
         return _json(await backend.ask(lambda watch: overview(watch, backend.job, backend.story)))
@@ -120,6 +134,7 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
         [
             web.get("/", page),
             web.get("/v1/summary", summary),
+            web.post("/v1/clocks", clocks),
             web.get("/v1/overview", tell_overview),
             web.get("/v1/heat", tell_heat),
             web.get("/v1/delays", tell_delays),

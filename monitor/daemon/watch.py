@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import psutil
 
+from monitor.daemon.clocks import Clock
 from monitor.daemon.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
 from monitor.daemon.digest_relay import Inbox, Outbox, without
 from monitor.daemon.matrices import Delays, delays
@@ -45,11 +46,13 @@ class Limits:
         records: newest records kept of each rank, 64 bytes each.
         steps: newest steps whose times are kept of each rank, about 50 bytes each.
         forget_s: seconds after which what a silent daemon below told is forgotten.
+        aligned_nodes: clocks of more nodes are not aligned: that takes the square of their number.
     """
 
     records: int = 4096
     steps: int = 1024
     forget_s: float = 60.0
+    aligned_nodes: int = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class Watch:
         self._probe = probe
         self._diagnosis = diagnosis
         self._alignment = alignment
+        self._clocks: Mapping[str, Clock] = {}
         self._history = History(self._limits.records)
         self._below: dict[str, _Below] = {}
         self._local: tuple[int, ...] = ()
@@ -164,6 +168,28 @@ class Watch:
             used.user + used.system,
         )
         self._forget()
+
+    def align(self) -> Mapping[str, Clock]:
+        """Measure how far the nodes' clocks are off this one's, and return that; nothing where there is nothing to align.
+
+        Digests are made where the rings are, so the nodes have to be told.
+        """
+        job = self._history.job()
+        nodes = {one.node for one in job.ranks.values()}
+        if self._alignment is None or not 1 < len(nodes) <= self._limits.aligned_nodes:
+            return {}
+        align, reference = self._alignment, self.node if self.node in nodes else min(nodes)
+        aligned = self.guarded("alignment", lambda: align(job, reference), job)
+        self.set_clocks({
+            one.node: Clock(one.offset_s, one.offset_error_s)
+            for one in aligned.ranks.values()
+            if np.isfinite(one.offset_error_s)
+        })  # fmt: skip
+        return self._clocks
+
+    def set_clocks(self, clocks: Mapping[str, Clock]) -> None:
+        """Take from now on the nodes' clocks to be so far off the job's."""
+        self._clocks = clocks
 
     def digest(self) -> None:
         """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
@@ -215,6 +241,10 @@ class Watch:
         self._below.setdefault(url, _Below())
         self._forget()
 
+    def below(self) -> dict[str, tuple[str, ...]]:
+        """Return the daemons below, and the nodes that each of them told of."""
+        return {url: known.nodes for url, known in self._below.items()}
+
     def release(self, urls: Sequence[str]) -> None:
         """Forget the daemons that are not among `urls`: they are no longer below this one."""
         for url in set(self._below) - set(urls):
@@ -260,12 +290,15 @@ class Watch:
         return summarize(self._history, self._outbox, self.nodes, self.missing, self.incarnation, asked, budget)
 
     def job(self) -> JobRecords:
-        """Return all records, with clocks aligned as well as they can be."""
+        """Return all records, with clocks aligned as they were measured last."""
         job = self._history.job()
-        if self._alignment is None or not job.ranks:
-            return job
-        align = self._alignment
-        return self.guarded("alignment", lambda: align(job), job)
+        ranks = {
+            rank: replace(one, offset_s=clock.offset_s, offset_error_s=clock.error_s)
+            if (clock := self._clocks.get(one.node)) is not None
+            else one
+            for rank, one in job.ranks.items()
+        }
+        return JobRecords(ranks, job.communicators)
 
     def ranks(self) -> list[RankHistory]:
         """Return every rank's history, by rank."""
@@ -357,6 +390,7 @@ class Watch:
         if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
             self._memory = FORGETFUL  # Positions have begun anew.
         self._incarnations = incarnations
+        clock = self._clocks.get(self.node, Clock(0.0, float("inf")))
         ranks = [
             RankRecords(
                 kept.state.rank,
@@ -365,6 +399,8 @@ class Watch:
                 kept.state.read_at_s,
                 kept.state.is_alive,
                 kept.state.has_finished,
+                clock.offset_s,
+                clock.error_s,
             )
             for kept in local
         ]

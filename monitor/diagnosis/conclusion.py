@@ -117,9 +117,8 @@ def conclude(
     seen = _seen(past.seen, ranks, now_s)
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
     expected = ranks["rank"][ranks["alive"]]
-    window, count = collect(
-        past.window, told, expected, communicators, nodes, bool(ranks["aligned"].any()), thresholds.slow
-    )
+    clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
+    window, count = collect(past.window, told, expected, communicators, nodes, clock_error_s, thresholds.slow)
     slow, suspected = past.slow, past.suspected
     if count:
         window, found = _judge_steps(window, communicators, nodes, findings, thresholds)

@@ -1,8 +1,8 @@
 """Links that are slow, from messages between pairs: the matrix of delays, sender by receiver.
 
-A message's delay runs from when the later of the two called until it was received. With aligned clocks that is read off both sides;
-without, it is the shorter of the two sides' durations, for the later one waited for nothing but the transfer (a backend that
-buffers sends tells only its copying then, so such jobs need aligned clocks).
+A message's delay runs from when the later of the two called until it was received. The shorter of the two sides' durations is a lower bound
+of it, for the later one waited for nothing but the transfer; but a backend that buffers sends tells only its copying so. With aligned
+clocks it is read off both sides, less what the clocks may be off: so an error in them never makes a link look slow.
 
 Cells are medians over the window and deviate in the logarithm from those of the same size class and reach (within a node or across).
 A row all of whose cells are slow is a sender, a column a receiver, else each slow cell is a link: a row's effect is its lower
@@ -42,16 +42,25 @@ def unpack(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return keys >> (_RANK_BITS + _CLASS_BITS), (keys >> _CLASS_BITS) & mask, keys & ((1 << _CLASS_BITS) - 1)
 
 
-def message_delays(messages: np.ndarray, aligned: bool, nodes: Mapping[int, str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return link keys and delays in seconds of messages (dtype MESSAGE) of which both sides have told."""
+def message_delays(
+    messages: np.ndarray, clock_error_s: Mapping[int, float], nodes: Mapping[int, str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return link keys and delays in seconds of messages (dtype MESSAGE) of which both sides have told.
+
+    Args:
+        messages: of one step.
+        clock_error_s: how far each rank's clock may be off the job's; infinite if it was not aligned.
+        nodes: each rank's node.
+    """
     both = messages[messages["sides"] == 3]
-    delay_s = both["shortest_s"].copy()
-    if aligned:
-        delay_s = both["received_s"] - both["later_s"]
-    elif len(both):
-        # Processes of one node share their clock, aligned or not.
-        same = _same_node(both["sender"], both["receiver"], nodes)
-        delay_s = np.where(same, both["received_s"] - both["later_s"], delay_s)
+    if not len(both):
+        return link_keys(both["sender"], both["receiver"], both["size_class"]), both["shortest_s"]
+    error_s = np.zeros(len(both))
+    for side in ("sender", "receiver"):
+        error_s += [clock_error_s.get(rank, np.inf) for rank in both[side].tolist()]
+    # Processes of one node share their clock.
+    error_s[_same_node(both["sender"], both["receiver"], nodes)] = 0.0
+    delay_s = np.maximum(both["shortest_s"], both["received_s"] - both["later_s"] - error_s)
     return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(delay_s, 1e-9)
 
 

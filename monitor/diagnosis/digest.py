@@ -274,7 +274,7 @@ def _ranks(
     rows = np.zeros(len(reading.ranks), RANK)
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
     rows["alive"], rows["finished"] = reading.column("is_alive"), reading.column("has_finished")
-    rows["offset_s"], rows["aligned"] = reading.column("offset_s"), reading.column("offset_error_s") > 0
+    rows["offset_s"], rows["offset_error_s"] = reading.column("offset_s"), reading.column("offset_error_s")
     rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
     moved = cuts["moved_s"].copy()
     for name in ("enqueued_s", "started_s", "ended_s"):

@@ -71,7 +71,7 @@ def collect(
     expected: np.ndarray,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
-    aligned: bool,
+    clock_error_s: Mapping[int, float],
     thresholds: SlowThresholds,
 ) -> tuple[Window, int]:
     """Take in a digest's increments; return the window and how many steps became whole.
@@ -82,7 +82,7 @@ def collect(
         expected: ranks that are alive.
         communicators: of the job.
         nodes: each rank's node.
-        aligned: whether clocks of different nodes may be compared.
+        clock_error_s: how far each rank's clock may be off the job's.
         thresholds: the window's length, and the steps to warm up.
     """
     unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
@@ -97,15 +97,22 @@ def collect(
             break
         window = replace(window, newest=step)
         if step > thresholds.warmup:
-            window = _push(window, step, rows, nodes, aligned, thresholds.window)
+            window = _push(window, step, rows, nodes, clock_error_s, thresholds.window)
             count += 1
     return replace(window, pending=_later(pending, window.newest)), count
 
 
-def _push(window: Window, step: int, rows: np.ndarray, nodes: Mapping[int, str], aligned: bool, length: int) -> Window:
+def _push(
+    window: Window,
+    step: int,
+    rows: np.ndarray,
+    nodes: Mapping[int, str],
+    clock_error_s: Mapping[int, float],
+    length: int,
+) -> Window:
     pending = window.pending
     messages = pending.messages[pending.messages["step"] == step]
-    links, delays_s, link_counts = median_delays(*message_delays(messages, aligned, nodes))
+    links, delays_s, link_counts = median_delays(*message_delays(messages, clock_error_s, nodes))
     transfers = pending.transfers[pending.transfers["step"] == step]
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)

@@ -31,7 +31,7 @@ RANK = np.dtype(
         ("moved_s", "<f8"),  # when it last began or ended anything
         ("phase_s", "<f8"),  # when the phase under way began
         ("offset_s", "<f8"),
-        ("aligned", "?"),  # whether the offset was measured: clocks of different nodes may be compared
+        ("offset_error_s", "<f8"),  # how far that may be off; infinite if it was not measured
     ]
 )
 

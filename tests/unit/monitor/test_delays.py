@@ -12,6 +12,7 @@ from monitor.diagnosis.transfers import Fabric, find_slow_transfers, transfer_ke
 from monitor.records import Communicator
 
 NODES = {rank: f"n{rank}" for rank in range(6)}
+EXACT = dict.fromkeys(NODES, 0.0)
 MESH = list(itertools.permutations(range(6), 2))
 
 
@@ -75,9 +76,16 @@ def test_delay_runs_from_the_later_call_with_aligned_clocks_and_else_is_the_shor
     rows = np.zeros(1, MESSAGE)
     rows["sender"], rows["receiver"], rows["sides"] = 0, 1, 3
     rows["shortest_s"], rows["later_s"], rows["received_s"] = 0.001, 5.0, 5.2
-    assert message_delays(rows, True, NODES)[1].round(6).tolist() == [0.2]
-    assert message_delays(rows, False, NODES)[1].tolist() == [0.001]
-    assert message_delays(rows, False, {0: "a", 1: "a"})[1].round(6).tolist() == [0.2]
+    assert message_delays(rows, EXACT, NODES)[1].round(6).tolist() == [0.2]
+    assert message_delays(rows, {0: 0.0, 1: np.inf}, NODES)[1].tolist() == [0.001]
+    assert message_delays(rows, {}, {0: "a", 1: "a"})[1].round(6).tolist() == [0.2]
+
+
+def test_clocks_that_may_be_off_never_make_a_link_look_slow() -> None:
+    rows = np.zeros(1, MESSAGE)
+    rows["sender"], rows["receiver"], rows["sides"] = 0, 1, 3
+    rows["shortest_s"], rows["later_s"], rows["received_s"] = 0.001, 5.0, 5.004
+    assert message_delays(rows, {0: 0.001, 1: 0.003}, NODES)[1].tolist() == [0.001]
 
 
 def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the_later_call() -> None:
@@ -92,7 +100,7 @@ def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the
 def test_message_of_which_one_side_told_has_no_delay() -> None:
     rows = np.zeros(2, MESSAGE)
     rows["sides"] = 1, 2
-    assert len(message_delays(rows, True, NODES)[1]) == 0
+    assert len(message_delays(rows, EXACT, NODES)[1]) == 0
 
 
 def test_node_that_all_slow_communicators_share_and_no_fast_one_is_named() -> None:

@@ -1,0 +1,87 @@
+"""Parts for daemons under test: what a probe, a diagnosis, a publisher, an enforcer and a story teller may be."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from monitor.daemon.contracts import Member, Story
+from monitor.daemon.daemon import Settings
+from monitor.diagnosis.metrics import NodeMetrics
+from monitor.diagnosis.policy import Action
+from monitor.diagnosis.tables import Digest
+from monitor.records import Communicator
+from monitor.verdicts import Verdict
+from tests.integration.monitor.running import SECRET
+from tests.integration.monitor.sample import Plan
+
+PLAN = Plan(ranks=8, steps=300, step_s=0.1)
+
+
+def settings(node: str = "node-a", **more: Any) -> Settings:
+    return Settings("run7", node, SECRET, read_every_s=0.05, conclude_every_s=0.1, ask_every_s=0.05, **more)
+
+
+class Probe:
+    def __init__(self) -> None:
+        self.closed = False
+
+    def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
+        return NodeMetrics("node", time.monotonic(), load=float(len(workers)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Says:
+    """A diagnosis that says what it is told to, and keeps what it was given."""
+
+    def __init__(self, *verdicts: Verdict) -> None:
+        self.verdicts = verdicts
+        self.told: list[Digest] = []
+        self.nodes: dict[int, str] = {}
+        self.communicators: dict[int, Communicator] = {}
+        self.metrics: list[Any] = []
+
+    def __call__(
+        self, told: Digest, communicators: Any, nodes: Any, metrics: Any, past: Any, now_s: float
+    ) -> tuple[Any, Sequence[Verdict]]:
+        self.told.append(told)
+        self.metrics.append(metrics)
+        self.nodes, self.communicators = dict(nodes), dict(communicators)
+        return (past or 0) + 1, self.verdicts
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.published: list[tuple[Verdict, ...]] = []
+        self.closed = False
+
+    def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
+        self.published.append(tuple(verdicts))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Enforcer:
+    def __init__(self) -> None:
+        self.asked: list[tuple[Action, int]] = []
+
+    def enforce(self, action: Action, generation: int) -> bool:
+        self.asked.append((action, generation))
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class Teller:
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+
+    def story(self) -> Story:
+        members = (Member("a", "running", (0, 1, 2, 3), 5, 0), Member("b", "running", (4, 5, 6, 7), 5, 0))
+        return Story(0.0, self.generation, members, ())
+
+    def close(self) -> None:
+        pass
