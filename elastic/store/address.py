@@ -11,18 +11,19 @@ _DEFAULT_PORT = 2379
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One coordinator: its members' client endpoints, each `host:port`."""
+    """One coordinator: its members' client endpoints, each `host:port`, and whether they speak TLS."""
 
     endpoints: tuple[str, ...]
+    is_encrypted: bool = False
 
     @property
     def url(self) -> str:
         """The address as a URL that `parse_address` reads."""
-        return f"etcd://{','.join(self.endpoints)}"
+        return f"{'etcds' if self.is_encrypted else 'etcd'}://{','.join(self.endpoints)}"
 
 
 def parse_address(text: str) -> Address:
-    """Parse `etcd://h1:2379,h2:2379`, or bare `host:port`, comma separated; the port defaults to 2379.
+    """Parse `etcd://h1:2379,h2:2379`, `etcds://...` for TLS, or bare `host:port`, comma separated; the port defaults to 2379.
 
     Raises:
         UsageError: another scheme, or a port that is no number.
@@ -30,8 +31,8 @@ def parse_address(text: str) -> Address:
     scheme, separator, rest = text.partition("://")
     if not separator:
         scheme, rest = "etcd", text
-    if scheme not in ("etcd", "http"):
-        raise UsageError(f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...]")
+    if scheme not in ("etcd", "http", "etcds", "https"):
+        raise UsageError(f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// where it speaks TLS")
     endpoints = []
     for part in rest.rstrip("/").split(","):
         host, colon, port = part.rpartition(":")
@@ -40,4 +41,4 @@ def parse_address(text: str) -> Address:
         if not host or not port.isdigit() or not 0 < int(port) < 65536:
             raise UsageError(f"store {text!r}: {part!r} is not HOST:PORT")
         endpoints.append(f"{host}:{port}")
-    return Address(tuple(endpoints))
+    return Address(tuple(endpoints), scheme in ("etcds", "https"))

@@ -68,6 +68,8 @@ class EmbeddedEtcd:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
+                    # A small job's store needs no more than one core now and then; Go's scheduler wakes all that it may have.
+                    env={"GOMAXPROCS": "1", **os.environ},
                     # A terminal's Ctrl-C is for the agent, which ends etcd last.
                     start_new_session=True,
                 )

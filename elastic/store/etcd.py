@@ -4,6 +4,9 @@ Only agents and monitors load this module: the package's generated code needs pr
 chosen before protobuf is first imported, so a training process never imports it. The package's own client and watcher are not used: they
 know one endpoint, and the watcher's thread dies with its connection.
 
+Who we are, where etcd asks, is told by the environment (`elastic.store.credentials`); a token that it gave us and that has expired, or that a
+member lost by restarting, is asked for anew.
+
 Promises beyond the contract: calls fail over between endpoints; a watch goes on at the revision after the last one delivered, on
 whatever endpoint answers; a member that has lost its leader ends the watch instead of serving silence (`hasleader`).
 """
@@ -34,6 +37,7 @@ from elastic.store.contract import (
     Put,
     Reset,
 )
+from elastic.store.credentials import Credentials
 
 if "google.protobuf" not in sys.modules:
     os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
@@ -43,6 +47,7 @@ import grpc.aio
 
 try:
     from etcd3.etcdrpc import (
+        AuthStub,
         KVStub,
         LeaseStub,
         WatchStub,
@@ -71,6 +76,8 @@ _TRANSIENT = (
 )
 # A refused or never-sent request was not applied; after any other transient fault a write's fate is unknown.
 _NOT_SENT = ("failed to connect", "Connection refused", "etcdserver: no leader")
+# A token that has expired or is of before a change of users; "empty": there is none, and there has to be.
+_TOKEN_WANTED = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),
     ("grpc.keepalive_time_ms", 10000),
@@ -85,6 +92,7 @@ _CHANNEL_OPTIONS = (
 class _Endpoint:
     address: str
     channel: Any
+    auth: Any
     kv: Any
     lease: Any
     watch: Any
@@ -93,27 +101,33 @@ class _Endpoint:
 class EtcdStore:
     """A coordinator in etcd. Made by `connect`; `close` releases its connections."""
 
-    def __init__(self, address: Address, deadline_s: float) -> None:
+    def __init__(self, address: Address, deadline_s: float, credentials: Credentials) -> None:
         self._address = address
         self._deadline_s = deadline_s
-        self._endpoints = [_open(endpoint) for endpoint in address.endpoints]
+        self._credentials = credentials
+        self._token: tuple[tuple[str, str], ...] = ()
+        self._endpoints = [_open(endpoint, address.is_encrypted, credentials) for endpoint in address.endpoints]
         self._current = 0
 
     @classmethod
-    async def connect(cls, address: Address, *, deadline_s: float = 10.0) -> EtcdStore:
+    async def connect(
+        cls, address: Address, *, deadline_s: float = 10.0, credentials: Credentials | None = None
+    ) -> EtcdStore:
         """Connect to the first endpoint that answers.
 
         Args:
             address: the coordinator's endpoints.
             deadline_s: seconds for which any call, this one included, retries before it gives up.
+            credentials: who we are; by default what the environment says.
 
         Raises:
             StoreUnavailable: none answers.
+            UsageError: it does not want us.
         """
-        store = cls(address, deadline_s)
+        store = cls(address, deadline_s, credentials or Credentials.of(os.environ))
         try:
             await store.read("/keepstep/ping")
-        except StoreUnavailable:
+        except (StoreUnavailable, UsageError):
             await store.close()
             raise
         return store
@@ -121,7 +135,7 @@ class EtcdStore:
     async def read(self, prefix: str) -> Listing:
         """See `Store.read`."""
         request = rpc_pb2.RangeRequest(key=prefix.encode(), range_end=_prefix_end(prefix))
-        reply = await self._call(lambda endpoint: endpoint.kv.Range(request, timeout=_ATTEMPT_S))
+        reply = await self._call(lambda endpoint: endpoint.kv.Range(request, **self._options()))
         return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
 
     async def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
@@ -130,20 +144,20 @@ class EtcdStore:
             compare=[_compare(condition) for condition in conditions],
             success=[_operation(operation) for operation in operations],
         )
-        reply = await self._call(lambda endpoint: endpoint.kv.Txn(request, timeout=_ATTEMPT_S), is_write=True)
+        reply = await self._call(lambda endpoint: endpoint.kv.Txn(request, **self._options()), is_write=True)
         return Committed(reply.succeeded, reply.header.revision)
 
     async def grant(self, ttl_s: float) -> int:
         """See `Store.grant`."""
         request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        reply = await self._call(lambda endpoint: endpoint.lease.LeaseGrant(request, timeout=_ATTEMPT_S))
+        reply = await self._call(lambda endpoint: endpoint.lease.LeaseGrant(request, **self._options()))
         return int(reply.ID)
 
     async def renew(self, lease: int) -> float:
         """See `Store.renew`."""
 
         async def once(endpoint: _Endpoint) -> Any:
-            call = endpoint.lease.LeaseKeepAlive(iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), timeout=_ATTEMPT_S)
+            call = endpoint.lease.LeaseKeepAlive(iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), **self._options())
             async for reply in call:
                 return reply
             raise StoreUnavailable("the stream ended")
@@ -157,7 +171,7 @@ class EtcdStore:
         """See `Store.revoke`."""
         request = rpc_pb2.LeaseRevokeRequest(ID=lease)
         try:
-            await self._call(lambda endpoint: endpoint.lease.LeaseRevoke(request, timeout=_ATTEMPT_S))
+            await self._call(lambda endpoint: endpoint.lease.LeaseRevoke(request, **self._options()))
         except LeaseLost:
             return
 
@@ -174,9 +188,12 @@ class EtcdStore:
                     if isinstance(item, Reset):
                         break
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _TRANSIENT:
+                details = error.details() or ""
+                if _wants_token(details):
+                    await self._authenticate(endpoint)
+                elif error.code() not in _TRANSIENT:
                     raise
-                log.debug("watch on %s broke: %s", endpoint.address, error.details())
+                log.debug("watch on %s broke: %s", endpoint.address, details)
                 self._move_on(endpoint)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
                 backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
@@ -191,7 +208,7 @@ class EtcdStore:
         create = rpc_pb2.WatchCreateRequest(
             key=prefix.encode(), range_end=_prefix_end(prefix), start_revision=after + 1
         )
-        call = endpoint.watch.Watch(metadata=(("hasleader", "true"),))
+        call = endpoint.watch.Watch(metadata=(("hasleader", "true"), *self._token))
         try:
             await call.write(rpc_pb2.WatchRequest(create_request=create))
             while (reply := await call.read()) is not grpc.aio.EOF:
@@ -199,6 +216,11 @@ class EtcdStore:
                     yield Reset(await self.read(prefix))
                     return
                 if reply.canceled:
+                    reason = reply.cancel_reason or "it gave no reason"
+                    if "permission denied" in reason and not self._token and self._credentials.user is not None:
+                        await self._authenticate(endpoint)
+                    elif "permission denied" in reason:
+                        raise UsageError(f"etcd at {endpoint.address} does not let us watch {prefix}: {reason}")
                     return
                 for changes in _by_revision(reply.events):
                     yield changes
@@ -217,6 +239,9 @@ class EtcdStore:
                 details = error.details() or ""
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise LeaseLost(details) from None
+                if _wants_token(details) and time.monotonic() < until_s:
+                    await self._authenticate(endpoint)
+                    continue
                 if error.code() not in _TRANSIENT:
                     raise UsageError(f"etcd at {endpoint.address} refused: {details}") from error
                 if is_write and not any(text in details for text in _NOT_SENT):
@@ -232,15 +257,48 @@ class EtcdStore:
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
+    def _options(self) -> dict[str, Any]:
+        return {"timeout": _ATTEMPT_S, "metadata": self._token}
+
+    async def _authenticate(self, endpoint: _Endpoint) -> None:
+        """Get a token for our name and password.
+
+        Raises:
+            UsageError: we have none, or they are not right.
+        """
+        if self._credentials.user is None:
+            raise UsageError(
+                f"etcd at {endpoint.address} wants a user; set ETCDCTL_USER and ETCDCTL_PASSWORD, as for etcdctl"
+            )
+        request = rpc_pb2.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password)
+        try:
+            reply = await endpoint.auth.Authenticate(request, timeout=_ATTEMPT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _TRANSIENT:
+                self._move_on(endpoint)
+                return
+            raise UsageError(
+                f"etcd at {endpoint.address} does not know user {self._credentials.user} with this password: {error.details()}"
+            ) from error
+        self._token = (("token", reply.token),)
+
     def _move_on(self, failed: _Endpoint) -> None:
         """Use the next endpoint from now on, unless somebody else has already moved on."""
         if self._endpoints[self._current] is failed:
             self._current = (self._current + 1) % len(self._endpoints)
 
 
-def _open(address: str) -> _Endpoint:
-    channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return _Endpoint(address, channel, KVStub(channel), LeaseStub(channel), WatchStub(channel))
+def _open(address: str, is_encrypted: bool, credentials: Credentials) -> _Endpoint:
+    if is_encrypted:
+        shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+        channel = grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return _Endpoint(address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub)))
+
+
+def _wants_token(details: str) -> bool:
+    return any(text in details for text in _TOKEN_WANTED)
 
 
 def _prefix_end(prefix: str) -> bytes:

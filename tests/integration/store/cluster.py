@@ -1,0 +1,92 @@
+"""A real etcd of three members on loopback, whose members a test kills and brings back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from elastic.store.embedded import binary
+
+_START_S = 60.0
+
+
+class EtcdCluster:
+    """Three members; `url` names all of them."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="keepstep-cluster-"))
+        ports = _free_ports(6)
+        self.clients = [f"127.0.0.1:{port}" for port in ports[:3]]
+        self._peers = [f"http://127.0.0.1:{port}" for port in ports[3:]]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"etcd://{','.join(self.clients)}"
+
+    def __enter__(self) -> Self:
+        for member in range(3):
+            self.start(member)
+        for member in range(3):
+            self.wait_for(member)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for member in list(self._processes):
+            self.kill(member)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def start(self, member: int) -> None:
+        client, peer = f"http://{self.clients[member]}", self._peers[member]
+        with (self._directory / f"{member}.log").open("ab") as log:
+            self._processes[member] = subprocess.Popen(
+                [
+                    sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(), "--name", f"m{member}",
+                    "--data-dir", str(self._directory / str(member)), "--log-level", "error", "--unsafe-no-fsync",
+                    "--listen-client-urls", client, "--advertise-client-urls", client,
+                    "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
+                    "--initial-cluster", ",".join(f"m{number}={url}" for number, url in enumerate(self._peers)),
+                ],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def kill(self, member: int) -> None:
+        """Kill a member with SIGKILL."""
+        process = self._processes.pop(member)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def wait_for(self, member: int) -> None:
+        """Wait until a member serves."""
+        deadline_s = time.monotonic() + _START_S
+        while time.monotonic() < deadline_s:
+            try:
+                with urllib.request.urlopen(f"http://{self.clients[member]}/health", timeout=5) as answer:
+                    if b'"health":"true"' in answer.read():
+                        return
+            except OSError:
+                assert self._processes[member].poll() is None, (self._directory / f"{member}.log").read_text()
+        raise AssertionError(f"member {member} does not serve")
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

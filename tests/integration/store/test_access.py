@@ -1,0 +1,168 @@
+"""Claims about a coordinator that wants to know who comes: TLS, certificates, users and passwords, on a real etcd."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+import trustme
+
+from elastic.errors import StoreUnavailable, UsageError
+from elastic.store.address import Address, parse_address
+from elastic.store.contract import Put, Reset
+from elastic.store.credentials import Credentials
+from elastic.store.embedded import EmbeddedEtcd, binary
+from elastic.store.etcd import EtcdStore
+
+PASSWORD = "between us"
+
+
+class Served:
+    """An etcd that speaks TLS and wants certificates, and all that its clients need."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(directory / "ca.pem")
+        for name, issued in (("server", authority.issue_cert("127.0.0.1")), ("client", authority.issue_cert("agent"))):
+            issued.cert_chain_pems[0].write_to_path(directory / f"{name}.pem")
+            issued.private_key_pem.write_to_path(directory / f"{name}.key")
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            second.bind(("127.0.0.1", 0))
+            self.port, peer = first.getsockname()[1], second.getsockname()[1]
+        self._command = [
+            sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(),
+            "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
+            "--cert-file", str(directory / "server.pem"), "--key-file", str(directory / "server.key"),
+            "--client-cert-auth", "--trusted-ca-file", str(directory / "ca.pem"),
+            "--listen-client-urls", f"https://127.0.0.1:{self.port}",
+            "--advertise-client-urls", f"https://127.0.0.1:{self.port}",
+            "--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+            "--initial-cluster", f"default=http://127.0.0.1:{peer}",
+            "--listen-metrics-urls", f"http://127.0.0.1:{self.port + 1 if self.port < 65535 else self.port - 1}",
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self._command)
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def address(self) -> Address:
+        return parse_address(f"etcds://127.0.0.1:{self.port}")
+
+    def environment(self, *names: str) -> dict[str, str]:
+        files = {"CACERT": "ca.pem", "CERT": "client.pem", "KEY": "client.key"}
+        return {f"ETCDCTL_{name}": str(self._directory / files[name]) for name in names}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    server = Served(tmp_path)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+async def enable_users(endpoint: str) -> None:
+    """Have etcd know a root and an agent that may do everything under /t/ only."""
+    from etcd3.etcdrpc import AuthStub, auth_pb2, rpc_pb2
+
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        auth = AuthStub(channel)
+        await auth.RoleAdd(rpc_pb2.AuthRoleAddRequest(name="root"))
+        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="root", password="root"))
+        await auth.UserGrantRole(rpc_pb2.AuthUserGrantRoleRequest(user="root", role="root"))
+        await auth.RoleAdd(rpc_pb2.AuthRoleAddRequest(name="job"))
+        for prefix in (b"/t/", b"/keepstep/"):
+            allowed = auth_pb2.Permission(
+                permType=auth_pb2.Permission.READWRITE, key=prefix, range_end=prefix[:-1] + bytes([prefix[-1] + 1])
+            )
+            await auth.RoleGrantPermission(rpc_pb2.AuthRoleGrantPermissionRequest(name="job", perm=allowed))
+        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="agent", password=PASSWORD))
+        await auth.UserGrantRole(rpc_pb2.AuthUserGrantRoleRequest(user="agent", role="job"))
+        await auth.AuthEnable(rpc_pb2.AuthEnableRequest())
+
+
+def test_encrypted_coordinator_is_joined_with_a_certificate_and_by_nobody_else(served: Served) -> None:
+    async def scenario() -> None:
+        whole = Credentials.of(served.environment("CACERT", "CERT", "KEY"))
+        store = await EtcdStore.connect(served.address, deadline_s=30.0, credentials=whole)
+        await store.commit((), (Put("/t/a", b"1"),))
+        assert (await store.read("/t/")).items[0].value == b"1"
+        await store.close()
+        for lacking in (Credentials.of(served.environment("CACERT")), Credentials()):
+            with pytest.raises(StoreUnavailable):
+                await EtcdStore.connect(served.address, deadline_s=0.5, credentials=lacking)
+
+    asyncio.run(scenario())
+
+
+def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(etcd_server: EmbeddedEtcd) -> None:
+    address = parse_address(etcd_server.url)
+
+    async def scenario() -> None:
+        await enable_users(address.endpoints[0])
+        with pytest.raises(UsageError, match="ETCDCTL_USER"):
+            await EtcdStore.connect(address, credentials=Credentials())
+        with pytest.raises(UsageError, match="does not know user agent"):
+            await EtcdStore.connect(address, credentials=Credentials("agent", "wrong"))
+        store = await EtcdStore.connect(address, credentials=Credentials("agent", PASSWORD))
+        revision = (await store.read("/t/")).revision
+        lease = await store.grant(30.0)
+        await store.commit((), (Put("/t/a", b"1", lease),))
+        assert await store.renew(lease) > 0
+        changes = store.watch("/t/", revision)
+        first = await anext(changes)
+        assert not isinstance(first, Reset)
+        assert first[0].key == "/t/a"
+        # A change of users ends all that was granted under the old ones' names.
+        other = await EtcdStore.connect(address, credentials=Credentials("root", "root"))
+        await change_users(address.endpoints[0])
+        await store.commit((), (Put("/t/b", b"2"),))
+        assert {item.key for item in (await store.read("/t/")).items} == {"/t/a", "/t/b"}
+        with pytest.raises(UsageError, match="permission denied"):
+            await store.read("/somebody-elses/")
+        await store.close()
+        await other.close()
+
+    asyncio.run(scenario())
+
+
+async def change_users(endpoint: str) -> None:
+    from etcd3.etcdrpc import AuthStub, rpc_pb2
+
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        auth = AuthStub(channel)
+        token = (await auth.Authenticate(rpc_pb2.AuthenticateRequest(name="root", password="root"))).token
+        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="new", password="new"), metadata=(("token", token),))
+
+
+def test_credentials_are_what_etcdctl_reads_and_are_not_shown(tmp_path: Path) -> None:
+    found = Credentials.of({"ETCDCTL_USER": f"agent:{PASSWORD}"})
+    assert (found.user, found.password) == ("agent", PASSWORD)
+    assert PASSWORD not in repr(found)
+    assert Credentials.of({"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}).password == PASSWORD
+    assert Credentials.of({}) == Credentials()
+    with pytest.raises(UsageError, match=r"ETCDCTL_CACERT=.*no\.pem: No such file"):
+        Credentials.of({"ETCDCTL_CACERT": str(tmp_path / "no.pem")})
+    (tmp_path / "cert.pem").write_text("")
+    with pytest.raises(UsageError, match="belong together"):
+        Credentials.of({"ETCDCTL_CERT": str(tmp_path / "cert.pem")})
+
+
+def test_address_says_whether_it_is_encrypted_and_is_written_as_it_was_read() -> None:
+    for url in ("etcd://h:1,g:2", "etcds://h:1"):
+        assert parse_address(url).url == url
+    assert parse_address("https://h").is_encrypted

@@ -1,0 +1,135 @@
+"""Claims about a coordinator of three members, of which one is lost at the worst moment."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from elastic.errors import StoreUnavailable
+from elastic.store.address import Address
+from elastic.store.contract import Change, Created, Put, Reset, Store
+from elastic.store.etcd import EtcdStore
+from tests.integration.store.cluster import EtcdCluster
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def members() -> Iterator[EtcdCluster]:
+    with EtcdCluster() as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def connected(address: Address) -> AsyncIterator[EtcdStore]:
+    store = await EtcdStore.connect(address, deadline_s=DEADLINE_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def beginning_with(members: EtcdCluster, member: int) -> Address:
+    """Return the cluster's address, that member first: who connects by it talks to that member."""
+    first = members.clients[member]
+    return Address((first, *(client for client in members.clients if client != first)))
+
+
+async def put_surely(store: Store, number: int) -> None:
+    """Put a key once, whatever becomes of the first tries."""
+    while True:
+        try:
+            await store.commit((Created(f"/t/{number:03}", 0),), (Put(f"/t/{number:03}", b"%d" % number),))
+            return
+        except StoreUnavailable:
+            continue
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_watch_goes_on_without_gap_or_repeat_when_its_member_is_killed(members: EtcdCluster, lost: int) -> None:
+    async def scenario() -> None:
+        async with (
+            connected(beginning_with(members, lost)) as watcher,
+            connected(beginning_with(members, (lost + 1) % 3)) as writer,
+        ):
+            seen: list[str] = []
+            halfway = asyncio.Event()
+
+            async def watch() -> None:
+                async for batch in watcher.watch("/t/", 0):
+                    assert not isinstance(batch, Reset)
+                    seen.extend(change.key for change in batch)
+                    if len(seen) >= 20:
+                        halfway.set()
+                    if len(seen) >= 60:
+                        return
+
+            async def write() -> None:
+                for number in range(60):
+                    if number == 30:
+                        await halfway.wait()
+                        await asyncio.to_thread(members.kill, lost)
+                    await put_surely(writer, number)
+
+            async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+                tasks.create_task(watch())
+                tasks.create_task(write())
+            assert seen == [f"/t/{number:03}" for number in range(60)]
+
+    asyncio.run(scenario())
+
+
+def test_lease_outlives_the_member_that_granted_it(members: EtcdCluster) -> None:
+    async def scenario() -> None:
+        async with connected(beginning_with(members, 1)) as store:
+            lease = await store.grant(30.0)
+            await store.commit((), (Put("/t/a", b"mine", lease),))
+            await asyncio.to_thread(members.kill, 1)
+            assert await store.renew(lease) > 0
+            (item,) = (await store.read("/t/")).items
+            assert item.value == b"mine"
+
+    asyncio.run(scenario())
+
+
+def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(members: EtcdCluster) -> None:
+    async def scenario() -> None:
+        async with (
+            connected(beginning_with(members, 2)) as watcher,
+            connected(beginning_with(members, 0)) as writer,
+        ):
+            changes = watcher.watch("/t/", 0)
+            await writer.commit((), (Put("/t/a", b"1"),))
+            first = await anext(changes)
+            assert not isinstance(first, Reset)
+            # Nobody listens while the watch's member dies and the others go on and forget.
+            await asyncio.to_thread(members.kill, 2)
+            for number in range(2, 6):
+                with contextlib.suppress(StoreUnavailable):
+                    await writer.commit((), (Put("/t/a", b"%d" % number),))
+            await put_surely(writer, 7)
+            await compact(members.clients[0], (await writer.read("/t/")).revision)
+            async with asyncio.timeout(DEADLINE_S):
+                anew = await anext(changes)
+            while not isinstance(anew, Reset):
+                # What had been delivered to this end before the member died may still come.
+                assert all(isinstance(change, Change) for change in anew)
+                anew = await anext(changes)
+            assert {item.key: item.value for item in anew.listing.items}["/t/007"] == b"7"
+            await writer.commit((), (Put("/t/a", b"after"),))
+            following = await anext(changes)
+            assert not isinstance(following, Reset)
+            assert [change.value.value for change in following if change.value] == [b"after"]
+
+    asyncio.run(scenario())
+
+
+async def compact(endpoint: str, revision: int) -> None:
+    """Have etcd forget what came before a revision, as its operators do now and then."""
+    import grpc.aio
+    from etcd3.etcdrpc import KVStub, rpc_pb2
+
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        await KVStub(channel).Compact(rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=10)
