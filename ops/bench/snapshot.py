@@ -49,7 +49,7 @@ Result = dict[str, Any]
 @click.option("--quick", is_flag=True, help="Fewer steps.")
 def main(as_json: bool, quick: bool) -> None:
     console = Console(stderr=as_json)
-    result = asyncio.run(measure(rounds=2 if quick else 8, steps=3 if quick else 6, console=console))
+    result = asyncio.run(measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console))
     result |= kernels(2**26 if quick else 2**28)
     console.print(result)
     print(json.dumps(result))

@@ -33,8 +33,9 @@ from checkpoint.live import Capturer
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
-CONTEXT, SAMPLES = 128, 8
-CONFIG = GPTConfig(width=512, layers=8, heads=8, context=CONTEXT)
+CONTEXT, SAMPLES = 128, 4
+# Its tensors are small beside real models': what a snapshot costs a tensor weighs more here than there.
+CONFIG = GPTConfig(width=1024, layers=4, heads=16, context=CONTEXT)
 
 
 class Requests:
