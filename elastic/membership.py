@@ -3,6 +3,9 @@
 The shell around `elastic.rendezvous`. Every write carries its conditions: a record needs the node's own key to be the one that this
 agent created, a leader's action also the generation that it was decided upon. So nothing that a node writes after it was declared gone,
 or for a generation that is over, is ever accepted.
+
+When a member of the coordinator dies, the fate of a write may stay unknown. What says the same if written twice is written again; what a
+leader decided is decided again, once the view has had time to show it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +24,7 @@ from elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from elastic.links import probe
 from elastic.records import NodeRecord, Report, RestartRequest, StoredCheckpoint, StoreFailure
 from elastic.rendezvous import Deliberation, Policy
-from elastic.store.contract import Created, Delete, Modified, Put, Reset, Store
+from elastic.store.contract import Committed, Created, Delete, Modified, Put, Reset, Store
 from elastic.view import Keys, View, apply, from_listing, with_reports
 
 log = logging.getLogger("keepstep")
@@ -28,6 +32,7 @@ log = logging.getLogger("keepstep")
 _RENEWALS_PER_TTL = 4
 _FAREWELL_S = 10.0
 _PREDECESSOR_S = 0.2
+_DOUBT_S = 2.0
 
 
 class Membership:
@@ -91,14 +96,14 @@ class Membership:
                 )
         await self._outlive_predecessor(view)
         key = keys.single("secret")
-        await self._store.commit((Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),))
+        await self._write_surely((Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),))
         asked_s = time.monotonic()
         lease = await self._store.grant(self._ttl_s)
         self._lease_until_s = asked_s + self._ttl_s
         self.record = replace(self.record, lease=lease)
         node_key = keys.node(self.record.node)
-        done = await self._store.commit((Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),))
-        if not done.succeeded:
+        done = await self._write_surely((Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),))
+        if not done.succeeded and not await self._has(node_key, lease):
             await self._store.revoke(lease)
             raise UsageError(f"node {self.record.node!r} joined job {keys.job!r} twice; choose another --node name")
         self._written = self.record
@@ -163,7 +168,7 @@ class Membership:
 
     async def fulfil(self, request: RestartRequest) -> None:
         """Take away a request that this node has carried out."""
-        await self._store.commit(
+        await self._write_surely(
             (Created(self._keys.node(self.record.node), self._created),), (Delete(self._keys.restart(request.rank)),)
         )
 
@@ -238,10 +243,27 @@ class Membership:
             record = self.record
             if record == self._written:
                 continue
-            done = await self._store.commit((Created(key, self._created),), (Put(key, record.encode(), record.lease),))
+            done = await self._write_surely((Created(key, self._created),), (Put(key, record.encode(), record.lease),))
             if not done.succeeded:
                 raise LeaseLost(f"node {record.node} was declared gone")
             self._written = record
+
+    async def _write_surely(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
+        """Commit what may be committed twice, until its fate is known."""
+        while True:
+            try:
+                return await self._store.commit(conditions, operations)
+            except StoreUnavailable as error:
+                if not error.unknown:
+                    raise
+                log.debug("%s; writing it again", error)
+
+    async def _has(self, key: str, lease: int) -> bool:
+        """Whether a key is there under a lease: what was written, and not confirmed, may have been applied."""
+        listing = await self._store.read(key)
+        return any(item.key == key and item.lease == lease for item in listing.items)
 
     async def _lead(self) -> None:
         """Decide, act, and wait for news, as long as this node leads."""
@@ -257,7 +279,16 @@ class Membership:
                     log.info("%s", decision.message)
                 self.message = decision.message
                 if decision.action is not None:
-                    revision = await self._perform(decision.action)
+                    try:
+                        revision = await self._perform(decision.action)
+                    except StoreUnavailable as error:
+                        if not error.unknown:
+                            raise
+                        log.debug("%s; looking whether it was applied", error)
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(_DOUBT_S):
+                                await self._changed.wait()
+                        continue
                     while self.view.revision < revision:
                         await self._changed.wait()
                         self._changed.clear()
@@ -282,6 +313,8 @@ class Membership:
             Modified(self._keys.single("generation"), self.view.generation_revision),
             # A new leader may not have seen the last one's commits yet, and must not go back behind them.
             Modified(self._keys.single("snapshot"), self.view.snapshot_revision),
+            # Nor may one that has just published be told by itself, in doubt, that it did not.
+            Modified(self._keys.single("persist"), self.view.persist_revision),
         )
         done = await self._store.commit(conditions, self._operations(action))
         return done.revision if done.succeeded else 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from elastic.records import (
     Closing,
+    Eviction,
     Generation,
     HeldVerdict,
     HeldVerdicts,
@@ -83,7 +84,7 @@ class View:
 
     revision: int = 0
     nodes: Mapping[str, Joined] = field(default_factory=dict)
-    evictions: Mapping[str, str] = field(default_factory=dict)
+    evictions: Mapping[str, Eviction] = field(default_factory=dict)
     restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
     generation: Generation | None = None
     generation_revision: int = 0
@@ -91,6 +92,7 @@ class View:
     snapshot: SnapshotCommit | None = None
     snapshot_revision: int = 0
     persist: PersistRequest | None = None
+    persist_revision: int = 0
     checkpoint: StoredCheckpoint | None = None
     store_failure: StoreFailure | None = None
     history: History = field(default_factory=History)
@@ -170,9 +172,9 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
             nodes[rest] = Joined(NodeRecord.decode(item.value), item.created)
         return replace(view, nodes=nodes)
     if section == "evictions":
-        evictions = {node: reason for node, reason in view.evictions.items() if node != rest}
+        evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}
         if item is not None:
-            evictions[rest] = item.value.decode()
+            evictions[rest] = Eviction.decode(item.value)
         return replace(view, evictions=evictions)
     if section == "restarts":
         restarts = {rank: request for rank, request in view.restarts.items() if rank != int(rest)}
@@ -185,7 +187,7 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
         return view
     record = _SINGLE[name].decode(item.value) if item else None
     updates: dict[str, Any] = {name: record}
-    if name in ("generation", "snapshot"):
+    if name in ("generation", "snapshot", "persist"):
         updates[f"{name}_revision"] = item.modified if item else 0
     if name == "history" and record is None:
         updates["history"] = History()

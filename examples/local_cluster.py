@@ -24,10 +24,18 @@ from elastic.view import Keys, View
 
 
 class LocalCluster:
-    """A coordinator and any number of agents of one job. A context manager: at its end every process is gone."""
+    """A coordinator, unless one elsewhere is given, and any number of agents of one job. At a context's end every process is gone."""
 
     def __init__(
-        self, job: str, script: Sequence[str], *, nnodes: str, workers: int, log: Path, last_call_s: float = 1.0
+        self,
+        job: str,
+        script: Sequence[str],
+        *,
+        nnodes: str,
+        workers: int,
+        log: Path,
+        last_call_s: float = 1.0,
+        store: str | None = None,
     ) -> None:
         self.job = job
         self._script = list(script)
@@ -35,12 +43,14 @@ class LocalCluster:
         self._workers = workers
         self._log = log
         self._last_call_s = last_call_s
-        self._etcd = EmbeddedEtcd()
+        self._etcd = EmbeddedEtcd() if store is None else None
+        self._url = store or ""
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         self._log.mkdir(parents=True, exist_ok=True)
-        self._etcd.start()
+        if self._etcd is not None:
+            self._etcd.start()
         return self
 
     def __exit__(
@@ -48,12 +58,13 @@ class LocalCluster:
     ) -> None:
         for node in list(self.agents):
             self.kill(node)
-        self._etcd.stop()
+        if self._etcd is not None:
+            self._etcd.stop()
 
     @property
     def url(self) -> str:
         """The coordinator's address."""
-        return self._etcd.url
+        return self._url if self._etcd is None else self._etcd.url
 
     def start(self, node: str, *options: str) -> None:
         """Start a node's agent; its output goes to a file of its name."""

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +16,7 @@ from rich.console import Console
 
 from elastic.status import render, summary
 from elastic.view import View
-from examples.local_cluster import LocalCluster
-
-STEPS = 30
-SCRIPT = Path(__file__).parent / "record.py"
-Lines = dict[int, dict[int, dict[str, Any]]]
-
-
-@pytest.fixture(autouse=True)
-def example_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[3]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
-
-
-def cluster(directory: Path, nnodes: str = "1:2", **options: Any) -> LocalCluster:
-    (directory / "log").mkdir(parents=True, exist_ok=True)
-    given = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
-    # Both nodes are to be in the first generation, however late the machine starts the second.
-    return LocalCluster(
-        "job", [str(SCRIPT), given], nnodes=nnodes, workers=2, log=directory / "agents", last_call_s=60.0
-    )
-
-
-def last_run_of_each_step(directory: Path) -> Lines:
-    """Return, by step and rank, what was recorded when the step was done for the last time."""
-    done: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for path in (directory / "log").glob("rank-*.jsonl"):
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
-            done[line["step"]][line["generation"]].append(line)
-    return {step: {line["rank"]: line for line in generations[max(generations)]} for step, generations in done.items()}
-
-
-def samples(lines: Lines) -> list[int]:
-    """Return all samples in the order of steps, and of ranks within."""
-    return [s for step in sorted(lines) for rank in sorted(lines[step]) for s in lines[step][rank]["samples"]]
-
-
-def mean_losses(lines: Lines) -> list[float]:
-    return [
-        sum(float.fromhex(line["loss"]) for line in lines[step].values()) / len(lines[step]) for step in sorted(lines)
-    ]
-
-
-def step_of(view: View) -> int:
-    return max((joined.record.step for joined in view.nodes.values()), default=0)
+from tests.integration.job.jobs import STEPS, Lines, cluster, last_run_of_each_step, mean_losses, samples, step_of
 
 
 def run_undisturbed(directory: Path, **options: Any) -> Lines:
