@@ -72,11 +72,12 @@ class Agent:
         self._stored = -1
         self._persisting: SnapshotId | None = None
         self._progress_due_s = 0.0
+        self._member_until_s = float("-inf")
 
-    def ask_to_leave(self) -> None:
+    def ask_to_leave(self, reason: str = "") -> None:
         """Begin a graceful departure (a preemption notice, Ctrl-C): hand over the state, then leave."""
         if self._leaving_since_s is None:
-            log.warning("leaving: handing over what this node holds (again to quit at once)")
+            log.warning("%s", reason or "leaving: handing over what this node holds (again to quit at once)")
             self._leaving_since_s = time.monotonic()
             self._wake.set()
 
@@ -94,6 +95,11 @@ class Agent:
                     return await self._take_part(gate)
                 except LeaseLost as lost:
                     log.error("%s; its workers are stopped, joining again", lost)
+                except StoreUnavailable as gone:
+                    # An outage of the coordinator ends training, but not the job: other nodes wait for it to end as well.
+                    if time.monotonic() > self._member_until_s + self._config.policy.quorum_timeout_s:
+                        raise
+                    log.error("%s; its workers are stopped, trying again", gone)
         finally:
             self._listener.close()
             gate.close()
@@ -124,6 +130,7 @@ class Agent:
         )
         self._membership = membership
         secret = await membership.join()
+        self._member_until_s = float("inf")
         gate.admit(secret, membership.hear)
         links = self._links = Links(secret, membership.revoke)
         self._crew = Crew(config.command, config.workers, config.spares, config.environment, self._wake.set)
@@ -149,6 +156,7 @@ class Agent:
         except* (JobFailed, StoreUnavailable) as failed:
             raise failed.exceptions[0] from None
         finally:
+            self._member_until_s = time.monotonic()
             await self._crew.stop(0.0)
             await links.close()
             if hasattr(self, "_snapshots"):
@@ -199,8 +207,9 @@ class Agent:
         view = membership.view
         if view.result is not None:
             return True
-        if self._config.node in view.evictions and self._leaving_since_s is None:
-            self.ask_to_leave()
+        eviction = view.evictions.get(self._config.node)
+        if eviction is not None and self._leaving_since_s is None:
+            self.ask_to_leave(f"evicted: {eviction.reason}")
         if self._leaving_since_s is not None:
             membership.update(leaving=True)
             overdue = time.monotonic() >= self._leaving_since_s + self._config.grace_s

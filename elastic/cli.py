@@ -145,12 +145,13 @@ def status(store: str | None, job: str | None, once: bool, as_json: bool) -> Non
 @click.option("--store", metavar="URL", help="The coordinator. Default: that of the job running on this machine.")
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @click.option("--reason", default="on request", show_default=True, help="Shown to whoever asks why.")
+@click.option("--undo", is_flag=True, help="Let a node that was evicted return.")
 @click.argument("node")
-def evict(store: str | None, job: str | None, reason: str, node: str) -> None:
+def evict(store: str | None, job: str | None, reason: str, undo: bool, node: str) -> None:
     """Have NODE hand over its state, leave the job and stay away."""
     from elastic.follow import evict_node
 
-    evict_node(store, job, node, reason)
+    evict_node(store, job, node, reason, undo=undo)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.live import Live
 
 from elastic.errors import UsageError
+from elastic.records import Eviction
 from elastic.registry import local_jobs
 from elastic.status import render, summary
 from elastic.store.address import parse_address
-from elastic.store.contract import Modified, Put, Reset
+from elastic.store.contract import Delete, Modified, Put, Reset
 from elastic.store.etcd import EtcdStore
 from elastic.view import Keys, View, apply, from_listing
 
@@ -28,14 +29,14 @@ def follow(store: str | None, job: str | None, *, once: bool, as_json: bool) -> 
         return
 
 
-def evict_node(store: str | None, job: str | None, node: str, reason: str) -> None:
-    """Ask a node to leave for good.
+def evict_node(store: str | None, job: str | None, node: str, reason: str, *, undo: bool) -> None:
+    """Ask a node to leave for good, or let it return.
 
     Raises:
-        UsageError: the job has no such node.
+        UsageError: the job has no such node, or it was not evicted.
     """
     url, name = _find(store, job)
-    asyncio.run(_evict(url, name, node, reason))
+    asyncio.run(_readmit(url, name, node) if undo else _evict(url, name, node, reason))
 
 
 async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
@@ -98,6 +99,21 @@ async def _evict(url: str, job: str, node: str, reason: str) -> None:
         view = from_listing(keys, await client.read(keys.prefix))
         if node not in view.nodes:
             raise UsageError(f"job {job!r} has no node {node!r}; it has {', '.join(sorted(view.nodes)) or 'none'}")
-        await client.commit((Modified(keys.eviction(node), 0),), (Put(keys.eviction(node), reason.encode()),))
+        await client.commit(
+            (Modified(keys.eviction(node), 0),),
+            (Put(keys.eviction(node), Eviction(reason, may_return=False).encode()),),
+        )
+    finally:
+        await client.close()
+
+
+async def _readmit(url: str, job: str, node: str) -> None:
+    keys = Keys(job)
+    client = await EtcdStore.connect(parse_address(url))
+    try:
+        view = from_listing(keys, await client.read(keys.prefix))
+        if node not in view.evictions:
+            raise UsageError(f"node {node!r} was not evicted; were: {', '.join(sorted(view.evictions)) or 'none'}")
+        await client.commit((), (Delete(keys.eviction(node)),))
     finally:
         await client.close()

@@ -23,6 +23,7 @@ from checkpoint.limits import Limits
 from elastic import telemetry
 from elastic.agent import Agent, AgentConfig
 from elastic.errors import StoreUnavailable, UsageError
+from elastic.readmission import readmit
 from elastic.registry import registered, runtime_directory
 from elastic.rendezvous import Policy
 from elastic.store.address import Address, parse_address
@@ -169,10 +170,12 @@ async def _launch(options: Mapping[str, Any], command: Command, policy: Policy, 
             stack.enter_context(registered(job, url))
         host = options["local_addr"] or _own_address(url)
         _check_host(host)
+        node = options["node"] or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
+        await readmit(store, job, node, run_directory)
         agent = Agent(
             AgentConfig(
                 job=job,
-                node=options["node"] or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}",
+                node=node,
                 host=host,
                 workers=workers,
                 command=command,

@@ -104,6 +104,14 @@ class Phase(enum.StrEnum):
     """Every worker has exited with success."""
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction(Record):
+    """That a node is to leave and stay away, why, and whether it may return once its doctor finds nothing."""
+
+    reason: str
+    may_return: bool
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class SnapshotId(Record):
     """Which snapshot: the generation that took it, and the number of steps completed by then."""

@@ -197,7 +197,7 @@ def _reason_to_close(
         for request in view.restarts_on(member.node):
             # Before the troubles that it brings: who loses a peer by it cannot tell why.
             reason = (
-                f"evicted {member.node}: {view.evictions[member.node]}"
+                f"evicted {member.node}: {view.evictions[member.node].reason}"
                 if member.node in view.evictions
                 else f"rank {request.rank} on {member.node} is restarted: {request.reason}"
             )
@@ -211,7 +211,7 @@ def _reason_to_close(
         return Closing(number, f"lost {', '.join(lost)}", True, wall_s)
     for record in present:
         if record.node in view.evictions:
-            return Closing(number, f"evicted {record.node}: {view.evictions[record.node]}", False, wall_s)
+            return Closing(number, f"evicted {record.node}: {view.evictions[record.node].reason}", False, wall_s)
         if record.leaving:
             return Closing(number, f"{record.node} leaves", False, wall_s)
     return None

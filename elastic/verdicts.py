@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from elastic.records import HeldVerdict, HeldVerdicts, RestartRequest
+from elastic.records import Eviction, HeldVerdict, HeldVerdicts, RestartRequest
 from elastic.store.blocking import BlockingStore
 from elastic.store.contract import Delete, Modified, Put
 from elastic.view import Keys, View, from_listing
@@ -92,7 +92,7 @@ def requests(keys: Keys, view: View, action: Action) -> tuple[Put, ...]:
         if rank in ranks
     )
     evictions = tuple(
-        Put(keys.eviction(node), reason.encode())
+        Put(keys.eviction(node), Eviction(reason, may_return=True).encode())
         for node in action.nodes
         if node in view.nodes and node not in view.evictions
     )

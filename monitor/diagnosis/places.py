@@ -6,15 +6,43 @@ and on large machines. Whoever replaces a node needs the member's name, so ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from monitor.verdicts import Subject, Verdict
+from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 
 def placed(verdicts: Iterable[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
-    """Return the verdicts with each rank's node as `places` has it."""
-    return tuple(replace(verdict, subject=_placed(verdict.subject, places)) for verdict in verdicts)
+    """Return the verdicts with each rank's node as `places` has it; what holds of all ranks of a member is the member's."""
+    return _gathered([replace(verdict, subject=_placed(verdict.subject, places)) for verdict in verdicts], places)
+
+
+def _gathered(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
+    """Return one verdict of a node instead of those of all its ranks, if it has several and they stand still all alike."""
+    alike: dict[tuple[str, Syndrome], list[Verdict]] = defaultdict(list)
+    others = []
+    for verdict in verdicts:
+        if verdict.subject.kind == "rank" and verdict.subject.node and verdict.advice is Advice.RESTART_WORKER:
+            alike[verdict.subject.node, verdict.syndrome].append(verdict)
+        else:
+            others.append(verdict)
+    for (node, _), parts in alike.items():
+        everyone = tuple(sorted(rank for rank, where in places.items() if where == node))
+        if len(parts) < 2 or sorted(rank for part in parts for rank in part.subject.ranks) != list(everyone):
+            others += parts
+            continue
+        whole = replace(
+            parts[0],
+            subject=Subject("node", everyone, node),
+            since_s=min(part.since_s for part in parts),
+            evidence=tuple(line for part in parts[:4] for line in part.evidence[:2]),
+            confidence=min(part.confidence for part in parts),
+            cost_s_per_step=max(part.cost_s_per_step for part in parts),
+            advice=Advice.REPLACE_NODE,
+        )
+        others.append(whole)
+    return tuple(others)
 
 
 def _placed(subject: Subject, places: Mapping[int, str]) -> Subject:

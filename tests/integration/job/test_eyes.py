@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ with elastic.join(build) as job:
         over = torch.tensor(0)
         with job.step():
             loss = job.model(batch).square().mean()
-            while (job.world.rank, job.world.generation, job.steps) == (1, 1, {HANGS_AT}):
+            while (job.world.generation, job.steps) == (1, {HANGS_AT}) and str(job.world.rank) in sys.argv[2:]:
                 pass
             loss.backward()
             for parameter in job.model.parameters():
@@ -55,6 +56,10 @@ with elastic.join(build) as job:
 
 def step_of(view: View) -> int:
     return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def members(view: View) -> list[str]:
+    return [member.node for member in view.generation.members] if view.generation else []
 
 
 def identity_of(path: Path) -> Identity:
@@ -106,7 +111,7 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
         )
 
     running = LocalCluster(
-        "job", [str(script), str(enough)], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0
+        "job", [str(script), str(enough), "1"], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0
     )
     said = tmp_path / "monitor.log"
     with running, monitored(running.url, "--act", "restart", log=said):
@@ -130,6 +135,41 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
     assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
     # The agents took the rings away with the job.
     assert not list(rings.rglob("*.ring"))
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
+    native_recorder()
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script.write_text(SCRIPT)
+    # Where both nodes are there, the first has ranks 0 and 1.
+    running = LocalCluster(
+        "job", [str(script), str(enough), "2", "3"], nnodes="1:2", workers=2, log=tmp_path / "agents", last_call_s=60.0
+    )
+    said = tmp_path / "monitor.log"
+    with running, monitored(running.url, "--act", "replace", log=said):
+        running.start("a", "--monitor")
+        running.wait_until(lambda view: view.leader == "a", 60)
+        running.start("b", "--monitor")
+        running.wait_until(lambda view: view.number == 1, 60)
+        running.start("c", "--monitor")
+        # Nothing but the monitor ends the loops.
+        view = running.wait_until(lambda view: members(view) == ["a", "c"] and step_of(view) > 2 * HANGS_AT, 120)
+        assert view.evictions["b"].reason.startswith("non-communication hang")
+        assert view.history.recoveries[1].source == "memory"
+        # It left by itself, as if it had been sent SIGTERM, and not because the job had ended.
+        assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
+        # It may come back, for its doctor finds nothing; there is no place for it now.
+        running.start("b", "--monitor")
+        assert running.wait_until(lambda view: "b" in view.nodes, 120).evictions == {}
+        enough.touch()
+        assert [running.wait(node, 120) for node in "abc"] == [0, 0, 0], running.output() + said.read_text()
+    assert "replace node: node b" in said.read_text()
 
 
 def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(

@@ -9,6 +9,7 @@ from elastic.actions import Close, Commit, Finish, Open, Persist, Remember
 from elastic.intervals import AUTO, best_interval_s, failures_per_s
 from elastic.records import (
     Closing,
+    Eviction,
     Generation,
     NodeRecord,
     Phase,
@@ -225,7 +226,7 @@ def test_evicted_node_is_not_taken_again() -> None:
         node("b", generation=1, phase=Phase.DRAINED),
         generation=generation_of("a", "b"),
         closing=Closing(1, "evicted b", False, 0.0),
-        evictions={"b": "slow"},
+        evictions={"b": Eviction("slow", may_return=True)},
     )
     decision = decided(view)
     assert isinstance(decision.action, Open)

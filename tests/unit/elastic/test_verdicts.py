@@ -11,6 +11,7 @@ from rich.console import Console
 from elastic.actions import Close
 from elastic.records import (
     Closing,
+    Eviction,
     Generation,
     HeldVerdicts,
     History,
@@ -138,7 +139,7 @@ def test_a_request_of_an_older_generation_restarts_nobody() -> None:
 def test_a_replacement_is_an_eviction_with_the_verdict_as_reason() -> None:
     ecc = replace(HANG, syndrome=Syndrome.DEVICE_ERROR, cost_s_per_step=0.0)
     asked = requests(KEYS, view_of(), Action(ActionKind.REPLACE_NODE, ecc.subject, ecc, "", nodes=("b",)))
-    assert asked == (Put(KEYS.eviction("b"), b"device error: rank 2 never arrived"),)
+    assert asked == (Put(KEYS.eviction("b"), Eviction("device error: rank 2 never arrived", may_return=True).encode()),)
 
 
 def test_who_hangs_on_a_node_that_is_replaced_is_not_waited_for() -> None:
