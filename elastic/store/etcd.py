@@ -88,6 +88,10 @@ _CHANNEL_OPTIONS = (
 )
 
 
+class _WatchRefused(Exception):
+    """A member does not let us watch: we may not, or it does not know our token any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Endpoint:
     address: str
@@ -178,15 +182,25 @@ class EtcdStore:
     async def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
         """See `Store.watch`."""
         backoff_s = _BACKOFF_S
+        is_token_new = False
         while True:
             endpoint = self._endpoints[self._current]
             try:
                 async for item in self._watch_once(endpoint, prefix, after):
                     after = item.listing.revision if isinstance(item, Reset) else item[0].revision
-                    backoff_s = _BACKOFF_S
+                    backoff_s, is_token_new = _BACKOFF_S, False
                     yield item
                     if isinstance(item, Reset):
                         break
+            except _WatchRefused as refused:
+                # It says the same of a token that it does not know any more.
+                if is_token_new or self._credentials.user is None:
+                    raise UsageError(
+                        f"etcd at {endpoint.address} does not let us watch {prefix}: {refused}; "
+                        "give the user a role that may read and write there"
+                    ) from None
+                await self._authenticate(endpoint)
+                is_token_new = True
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 if _wants_token(details):
@@ -215,12 +229,9 @@ class EtcdStore:
                 if reply.compact_revision > after:
                     yield Reset(await self.read(prefix))
                     return
+                if reply.canceled and "permission denied" in reply.cancel_reason:
+                    raise _WatchRefused(reply.cancel_reason)
                 if reply.canceled:
-                    reason = reply.cancel_reason or "it gave no reason"
-                    if "permission denied" in reason and not self._token and self._credentials.user is not None:
-                        await self._authenticate(endpoint)
-                    elif "permission denied" in reason:
-                        raise UsageError(f"etcd at {endpoint.address} does not let us watch {prefix}: {reason}")
                     return
                 for changes in _by_revision(reply.events):
                     yield changes

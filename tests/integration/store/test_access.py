@@ -130,10 +130,16 @@ def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(e
         # A change of users ends all that was granted under the old ones' names.
         other = await EtcdStore.connect(address, credentials=Credentials("root", "root"))
         await change_users(address.endpoints[0])
+        async with asyncio.timeout(30):
+            again = await anext(store.watch("/t/", revision))
+        assert not isinstance(again, Reset)
+        assert again[0].key == "/t/a"
         await store.commit((), (Put("/t/b", b"2"),))
         assert {item.key for item in (await store.read("/t/")).items} == {"/t/a", "/t/b"}
         with pytest.raises(UsageError, match="permission denied"):
             await store.read("/somebody-elses/")
+        with pytest.raises(UsageError, match="does not let us watch /somebody-elses/"):
+            await anext(store.watch("/somebody-elses/", 0))
         await store.close()
         await other.close()
 
