@@ -14,20 +14,28 @@ from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissi
 # Some 20 seconds in all. The default of 32 retries would let a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
 
+# A request that has got no answer for this long, and as long again as its bytes would take on a slow line, is sent again.
+_PATIENCE_S = 60.0
+_SLOWEST_BYTES_PER_S = 2**20
+_ATTEMPTS = 3
+# What is many requests in one may take as long as so many bytes.
+_MANY_NBYTES = 2**30
+
 _MEMORY = tensorstore.Context()
 """One process's memory: every storage of one memory:// URL sees the same objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStorage:
-    """A `Storage` over a TensorStore key-value store."""
+    """A `Storage` over a TensorStore key-value store. A request is sent anew if it stalls for `patience_s` seconds and more."""
 
     url: str
     store: Any
+    patience_s: float = _PATIENCE_S
 
     def read(self, name: str) -> bytes:
         """See `Storage.read`."""
-        result = self._do(f"read {name}", lambda: self.store.read(name).result())
+        result = self._do(f"read {name}", lambda: self.store.read(name))
         if result.state != "value":
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         return bytes(result.value)
@@ -36,7 +44,7 @@ class ObjectStorage:
         """See `Storage.read_into`."""
         end = offset + sum(buffer.nbytes for buffer in buffers)
         try:
-            result = self.store.read(name, byte_range=slice(offset, end)).result()
+            result = self._wait(lambda: self.store.read(name, byte_range=slice(offset, end)), end - offset)
         except ValueError as error:
             if "OUT_OF_RANGE" in str(error):
                 return 0
@@ -59,7 +67,7 @@ class ObjectStorage:
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         data = b"".join(pieces)
-        self._do(f"write {name}", lambda: self.store.write(name, data).result())
+        self._do(f"write {name}", lambda: self.store.write(name, data), len(data))
 
     @property
     def repeats(self) -> bool:
@@ -75,12 +83,12 @@ class ObjectStorage:
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
-        found = self._do(f"read {name}", lambda: self.store.read(name).result())
+        found = self._do(f"read {name}", lambda: self.store.read(name))
         if found.state != "value":
             # The stamp of an absent object is the condition that it is absent. An empty one would be no
             # condition at all.
             absent = found.stamp.generation
-            written = self._do(f"create {name}", lambda: self.store.write(name, data, if_equal=absent).result())
+            written = self._do(f"create {name}", lambda: self.store.write(name, data, if_equal=absent), len(data))
             if written.generation:
                 return
         if self.read(name) != data:
@@ -88,11 +96,11 @@ class ObjectStorage:
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
-        return bool(self._do(f"read {name}", lambda: self.store.read(name).result()).state == "value")
+        return bool(self._do(f"read {name}", lambda: self.store.read(name)).state == "value")
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
-        listed = self._do("list", lambda: self.store.list(_range(prefix)).result())
+        listed = self._do("list", lambda: self.store.list(_range(prefix)), _MANY_NBYTES)
         return sorted(name.decode() for name in listed)
 
     def directories_with(self, leaf: str) -> Sequence[str]:
@@ -102,11 +110,11 @@ class ObjectStorage:
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
-        self._do(f"delete {name}", lambda: self.store.write(name, None).result())
+        self._do(f"delete {name}", lambda: self.store.write(name, None))
 
     def delete_directory(self, directory: str) -> None:
         """See `Storage.delete_directory`."""
-        self._do(f"delete {directory}", lambda: self.store.delete_range(_range(f"{directory}/")).result())
+        self._do(f"delete {directory}", lambda: self.store.delete_range(_range(f"{directory}/")), _MANY_NBYTES)
 
     def probe_writable(self) -> None:
         """See `Storage.probe_writable`."""
@@ -114,11 +122,22 @@ class ObjectStorage:
         self.write(name, [b"keepstep"])
         self.delete(name)
 
-    def _do(self, what: str, act: Callable[[], Any]) -> Any:
+    def _do(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
         try:
-            return act()
+            return self._wait(start, nbytes)
         except (ValueError, OSError) as error:
             raise self._explained(what, error) from error
+
+    def _wait(self, start: Callable[[], Any], nbytes: int) -> Any:
+        """Start a request and return its result; a stalled one is given up and started again. All of them may be done twice."""
+        patience_s = self.patience_s + nbytes / _SLOWEST_BYTES_PER_S
+        for _ in range(_ATTEMPTS):
+            future = start()
+            try:
+                return future.result(timeout=patience_s)
+            except TimeoutError:
+                future.cancel()
+        raise TimeoutError(f"{_ATTEMPTS} requests got no answer within {patience_s:.0f} s each")
 
     def _explained(self, what: str, error: Exception) -> CheckpointError:
         return CheckpointError(

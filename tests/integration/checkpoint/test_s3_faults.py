@@ -7,6 +7,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 
 import checkpoint
 from checkpoint.errors import CheckpointError
+from checkpoint.objects import ObjectStorage
 from checkpoint.reader import StoredCheckpoint, list_steps
+from checkpoint.storage import open_storage
 
 SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
 
@@ -27,6 +30,7 @@ class Faults:
         self.seen = itertools.count(1)
         self.done = 0
         self.lock = threading.Lock()
+        self.ended = threading.Event()
 
     def set(self, kind: str, every: int = 1, limit: int = 10**9) -> None:
         self.kind, self.every, self.limit, self.done = kind, every, limit, 0
@@ -52,6 +56,10 @@ class Proxy(BaseHTTPRequestHandler):
             self.answer(int(self.faults.kind), SLOW_DOWN)
             return
         if strikes and self.faults.kind == "reset before":
+            self.close_connection = True
+            return
+        if strikes and self.faults.kind == "stall":
+            self.faults.ended.wait()
             self.close_connection = True
             return
         connection = http.client.HTTPConnection(*self.upstream, timeout=30)
@@ -95,6 +103,7 @@ def s3_endpoint(s3_server: tuple[str, int]) -> Iterator[tuple[str, int]]:
     thread = threading.Thread(target=proxy.serve_forever)
     thread.start()
     yield "127.0.0.1", proxy.server_port
+    Proxy.faults.ended.set()
     proxy.shutdown()
     thread.join()
     proxy.server_close()
@@ -124,6 +133,29 @@ def test_a_fault_at_every_third_request_changes_nothing(s3: str, kind: str) -> N
     assert [stored.step for stored in list_steps(url)] == [2, 1]
     for step in (1, 2):
         StoredCheckpoint.open(url, step).verify()
+
+
+def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3: str) -> None:
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    assert isinstance(storage, ObjectStorage)
+    storage = replace(storage, patience_s=1.0)
+    data = bytes(range(256))
+    for number, act in enumerate([
+        lambda: storage.write("a", [data]),
+        lambda: storage.create("b", data),
+        lambda: storage.read("a"),
+        lambda: storage.read_into("a", [memoryview(bytearray(10))], 5),
+        lambda: storage.exists("a"),
+        lambda: storage.delete("a"),
+    ]):  # fmt: skip
+        Proxy.faults.set("stall", limit=1)
+        act()
+        assert Proxy.faults.done == 1, number
+    assert storage.names() == ["b"]
+    assert storage.read("b") == data
+    Proxy.faults.set("stall")
+    with pytest.raises(CheckpointError, match="could not read b: 3 requests got no answer within 1 s each"):
+        storage.read("b")
 
 
 def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(s3: str) -> None:
