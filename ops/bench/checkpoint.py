@@ -43,6 +43,8 @@ COLUMNS = (
     "blocked_s", "durable_s", "disk_ratio", "first_load_s", "load_s", "reshard_s", "read_ratio", "peak_extra_bytes", "objects",
 )  # fmt: skip
 
+LOADS = 3  # of each layout: a single one wanders by half
+
 Result = dict[str, Any]
 
 
@@ -179,15 +181,20 @@ def _measure(
     drop(four)
     first = ranks("load", name, "fsdp", world, four, place, megabytes)
     read(four)
-    drop(four)
-    same = ranks("load", name, "fsdp", world, four, place, megabytes)
+
+    def load(layout: str, ranks_now: int, source: str) -> Result:
+        loads = []
+        for _ in range(LOADS):
+            drop(source)
+            loads.append(ranks("load", name, layout, ranks_now, source, place, megabytes))
+        return {**loads[0], "load_s": statistics.median(one["load_s"] for one in loads)}
+
+    same = load("fsdp", world, four)
     others: list[Result] = []
     if name in RESHARDING:
         ranks("save", name, "fsdp", 2, two, place, megabytes)
         read(two)
-        for layout, ranks_now, source in (("fsdp", 2, four), ("fsdp", 4, two), ("tp", 4, four)):
-            drop(source)
-            others.append(ranks("load", name, layout, ranks_now, source, place, megabytes))
+        others = [load("fsdp", 2, four), load("fsdp", 4, two), load("tp", 4, four)]
     ratios = [one["read_ratio"] for one in (same, *others)]
     return {
         "blocked_s": saved["blocked_s"],
