@@ -12,9 +12,7 @@ needs no lock.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,10 +39,11 @@ from monitor.daemon.contracts import (
 from monitor.daemon.events import EventFile
 from monitor.daemon.service import application
 from monitor.daemon.stacks import dump
-from monitor.daemon.verdict_log import HANGS, Entry, VerdictLog
+from monitor.daemon.state_file import Remembered, keep, recall
+from monitor.daemon.verdict_log import HANGS, Entry
 from monitor.daemon.watch import FAULT, Limits, Turn, Watch
 from monitor.diagnosis.places import placed
-from monitor.diagnosis.policy import Action, ActionKind, Policy, PolicyState, decide, undone
+from monitor.diagnosis.policy import Action, ActionKind, Policy, decide, undone
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from monitor.verdicts import Verdict
 
@@ -135,7 +134,8 @@ class Daemon:
         self._story: Story | None = None
         # Nothing yet: what an earlier daemon published may not hold any more.
         self._told: tuple[int, tuple[Verdict, ...]] | None = None
-        self._policy_state = PolicyState()
+        remembered = recall(settings.state, time.monotonic(), time.time())
+        self._policy_state = remembered.policy
         self._align_due_s = 0.0
         self._dumping: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
@@ -149,7 +149,7 @@ class Daemon:
             parts.diagnosis,
             parts.alignment,
             settings.limits,
-            _recalled(settings.state),
+            remembered.log,
         )
 
     async def run(self) -> None:
@@ -294,6 +294,7 @@ class Daemon:
                 self._policy_state = undone(self._policy_state, action)
                 return
             outcome = "asked for"
+            await self._remember()
         _LOG.warning("%s; %s", action, outcome)
         if self._events is not None:
             self._events.acted(action, outcome, time.time())
@@ -345,9 +346,18 @@ class Daemon:
         await self._remember()
 
     async def _remember(self) -> None:
-        path = self._settings.state
-        if path is not None:
-            await self.ask(lambda watch: watch.guarded("state file", lambda: _keep(path, watch.log), None))
+        path, policy = self._settings.state, self._policy_state
+        if path is None:
+            return
+
+        def write(watch: Watch) -> None:
+            watch.guarded(
+                "state file",
+                lambda: keep(path, Remembered(watch.log, policy), time.monotonic(), time.time()),
+                None,
+            )
+
+        await self.ask(write)
 
     async def _talk(self, part: str, call: Callable[[], _Result]) -> _Result | None:
         """Call what may block on the thread for that; count it if it fails."""
@@ -368,24 +378,3 @@ class Daemon:
 def _diagnose(watch: Watch) -> Turn | None:
     watch.digest()
     return watch.diagnose()
-
-
-def _recalled(path: Path | None) -> VerdictLog:
-    """Return the log that an earlier daemon kept; an empty one if there is none or it cannot be used."""
-    if path is None:
-        return VerdictLog()
-    try:
-        return VerdictLog.from_json(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return VerdictLog()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _LOG.warning("the state in %s cannot be used (%s); beginning with an empty log of verdicts", path, error)
-        return VerdictLog()
-
-
-def _keep(path: Path, log: VerdictLog) -> None:
-    """Replace the state file; whoever reads it sees the old or the new one whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps(log.to_json()))
-    os.replace(beside, path)

@@ -7,6 +7,7 @@ for the ring still has them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,17 +17,22 @@ from monitor.daemon.contracts import Reading
 from monitor.records import JobRecords, Kind, RankRecords
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import OPERATIONS
+from monitor.telemetry.ring_files import Sweeper
 
+_SWEEP_EVERY_S = 60.0
 _LEAST = 128
 _AHEAD = 2
 """Twice as many as came last time, for jobs do not pace themselves."""
 
 
 class RingSource:
-    """A `JobReader` over the job's directory, which need not exist yet."""
+    """A `JobReader` over the job's directory, which need not exist yet. Rings whose processes died `keep_s` seconds ago are removed."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, keep_s: float = 3600.0) -> None:
+        self._directory = directory
         self._rings = JobRings(directory)
+        self._sweeper = Sweeper(keep_s)
+        self._sweep_due_s = 0.0
         self._count = OPERATIONS
         # By incarnation and lane: the newest stamp, and the first that must be seen again.
         self._newest: dict[tuple[str, bool], int] = {}
@@ -34,6 +40,10 @@ class RingSource:
 
     def read(self) -> Sequence[Reading]:
         """Return every rank's ring as it is now: all of it at first, later what may have changed."""
+        now_s = time.monotonic()
+        if now_s >= self._sweep_due_s:
+            self._sweep_due_s = now_s + _SWEEP_EVERY_S
+            self._sweeper.sweep([self._directory], now_s)
         job = self._rings.read(self._count)
         incarnations = self._rings.incarnations()
         if self._has_missed(job, incarnations):

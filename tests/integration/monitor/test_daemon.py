@@ -153,6 +153,31 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
     asyncio.run(check())
 
 
+def test_a_budget_that_is_spent_is_spent_over_a_restart_of_the_daemon_too(tmp_path: Path) -> None:
+    rules = Policy(Mode.RESTART, sustained_s=0.0, restarts=1)
+
+    async def asked(rank: int) -> list[tuple[ActionKind, tuple[int, ...]]]:
+        """Return what a daemon that finds this rank hanging asks for until it has concluded often enough."""
+        enforcer, says = Enforcer(), Says(verdict(rank, since_s=time.monotonic() - 4))
+        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=rules, enforcer=enforcer)
+        async with running(settings(state=tmp_path / "state.json"), parts):
+
+            async def has_concluded() -> bool:
+                return len(says.told) > 3
+
+            await until(has_concluded)
+        return [(action.kind, action.ranks) for action, _ in enforcer.asked]
+
+    async def check() -> None:
+        assert await asked(2) == [(ActionKind.RESTART_WORKER, (2,))]
+        assert await asked(5) == []
+        # Where nothing of it is known any more, the budget is whole again.
+        (tmp_path / "state.json").unlink()
+        assert await asked(5) == [(ActionKind.RESTART_WORKER, (5,))]
+
+    asyncio.run(check())
+
+
 def test_parts_that_fail_blind_only_themselves() -> None:
     class Failing:
         def read(self) -> Any:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.daemon.ring_source import RingSource
 from monitor.errors import RingUnreadable, RingUnwritable
 from monitor.records import RECORD, Communicator, Flag, Kind, Operation, Phase
 from monitor.telemetry.job_rings import JobRings
@@ -338,6 +339,18 @@ def test_directory_goes_with_its_last_ring() -> None:
     assert not path.parent.exists()
     assert base_directory().exists()
     assert sweeper.sweep([path.parent], 2.0) == []
+
+
+def test_a_daemon_removes_what_it_has_read_of_the_dead(ring: Ring) -> None:
+    path = dead_ring(0)
+    kept = RingSource(ring.path.parent)
+    assert len(kept.read()) == 2
+    assert path.exists()
+    kept.close()
+    source = RingSource(ring.path.parent, keep_s=0.0)
+    assert len(source.read()) == 1
+    assert not path.exists()
+    source.close()
 
 
 def test_ring_that_was_replaced_meanwhile_has_its_own_time() -> None:
