@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from checkpoint.capture import Capturer
 from checkpoint.chunking import plan_chunks
 from checkpoint.collective import box_of, collect, exchange, rank
 from checkpoint.documents import merged_documents
 from checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
+from checkpoint.filling import allocate, restore
 from checkpoint.format import StoredObject, StoredStep
 from checkpoint.layout import Entry, Json, ShardIndex
-from checkpoint.live import (
-    Capturer,
-    LiveState,
-    LiveTensor,
-    allocate,
-    describe,
-    restore,
-    restore_options,
-)
-from checkpoint.options import is_json
+from checkpoint.live import LiveState, LiveTensor, describe
+from checkpoint.options import is_json, restore_options
 from checkpoint.reader import StoredCheckpoint, list_steps
 from checkpoint.storage import open_storage
 from checkpoint.writer import publish, write_part
@@ -131,13 +126,24 @@ def _load(
     convert: bool,
     resize: Collection[str],
 ) -> int:
-    def prepare() -> tuple[StoredCheckpoint, LiveState]:
-        source = StoredCheckpoint.open(url, step, generation)
-        for model, optimizers in _modules(state):
-            allocate(model, optimizers, source.tensors, resize=resize)
-        return source, _capture(state)
+    with ExitStack() as made:
 
-    source, live = _together(prepare)
+        def prepare() -> tuple[StoredCheckpoint, LiveState]:
+            source = StoredCheckpoint.open(url, step, generation)
+            for model, optimizers in _modules(state):
+                made.callback(allocate(model, optimizers, source.tensors, resize=resize))
+            return source, _capture(state)
+
+        source, live = _together(prepare)
+        filled = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
+        # It is the state's own from now on.
+        made.pop_all()
+        return filled
+
+
+def _fill(
+    source: StoredCheckpoint, live: LiveState, state: State, *, strict: bool, convert: bool, resize: Collection[str]
+) -> int:
     elsewhere: set[str] = set()
     mine = {tensor.key for tensor in live.tensors}
     # Only where a rank lacks something, as a pipeline stage does, must all say what they have.

@@ -10,19 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from checkpoint.capture import Capturer
 from checkpoint.errors import LayoutMismatch
+from checkpoint.filling import allocate, restore
 from checkpoint.layout import Box, Json
-from checkpoint.live import (
-    Capturer,
-    LiveState,
-    LiveTensor,
-    allocate,
-    describe,
-    parameter_names,
-    restore,
-    restore_options,
-)
-from checkpoint.options import name_of
+from checkpoint.live import LiveState, LiveTensor, describe
+from checkpoint.options import name_of, parameter_names, restore_options
 from checkpoint.source import Source
 from elastic.data import Position
 from elastic.errors import UsageError

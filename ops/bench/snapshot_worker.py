@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from checkpoint.capture import Capturer
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
-from checkpoint.live import Capturer
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])

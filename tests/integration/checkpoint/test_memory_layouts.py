@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from checkpoint.capture import Capturer
 from checkpoint.client import SnapshotClient
 from checkpoint.copier import Snapshotter
-from checkpoint.live import Capturer, allocate, restore, restore_options
+from checkpoint.filling import allocate, restore
+from checkpoint.options import restore_options
 from checkpoint.recall import Holder, MemorySnapshot
 from checkpoint.retention import Snapshot
 from tests.integration.checkpoint.servers import SECRET, Cluster

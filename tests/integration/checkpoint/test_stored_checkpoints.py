@@ -23,24 +23,15 @@ from checkpoint.errors import (
     CheckpointError,
     CheckpointExists,
     CheckpointMissing,
-    LayoutMismatch,
 )
 from checkpoint.format import StoredStep
 from checkpoint.layout import Box, Entry, ShardIndex
-from checkpoint.live import Capturer, as_bytes
+from checkpoint.live import as_bytes
 from checkpoint.reader import StoredCheckpoint, list_steps, newest
 from checkpoint.source import BoxRequest
 from checkpoint.storage import Storage, open_storage
 from checkpoint.writer import write_part
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
+from tests.integration.checkpoint.tied import Tied, trained
 
 
 class CountingStorage:
@@ -57,16 +48,6 @@ class CountingStorage:
         count = self.storage.read_into(name, buffers, offset)
         self.nbytes += count
         return count
-
-
-def trained(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = Tied().to(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    return model, optimizer
 
 
 def objects(root: Path) -> list[Path]:
@@ -309,26 +290,6 @@ def test_nothing_there_is_missing(tmp_path: Path) -> None:
         checkpoint.load(str(tmp_path), {"x": torch.zeros(4)}, step=5)
 
 
-def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), {"model": nn.Linear(3, 2)}, step=1)
-    other = nn.ModuleDict({"extra": nn.Linear(1, 1)})
-    before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(LayoutMismatch, match=r"model/extra.weight: missing.*model/bias: in the source"):
-        checkpoint.load(str(tmp_path), {"model": other})
-    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
-    wide = nn.Linear(3, 4)
-    with pytest.raises(LayoutMismatch, match=r"model/weight: the source holds float32 \(2, 3\)"):
-        checkpoint.load(str(tmp_path), {"model": wide}, strict=False)
-    with pytest.raises(LayoutMismatch, match="model expects bfloat16"):
-        checkpoint.load(str(tmp_path), {"model": nn.Linear(3, 2).bfloat16()})
-
-
-@pytest.mark.parametrize("value", [object(), {1, 2}, [torch.zeros(1)]])
-def test_what_cannot_be_stored_is_named(tmp_path: Path, value: object) -> None:
-    with pytest.raises(LayoutMismatch, match="odd"):
-        checkpoint.save(str(tmp_path), {"odd": value}, step=1)
-
-
 def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
     entries = tuple(Entry(f"t{i}", "uint8", (4,), Box.whole((4,)), 0, 4) for i in range(50))
     plan = plan_chunks([ShardIndex(0, entries, {})])
@@ -345,64 +306,6 @@ def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
     assert list_steps(str(tmp_path)) == ()
 
 
-def test_a_tensor_learning_rate_and_changed_groups_are_restored_by_name(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    groups = [{"params": [model.weight], "lr": torch.tensor(0.5)}, {"params": [model.bias], "lr": 0.25}]
-    optimizer = torch.optim.SGD(groups, momentum=0.9)
-    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
-    groups = [{"params": [model.bias], "lr": 1.0}, {"params": [model.weight], "lr": torch.tensor(1.0)}]
-    fresh = torch.optim.SGD(groups, momentum=0.1)
-    checkpoint.load(str(tmp_path), {"model": model, "optimizer": fresh})
-    assert [float(group["lr"]) for group in fresh.param_groups] == [0.25, 0.5]
-    assert [group["momentum"] for group in fresh.param_groups] == [0.9, 0.9]
-    joined = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(LayoutMismatch, match="different options"):
-        checkpoint.load(str(tmp_path), {"model": model, "optimizer": joined})
-
-
-def move_data(model: Tied, optimizer: torch.optim.AdamW) -> None:
-    model.norm.bias.data = torch.full((6,), 7.0)
-
-
-def replace_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
-    model.norm.running_mean = torch.full((6,), 7.0)
-
-
-def replace_slot(model: Tied, optimizer: torch.optim.AdamW) -> None:
-    optimizer.state[model.norm.bias]["exp_avg"] = torch.full((6,), 7.0)
-
-
-def add_slot(model: Tied, optimizer: torch.optim.AdamW) -> None:
-    optimizer.state[model.norm.bias]["extra"] = torch.full((6,), 7.0)
-
-
-def fill_empty_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
-    model.norm.later = torch.full((6,), 7.0)
-
-
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        (move_data, "model/norm.bias"),
-        (replace_buffer, "model/norm.running_mean"),
-        (replace_slot, "optim/norm.bias/exp_avg"),
-        (add_slot, "optim/norm.bias/extra"),
-        (fill_empty_buffer, "model/norm.later"),
-    ],
-)
-def test_a_capture_follows_tensors_that_were_replaced(change: Any, key: str) -> None:
-    model, optimizer = trained(0)
-    model.norm.register_buffer("later", None)
-    capturer = Capturer(model, [optimizer])
-    first = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
-    assert first["model/embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
-    assert key not in first or first[key][0] != 7
-    change(model, optimizer)
-    capturer.forget_moved()
-    again = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
-    assert again[key].tolist() == [7.0] * 6
-
-
 def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:
     code = (
         "import sys, checkpoint, checkpoint.writer, checkpoint.reader, checkpoint.files;"
@@ -410,61 +313,3 @@ def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_frozen_weights_are_not_written_again_and_outlive_the_checkpoint_they_were_written_in(tmp_path: Path) -> None:
-    frozen, tuned = torch.randn(600, 1000), torch.randn(600, 1000)
-    places = {}
-    for step in (1, 2, 3):
-        tuned.add_(1)
-        checkpoint.save(str(tmp_path), {"frozen": frozen, "tuned": tuned}, step=step)
-        for name in ("frozen", "tuned"):
-            (chunk,) = (tmp_path / StoredStep(step, 0).directory / name).glob("c.*")
-            places[name, step] = chunk.stat().st_ino
-    assert len({places["frozen", step] for step in (1, 2, 3)}) == 1
-    assert len({places["tuned", step] for step in (1, 2, 3)}) == 3
-    shutil.rmtree(tmp_path / StoredStep(1, 0).directory)
-    into = {"frozen": torch.zeros(600, 1000), "tuned": torch.zeros(600, 1000)}
-    assert checkpoint.load(str(tmp_path), into) == 3
-    assert torch.equal(into["frozen"], frozen)
-    assert torch.equal(into["tuned"], tuned)
-
-
-def test_what_was_damaged_in_the_last_checkpoint_is_written_anew(tmp_path: Path) -> None:
-    frozen = torch.randn(600, 1000)
-    checkpoint.save(str(tmp_path), {"frozen": frozen}, step=1)
-    (chunk,) = (tmp_path / StoredStep(1, 0).directory / "frozen").glob("c.*")
-    data = bytearray(chunk.read_bytes())
-    data[1000] ^= 1
-    chunk.write_bytes(data)
-    checkpoint.save(str(tmp_path), {"frozen": frozen}, step=2)
-    into = {"frozen": torch.zeros(600, 1000)}
-    checkpoint.load(str(tmp_path), into, step=2)
-    assert torch.equal(into["frozen"], frozen)
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(10, 16), (16, 10)])
-def test_a_vocabulary_may_be_padded_otherwise_than_it_was(tmp_path: Path, saved: int, loaded: int) -> None:
-    def trained_with(rows: int) -> tuple[nn.Module, torch.optim.AdamW]:
-        model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        return model, optimizer
-
-    model, optimizer = trained_with(saved)
-    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
-    other = trained_with(loaded)[0]
-    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
-    names = ["0.weight", "1.weight", "1.bias"]
-    with pytest.raises(LayoutMismatch, match=r"resize=\[\.\.\.\]"):
-        checkpoint.load(str(tmp_path), {"model": other}, resize=names[:2])
-    checkpoint.load(str(tmp_path), {"model": other, "optimizer": fresh}, resize=names)
-    common = min(saved, loaded)
-    for before, after in zip(model.parameters(), other.parameters(), strict=True):
-        slots = [(optimizer.state[before][slot], fresh.state[after][slot]) for slot in ("exp_avg", "exp_avg_sq")]
-        for old, new in [(before, after), *slots]:
-            assert torch.equal(old[:common], new[:common])
-            assert not new[common:].any()
-        assert fresh.state[after]["step"] == 1

@@ -1,0 +1,54 @@
+"""Claims about reading live state again and again while it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoint.capture import Capturer
+from tests.integration.checkpoint.tied import Tied, trained
+
+
+def move_data(model: Tied, optimizer: torch.optim.AdamW) -> None:
+    model.norm.bias.data = torch.full((6,), 7.0)
+
+
+def replace_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
+    model.norm.running_mean = torch.full((6,), 7.0)
+
+
+def replace_slot(model: Tied, optimizer: torch.optim.AdamW) -> None:
+    optimizer.state[model.norm.bias]["exp_avg"] = torch.full((6,), 7.0)
+
+
+def add_slot(model: Tied, optimizer: torch.optim.AdamW) -> None:
+    optimizer.state[model.norm.bias]["extra"] = torch.full((6,), 7.0)
+
+
+def fill_empty_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
+    model.norm.later = torch.full((6,), 7.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (move_data, "model/norm.bias"),
+        (replace_buffer, "model/norm.running_mean"),
+        (replace_slot, "optim/norm.bias/exp_avg"),
+        (add_slot, "optim/norm.bias/extra"),
+        (fill_empty_buffer, "model/norm.later"),
+    ],
+)
+def test_a_capture_follows_tensors_that_were_replaced(change: Any, key: str) -> None:
+    model, optimizer = trained(0)
+    model.norm.register_buffer("later", None)
+    capturer = Capturer(model, [optimizer])
+    first = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
+    assert first["model/embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
+    assert key not in first or first[key][0] != 7
+    change(model, optimizer)
+    capturer.forget_moved()
+    again = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
+    assert again[key].tolist() == [7.0] * 6

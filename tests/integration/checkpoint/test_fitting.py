@@ -1,0 +1,89 @@
+"""Claims about states that do not fit, or only if one says how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import checkpoint
+from checkpoint.errors import (
+    LayoutMismatch,
+)
+from tests.integration.checkpoint.tied import trained
+
+
+def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), {"model": nn.Linear(3, 2)}, step=1)
+    other = nn.ModuleDict({"extra": nn.Linear(1, 1)})
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(LayoutMismatch, match=r"model/extra.weight: missing.*model/bias: in the source"):
+        checkpoint.load(str(tmp_path), {"model": other})
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+    wide = nn.Linear(3, 4)
+    with pytest.raises(LayoutMismatch, match=r"model/weight: the source holds float32 \(2, 3\)"):
+        checkpoint.load(str(tmp_path), {"model": wide}, strict=False)
+    with pytest.raises(LayoutMismatch, match="model expects bfloat16"):
+        checkpoint.load(str(tmp_path), {"model": nn.Linear(3, 2).bfloat16()})
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, [torch.zeros(1)]])
+def test_what_cannot_be_stored_is_named(tmp_path: Path, value: object) -> None:
+    with pytest.raises(LayoutMismatch, match="odd"):
+        checkpoint.save(str(tmp_path), {"odd": value}, step=1)
+
+
+def test_a_tensor_learning_rate_and_changed_groups_are_restored_by_name(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    groups = [{"params": [model.weight], "lr": torch.tensor(0.5)}, {"params": [model.bias], "lr": 0.25}]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
+    groups = [{"params": [model.bias], "lr": 1.0}, {"params": [model.weight], "lr": torch.tensor(1.0)}]
+    fresh = torch.optim.SGD(groups, momentum=0.1)
+    checkpoint.load(str(tmp_path), {"model": model, "optimizer": fresh})
+    assert [float(group["lr"]) for group in fresh.param_groups] == [0.25, 0.5]
+    assert [group["momentum"] for group in fresh.param_groups] == [0.9, 0.9]
+    joined = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(LayoutMismatch, match="different options"):
+        checkpoint.load(str(tmp_path), {"model": model, "optimizer": joined})
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(10, 16), (16, 10)])
+def test_a_vocabulary_may_be_padded_otherwise_than_it_was(tmp_path: Path, saved: int, loaded: int) -> None:
+    def trained_with(rows: int) -> tuple[nn.Module, torch.optim.AdamW]:
+        model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained_with(saved)
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
+    other = trained_with(loaded)[0]
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    names = ["0.weight", "1.weight", "1.bias"]
+    with pytest.raises(LayoutMismatch, match=r"resize=\[\.\.\.\]"):
+        checkpoint.load(str(tmp_path), {"model": other}, resize=names[:2])
+    checkpoint.load(str(tmp_path), {"model": other, "optimizer": fresh}, resize=names)
+    common = min(saved, loaded)
+    for before, after in zip(model.parameters(), other.parameters(), strict=True):
+        slots = [(optimizer.state[before][slot], fresh.state[after][slot]) for slot in ("exp_avg", "exp_avg_sq")]
+        for old, new in [(before, after), *slots]:
+            assert torch.equal(old[:common], new[:common])
+            assert not new[common:].any()
+        assert fresh.state[after]["step"] == 1
+
+
+def test_a_load_that_fails_leaves_the_optimizer_as_fresh_as_it_was(tmp_path: Path) -> None:
+    model, optimizer = trained(0)
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
+    wider = nn.ModuleDict({"embedding": nn.Embedding(11, 7)})
+    fresh = torch.optim.AdamW(wider.parameters())
+    with pytest.raises(LayoutMismatch):
+        checkpoint.load(str(tmp_path), {"model": wider, "optimizer": fresh}, strict=False)
+    assert not fresh.state
+    wider["embedding"].weight.grad = torch.ones(11, 7)
+    fresh.step()
