@@ -219,6 +219,9 @@ class Agent:
         if crew.generation == 0:
             crew.warm_up()
         generation = view.generation
+        place = generation.member(self._config.node) if generation is not None else None
+        if place is not None and place.server != self._snapshots.address:
+            generation = None  # It was given to an agent of this name that is gone; the leader will find it lost.
         if generation is not None and generation.generation > crew.generation:
             await self._enter(generation, secret)
         elif generation is not None and generation.generation == crew.generation:

@@ -118,7 +118,8 @@ class Membership:
         until_s = time.monotonic() + 2 * self._ttl_s
         while node in view.nodes:
             joined = view.nodes[node].record
-            lives = await probe(joined)
+            # Who answers at this agent's own address is this agent: it was a member before, and lost its lease.
+            lives = False if joined.agent == self.record.agent else await probe(joined)
             if lives or time.monotonic() > until_s:
                 raise UsageError(f"node {node!r} is already in job {self._keys.job!r}; choose another --node name")
             if lives is False:

@@ -206,7 +206,8 @@ def _reason_to_close(
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s))
         return Closing(number, first.message.splitlines()[0], True, min(trouble.at_s for trouble in troubles))
-    lost = [member.node for member in generation.members if member.node not in view.nodes]
+    here = {record.node for record in present}
+    lost = [member.node for member in generation.members if member.node not in here]
     if lost:
         return Closing(number, f"lost {', '.join(lost)}", True, wall_s)
     for record in present:

@@ -129,5 +129,9 @@ def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
 
 
 def present_members(view: View, generation: Generation) -> list[NodeRecord]:
-    """Return the records of those members of a generation that are still here."""
-    return [view.nodes[m.node].record for m in generation.members if m.node in view.nodes]
+    """Return the records of those members of a generation that are still here: not of agents that came later under their names."""
+    return [
+        joined.record
+        for member in generation.members
+        if (joined := view.nodes.get(member.node)) is not None and joined.record.server == member.server
+    ]

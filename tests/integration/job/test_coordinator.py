@@ -1,5 +1,7 @@
-"""A job whose coordinator has three members, one of which dies under it."""
+"""A job whose coordinator has three members, of which one dies under it, or all."""
 
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,20 @@ def test_job_does_not_notice_that_a_member_of_its_coordinator_dies(tmp_path: Pat
     lines = last_run_of_each_step(tmp_path)
     assert lines.keys() == set(range(1, STEPS + 1))
     assert {line["generation"] for ranks in lines.values() for line in ranks.values()} == {1}
+
+
+def test_job_waits_for_a_coordinator_that_is_gone_as_a_whole_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+    with EtcdCluster() as members, cluster(tmp_path, "1:1", store=members.url) as running:
+        running.start("a")
+        running.wait_until(lambda view: step_of(view) >= 5, 120)
+        for member in range(3):
+            members.kill(member)
+        deadline_s = time.monotonic() + 60
+        while "again" not in running.output():
+            assert time.monotonic() < deadline_s, running.output()
+            with pytest.raises(subprocess.TimeoutExpired):
+                running.wait("a", 0.2)
+        for member in range(3):
+            members.start(member)
+        assert running.wait("a", 120) == 0, running.output()
+    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))

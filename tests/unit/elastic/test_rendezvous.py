@@ -80,6 +80,24 @@ def test_lost_member_closes_the_generation_and_aborts() -> None:
     assert "b" in decision.action.closing.reason
 
 
+def test_member_that_lost_its_lease_and_joined_again_is_a_lost_one_even_if_nobody_saw_it_go() -> None:
+    again = node("a", server="tcp:h:3")
+    for others in ((), (node("b", generation=1),)):
+        old = generation_of("a", *(record.node for record in others))
+        decision = decided(view_of(again, *others, generation=old))
+        assert isinstance(decision.action, Close)
+        assert decision.action.closing.reason == "lost a"
+        closed = view_of(
+            again,
+            *(replace(one, phase=Phase.DRAINED) for one in others),
+            generation=old,
+            closing=decision.action.closing,
+        )
+        opened = decided(closed, replace(POLICY, max_nodes=len(others) + 1)).action
+        assert isinstance(opened, Open)
+        assert opened.generation.members[0].server == "tcp:h:3"
+
+
 def test_leaving_member_closes_without_abort() -> None:
     view = view_of(node("a", generation=1), node("b", generation=1, leaving=True), generation=generation_of("a", "b"))
     decision = decided(view)
