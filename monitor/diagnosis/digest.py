@@ -33,6 +33,8 @@ CUT = np.dtype(
         ("moved_s", "<f8"),  # last sign of life
         ("step", "<u4"),  # highest step heard of
         ("marks_steps", "?"),
+        ("stepped_s", "<f8"),  # when its newest whole step ended
+        ("messaged_s", "<f8"),  # when it last called a send or receive
     ]
 )
 
@@ -135,7 +137,8 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     """Return where accounting stands for each rank told; -inf for those not seen before, or read too late."""
     cuts = np.zeros(len(reading.ranks), CUT)
     cuts["rank"] = reading.column("rank")
-    cuts["cut_s"] = cuts["busy_s"] = cuts["moved_s"] = -np.inf
+    for name in ("cut_s", "busy_s", "moved_s", "stepped_s", "messaged_s"):
+        cuts[name] = -np.inf
     if not len(memory.cuts):
         return cuts
     order = np.argsort(memory.cuts["rank"])
@@ -293,6 +296,12 @@ def _ranks(
     rows["marks_steps"][spoken_owner[is_step]] = True
     whose, newest = _newest_begun(steps, spoken_owner[is_step])
     rows["in_step"][whose] = steps["ended_s"][newest] <= 0
+    # A stage of a pipeline receives before its model runs, which is when its step is seen to begin.
+    is_message = (operations["code"] == Operation.SEND) | (operations["code"] == Operation.RECEIVE)
+    np.maximum.at(cuts["messaged_s"], owner[is_message], operations["enqueued_s"][is_message])
+    ended = steps["ended_s"] > 0
+    np.maximum.at(cuts["stepped_s"], spoken_owner[is_step][ended], steps["ended_s"][ended])
+    rows["in_step"] |= np.isfinite(cuts["stepped_s"]) & (cuts["messaged_s"] > cuts["stepped_s"])
     whose, newest = _newest_begun(others, spoken_owner[~is_step])
     under_way = others["ended_s"][newest] <= 0
     rows["phase"][whose[under_way]] = others["code"][newest[under_way]]
