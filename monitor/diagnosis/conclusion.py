@@ -169,6 +169,11 @@ def _judge_steps(
     lateness = {int(rank): int(times[rank]) for rank in np.flatnonzero(times)}
     ranks, slow_ranks = find_slow_ranks(Slow(window.own, table, lateness, nodes), slow)
     links, slow_links = find_slow_links(window.links, window.link_counts, nodes, step_s, ended_s, slow)
+    unsteady, unsteady_links = find_slow_links(
+        window.averages, window.link_counts, nodes, step_s, ended_s, slow, averages=True
+    )
+    if not links:
+        links = unsteady
     changed = window.own.values - window.own.past
     own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
     fabric = Fabric(communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s)
@@ -179,6 +184,7 @@ def _judge_steps(
         window,
         own=window.own.learn(slow_ranks, slow),
         links=window.links.learn(slow_links, slow),
+        averages=window.averages.learn(unsteady_links, slow),
         transfers=window.transfers.learn(slow_transfers, slow),
     )
     precise = named | {rank for verdict in links for rank in verdict.subject.ranks}

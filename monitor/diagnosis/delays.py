@@ -8,12 +8,16 @@ Cells are medians over the window and deviate in the logarithm from those of the
 A row all of whose cells are slow is a sender, a column a receiver, else each slow cell is a link: a row's effect is its lower
 median, which with two cells takes both, for with few peers ratios to a mean, or a polish that halves one odd cell between
 its row and itself, point at the wrong one.
+
+A link that loses packets now and then delays few messages, by much: their median tells nothing of it, so averages are judged as well,
+and more is asked of them, for they follow every odd message.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -87,17 +91,24 @@ def find_slow_links(
     step_s: float,
     since_s: Sequence[float],
     thresholds: SlowThresholds,
+    *,
+    averages: bool = False,
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return verdicts on links, senders and receivers, and which keys deviate.
 
     Args:
-        history: delays, by packed link.
+        history: delays, by packed link; of each step their median, or their average.
         counts: messages a step, by packed link.
         nodes: each rank's node.
         step_s: the job's step time.
         since_s: when each step of the history ended, by the job's clock.
         thresholds: how far and how long.
+        averages: whether the history is of averages.
     """
+    if averages:
+        thresholds = replace(
+            thresholds, transfer_ratio=thresholds.job_transfer_ratio, cost_share=thresholds.job_cost_share
+        )
     senders, receivers, classes = unpack(history.keys)
     groups = classes * 2 + _same_node(senders, receivers, nodes)
     found = deviations(history, groups, thresholds.transfer_ratio, thresholds)
@@ -107,13 +118,19 @@ def find_slow_links(
     cost_s = np.nan_to_num(found.excess_s) * per_step
     costly = found.hot & (cost_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
     if not costly.any():
-        return _pairs(history, groups, nodes, since_s, thresholds), found.hot
+        pairs = () if averages else _pairs(history, groups, nodes, since_s, thresholds)
+        return pairs, found.hot
     crowd = np.array([costly[groups == group].mean() for group in groups])
     costly &= crowd <= 0.5
     verdicts = []
     for subject, cells in _shape(senders, receivers, costly, nodes):
         worst = max(cells, key=lambda at: float(cost_s[at]))
-        verdicts.append(_verdict(subject, cells, worst, history, found, cost_s, since_s))
+        verdict = _verdict(subject, cells, worst, history, found, cost_s, since_s)
+        if averages:
+            verdict = replace(
+                verdict, evidence=(*verdict.evidence, "that is on average, and few take so long: lost packets?")
+            )
+        verdicts.append(verdict)
     return tuple(verdicts), found.hot
 
 
@@ -216,3 +233,11 @@ def median_delays(keys: np.ndarray, delays_s: np.ndarray) -> tuple[np.ndarray, n
     """Return the distinct keys of one step's messages, their median delays and how many each had."""
     grouped = median_by(keys, delays_s)
     return grouped.keys, grouped.medians, grouped.counts
+
+
+def average_delays(keys: np.ndarray, delays_s: np.ndarray) -> np.ndarray:
+    """Return the average delay of each distinct key, in the keys' order."""
+    _, place = np.unique(keys, return_inverse=True)
+    sums, counts = np.bincount(place, delays_s), np.bincount(place)
+    averages: np.ndarray = sums / np.maximum(counts, 1)
+    return averages

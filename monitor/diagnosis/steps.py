@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from monitor.diagnosis.delays import median_delays, message_delays
+from monitor.diagnosis.delays import average_delays, median_delays, message_delays
 from monitor.diagnosis.history import NOTHING, History
 from monitor.diagnosis.tables import COLLECTIVE, EMPTY, LATECOMER, MESSAGE, STEP, TRANSFER, Digest, merge
 from monitor.diagnosis.thresholds import SlowThresholds
@@ -30,7 +30,8 @@ class Window:
             holds those that the last digest brought to light.
         rows: whole steps, dtype STEP, step after step.
         latecomers: of whole steps.
-        own, links, transfers: histories of own times by rank, delays by link, transfer times by communicator.
+        own, links, transfers: histories of own times by rank, median delays by link, transfer times by communicator.
+        averages: history of average delays by link.
         link_counts, transfer_counts: operations of the newest whole step, by key of the history.
         newest: number of the newest whole step.
     """
@@ -40,6 +41,7 @@ class Window:
     latecomers: np.ndarray = field(default_factory=lambda: np.zeros(0, LATECOMER))
     own: History = NOTHING
     links: History = NOTHING
+    averages: History = NOTHING
     transfers: History = NOTHING
     link_counts: Mapping[int, float] = field(default_factory=dict)
     transfer_counts: Mapping[int, float] = field(default_factory=dict)
@@ -112,7 +114,8 @@ def _push(
 ) -> Window:
     pending = window.pending
     messages = pending.messages[pending.messages["step"] == step]
-    links, delays_s, link_counts = median_delays(*message_delays(messages, clock_error_s, nodes))
+    sent, took_s = message_delays(messages, clock_error_s, nodes)
+    links, delays_s, link_counts = median_delays(sent, took_s)
     transfers = pending.transfers[pending.transfers["step"] == step]
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
@@ -125,6 +128,7 @@ def _push(
         latecomers=latecomers[np.isin(latecomers["step"], own.steps)],
         own=own,
         links=window.links.push(step, links, delays_s, length),
+        averages=window.averages.push(step, links, average_delays(sent, took_s), length),
         transfers=window.transfers.push(step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length),
         link_counts=dict(zip(links.tolist(), link_counts.astype(float).tolist(), strict=True)),
         transfer_counts=dict(zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)),

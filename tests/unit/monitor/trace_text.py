@@ -123,7 +123,7 @@ class Trace:
                 rank not in self.dead,
                 rank in self.dead & self.finished,
                 offset_s,
-                1e-6 if self.offsets_s else 0.0,
+                1e-6 if self.offsets_s else float("inf"),
             )
         known = {
             self.identity(name): Communicator(self.identity(name), name, members)
