@@ -147,8 +147,8 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     """Name processes that are gone and were still needed.
 
     At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
-    failed died of another's death; who said that it ends and was in no step had done its work. If all are gone and nobody's operations failed,
-    someone ended the job as a whole.
+    failed died of another's death, and so did who could still say that it ends, if others could not; who said so and was in no step had done its
+    work. If all are gone and nobody's operations failed, someone ended the job as a whole.
     """
     dead = {rank for rank, row in view.rows.items() if not row["alive"]}
     if not dead:
@@ -157,7 +157,8 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     witnesses = {rank for rank, row in view.rows.items() if row["failed"]}
     if not alive and not witnesses:
         return ()
-    first_dead = dead - witnesses or dead
+    killed = {rank for rank in dead if not view.rows[rank]["finished"]}
+    first_dead = killed - witnesses or dead - witnesses or dead
     waits = wait_for(view.job.frontiers, view.job.communicators, dead)
     missed = {
         rank: [waiter for waiter in waiters if waiter in alive]
