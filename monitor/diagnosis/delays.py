@@ -123,7 +123,7 @@ def find_slow_links(
     crowd = np.array([costly[groups == group].mean() for group in groups])
     costly &= crowd <= 0.5
     verdicts = []
-    for subject, cells in _shape(senders, receivers, costly, nodes):
+    for subject, cells in _shape(senders, receivers, costly, _nearly(costly, found.ratio), nodes):
         worst = max(cells, key=lambda at: float(cost_s[at]))
         verdict = _verdict(subject, cells, worst, history, found, cost_s, since_s)
         if averages:
@@ -134,34 +134,45 @@ def find_slow_links(
     return tuple(verdicts), found.hot
 
 
+def _nearly(slow: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """Return the slow cells, and those half as far out, by the logarithm, as the least of these: not all are found in the same step."""
+    if not slow.any():
+        return slow
+    with np.errstate(invalid="ignore"):
+        near: np.ndarray = slow | (ratio >= np.sqrt(np.nanmin(ratio[slow])))
+    return near
+
+
 def _shape(
-    senders: np.ndarray, receivers: np.ndarray, slow: np.ndarray, nodes: Mapping[int, str]
+    senders: np.ndarray, receivers: np.ndarray, slow: np.ndarray, nearly: np.ndarray, nodes: Mapping[int, str]
 ) -> list[tuple[Subject, list[int]]]:
     """Return what slow cells have in common: a sender, a receiver, both (the rank), or nothing (links)."""
-    left = set(np.flatnonzero(slow).tolist())
+    left = set(np.flatnonzero(nearly).tolist())
     found: list[tuple[Subject, list[int]]] = []
-    rows, columns = _lines(senders, slow), _lines(receivers, slow)
+    rows, columns = _lines(senders, slow, nearly), _lines(receivers, slow, nearly)
     for rank in sorted(rows.keys() | columns.keys()):
         cells = sorted({*rows.get(rank, ()), *columns.get(rank, ())} & left)
+        worst = [at for at in cells if slow[at]]
         # A cell at the crossing of two slow lines belongs to the longer one.
-        if len(cells) >= 2 or (cells and rank in rows and rank in columns):
-            found.append((rank_subject(rank, nodes), cells))
+        if worst and (len(cells) >= 2 or (rank in rows and rank in columns)):
+            found.append((rank_subject(rank, nodes), worst))
             left.difference_update(cells)
     by_link: dict[tuple[int, int], list[int]] = defaultdict(list)
     for at in sorted(left):
-        by_link[int(senders[at]), int(receivers[at])].append(at)
+        if slow[at]:
+            by_link[int(senders[at]), int(receivers[at])].append(at)
     found.extend((link_subject(*link, nodes), cells) for link, cells in by_link.items())
     return found
 
 
-def _lines(ends: np.ndarray, slow: np.ndarray) -> dict[int, list[int]]:
-    """Return the ranks most of whose cells on one side are slow, of two or more, with those cells."""
+def _lines(ends: np.ndarray, slow: np.ndarray, nearly: np.ndarray) -> dict[int, list[int]]:
+    """Return the ranks some of whose cells on one side are slow and most nearly so, of two or more, with those cells."""
     lines: dict[int, list[int]] = {}
     for rank in np.unique(ends[slow]).tolist():
         cells = np.flatnonzero(ends == rank)
         # The lower median of yes and no: of two cells both must be slow, of three two.
-        if len(cells) >= 2 and 2 * slow[cells].sum() > len(cells):
-            lines[rank] = cells[slow[cells]].tolist()
+        if len(cells) >= 2 and 2 * nearly[cells].sum() > len(cells):
+            lines[rank] = cells[nearly[cells]].tolist()
     return lines
 
 
