@@ -65,6 +65,19 @@ def test_three_ranks_suffice_to_find_a_slow_link_five_times_the_others() -> None
     assert subjects(delays({(0, 1)}, list(itertools.permutations(range(3), 2)))) == ["link 0 -> 1"]
 
 
+def test_receiver_is_named_though_one_of_its_links_has_not_been_slow_for_long_enough() -> None:
+    links = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    sender, receiver = np.array(links).T
+    keys = link_keys(sender, receiver, np.full(len(links), 15))
+    history = NOTHING
+    for step in range(10):
+        slow = {(1, 2)} | ({(3, 2)} if step >= 4 else set())
+        history = history.push(step, keys, np.array([0.04 if link in slow else 0.001 for link in links]), 10)
+    ended_s = [float(step) for step in range(10)]
+    verdicts, _ = find_slow_links(history, {}, NODES, 0.1, ended_s, SlowThresholds())
+    assert [str(one.subject) for one in verdicts] == ["rank 2 on n2"]
+
+
 def test_matrix_shows_senders_in_rows_and_nothing_where_nothing_was_sent() -> None:
     matrix = delay_matrix(delays({(1, 2)}, [(0, 1), (1, 2)], 0.0), (0, 1, 2))
     np.testing.assert_allclose(matrix[0, 1], 0.01)
