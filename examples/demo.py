@@ -50,12 +50,14 @@ def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recover
         "train.py", "--steps", str(STEPS), "--log", str(directory),
         "--checkpoint", str(directory / "checkpoint"), "--checkpoint-every", "10", "--pause", "0.05",
     )  # fmt: skip
+    nodes = ["node-a", "node-b"]
     with LocalCluster("demo", job, nnodes="1:2", workers=2, log=directory / "agents") as cluster:
         say = Narrator(console)
-        for node in ("node-a", "node-b"):
+        for node in nodes:
             cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
         cluster.wait_until(lambda view: step_of(view) > 0, 120)
         say("both nodes train")
+        done: View | None = None
         if disturb:
             cluster.wait_until(lambda view: step_of(view) >= KILL_AT, 120)
             cluster.kill("node-b")
@@ -65,13 +67,15 @@ def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recover
             cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)
             cluster.start("node-b", "--rdzv-conf", "last_call_timeout=30")
             say("node-b comes back")
-            joined = cluster.wait_until(lambda view: len(view.history.recoveries) == 3 or view.result is not None, 120)
-            is_back = len(joined.history.recoveries) == 3
-            say("node-b has been taken in again" if is_back else "the job was done before node-b was ready")
-        history = cluster.wait_until(
-            lambda view: view.checkpoint is not None and view.checkpoint.step == STEPS, 120
-        ).history.recoveries
-        for node in ("node-a", "node-b"):
+            joined = cluster.wait_until(lambda view: len(view.history.recoveries) == 3 or is_stored(view), 120)
+            if len(joined.history.recoveries) == 3:
+                say("node-b has been taken in again")
+            else:
+                say("node-a was done before node-b was ready: this machine is too busy to show the return")
+                nodes.remove("node-b")
+                done = joined
+        history = (done or cluster.wait_until(is_stored, 120)).history.recoveries
+        for node in nodes:
             if cluster.wait(node, 60) != 0:
                 raise click.ClickException(cluster.output())
         say(f"finished at step {STEPS}")
@@ -87,6 +91,11 @@ class Narrator:
 
     def __call__(self, text: str) -> None:
         self._console.print(f"[{time.monotonic() - self._began_s:6.1f} s] {text}", markup=False)
+
+
+def is_stored(view: View) -> bool:
+    """Whether the last step's checkpoint is stored; the job's keys go soon after."""
+    return view.checkpoint is not None and view.checkpoint.step == STEPS
 
 
 def step_of(view: View) -> int:
