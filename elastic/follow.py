@@ -36,7 +36,7 @@ def evict_node(store: str | None, job: str | None, node: str, reason: str, *, un
         UsageError: the job has no such node, or it was not evicted.
     """
     url, name = _find(store, job)
-    asyncio.run(_readmit(url, name, node) if undo else _evict(url, name, node, reason))
+    asyncio.run(_set_eviction(url, name, node, None if undo else Eviction(reason, may_return=False)))
 
 
 async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
@@ -92,28 +92,19 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
             return
 
 
-async def _evict(url: str, job: str, node: str, reason: str) -> None:
+async def _set_eviction(url: str, job: str, node: str, eviction: Eviction | None) -> None:
     keys = Keys(job)
     client = await EtcdStore.connect(parse_address(url))
     try:
         view = from_listing(keys, await client.read(keys.prefix))
-        if node not in view.nodes:
-            raise UsageError(f"job {job!r} has no node {node!r}; it has {', '.join(sorted(view.nodes)) or 'none'}")
-        await client.commit(
-            (Modified(keys.eviction(node), 0),),
-            (Put(keys.eviction(node), Eviction(reason, may_return=False).encode()),),
-        )
-    finally:
-        await client.close()
-
-
-async def _readmit(url: str, job: str, node: str) -> None:
-    keys = Keys(job)
-    client = await EtcdStore.connect(parse_address(url))
-    try:
-        view = from_listing(keys, await client.read(keys.prefix))
+        key = keys.eviction(node)
+        if eviction is not None:
+            if node not in view.nodes:
+                raise UsageError(f"job {job!r} has no node {node!r}; it has {', '.join(sorted(view.nodes)) or 'none'}")
+            await client.commit((Modified(key, 0),), (Put(key, eviction.encode()),))
+            return
         if node not in view.evictions:
             raise UsageError(f"node {node!r} was not evicted; were: {', '.join(sorted(view.evictions)) or 'none'}")
-        await client.commit((), (Delete(keys.eviction(node)),))
+        await client.commit((), (Delete(key),))
     finally:
         await client.close()

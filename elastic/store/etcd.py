@@ -199,8 +199,8 @@ class EtcdStore:
                         f"etcd at {endpoint.address} does not let us watch {prefix}: {refused}; "
                         "give the user a role that may read and write there"
                     ) from None
-                await self._authenticate(endpoint)
-                is_token_new = True
+                is_token_new = await self._authenticate(endpoint)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
                 if _wants_token(details):
@@ -271,8 +271,8 @@ class EtcdStore:
     def _options(self) -> dict[str, Any]:
         return {"timeout": _ATTEMPT_S, "metadata": self._token}
 
-    async def _authenticate(self, endpoint: _Endpoint) -> None:
-        """Get a token for our name and password.
+    async def _authenticate(self, endpoint: _Endpoint) -> bool:
+        """Get a token for our name and password; False if the member did not answer, and the next one is to be asked.
 
         Raises:
             UsageError: we have none, or they are not right.
@@ -287,11 +287,12 @@ class EtcdStore:
         except grpc.aio.AioRpcError as error:
             if error.code() in _TRANSIENT:
                 self._move_on(endpoint)
-                return
+                return False
             raise UsageError(
                 f"etcd at {endpoint.address} does not know user {self._credentials.user} with this password: {error.details()}"
             ) from error
         self._token = (("token", reply.token),)
+        return True
 
     def _move_on(self, failed: _Endpoint) -> None:
         """Use the next endpoint from now on, unless somebody else has already moved on."""

@@ -226,9 +226,6 @@ def test_digests_are_made_in_the_jobs_time_however_nodes_clocks_differ(levels: i
             assert rows["offset_s"][0] == 0.0
             assert rows["offset_s"][1] == pytest.approx(2500.0, abs=0.1)
             assert rows["offset_error_s"][1] < 0.1
-            # The plan's collectives last some milliseconds, so nobody can know better.
-            told = await (await get(below[0], "/v1/steps/newest")).json()
-            assert told["step"] > 0
 
     asyncio.run(check())
 
