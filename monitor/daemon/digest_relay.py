@@ -1,6 +1,6 @@
 """Digests on their way up the tree: kept until the daemon above has fetched them, and brought together round by round.
 
-Diagnosis wants each digest once and in order. So a daemon numbers them as it numbers its readings, and whoever asks says
+Diagnosis wants each digest once and in order. So a daemon numbers them in one row with its readings, and whoever asks says
 which number it had last. In a round one digest of each daemon below, its next, is merged with the daemon's own; ranks are in
 one of them only.
 """
@@ -23,7 +23,7 @@ _DTYPES = {name: getattr(EMPTY, name).dtype for name in _TABLES}
 
 
 class Outbox:
-    """A daemon's newest digests, with the numbers of the readings that brought them. What nobody fetches for a minute is dropped."""
+    """A daemon's newest digests, with their numbers. What nobody fetches for a minute is dropped."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, Digest]] = deque(maxlen=_KEPT)

@@ -107,6 +107,7 @@ class Watch:
         alignment: Alignment | None = None,
         limits: Limits | None = None,
         log: VerdictLog | None = None,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.node = node
         self.incarnation = f"{node}-{time.time_ns()}"
@@ -132,6 +133,7 @@ class Watch:
         self._inbox, self._outbox = Inbox(), Outbox()
         self._processes: frozenset[tuple[int, str]] = frozenset()
         self._process = psutil.Process()
+        self._now_s = now_s
 
     def read(self) -> None:
         """Read the rings and the node's measures: one heartbeat, which carries how far every rank has come."""
@@ -164,7 +166,7 @@ class Watch:
             self.node,
             metrics_to_json(metrics) if metrics else {},
             time.time(),
-            time.monotonic(),
+            self._now_s(),
             used.user + used.system,
         )
         self._forget()
@@ -196,11 +198,13 @@ class Watch:
 
         Less often than reading: it costs more, and verdicts are a matter of seconds.
         """
+        # A number of its own: the daemon above may have asked since the last reading, and then has that one's number already.
+        number = self._history.begin()
         nothing: Digest | None = None
         own = self.guarded("digest", self._digest, nothing) if self._local else nothing
         for one in self._inbox.rounds(own, self._history.communicators):
             self._told.append(one)
-            self._outbox.add(self._history.number, one)
+            self._outbox.add(number, one)
 
     def cursor(self, url: str) -> tuple[str, int]:
         """Return what to ask the daemon at `url` for: news since which number, if it still is that incarnation."""
@@ -226,7 +230,7 @@ class Watch:
         self._inbox.add(url, (without(one, twice) for one in summary.digests))
         below.incarnation, below.number = summary.incarnation, summary.number
         below.ranks = tuple(rank for rank in summary.present if rank not in twice)
-        below.answered_at_s = time.monotonic()
+        below.answered_at_s = self._now_s()
         if not twice.isdisjoint(self._local):
             named = ", ".join(map(str, sorted(twice & set(self._local))))
             self.missing[url] = (
@@ -265,7 +269,7 @@ class Watch:
             self._processes, self._past = processes, None
         nodes = {state.rank: state.node for state in states}
         metrics = {name: metrics_from_json(facts.metrics) for name, facts in self.nodes.items() if facts.metrics}
-        now_s = time.monotonic()
+        now_s = self._now_s()
         # With nothing new time still passes, and with it the patience with those who are silent.
         told, self._told = self._told or [EMPTY], []
         verdicts: Sequence[Verdict] | None = None
@@ -410,7 +414,7 @@ class Watch:
 
     def _forget(self) -> None:
         """Forget ranks and nodes that nobody tells of any more."""
-        now_s = time.monotonic()
+        now_s = self._now_s()
         ranks, nodes = set(self._local), {self.node}
         for below in self._below.values():
             if now_s - below.answered_at_s < self._limits.forget_s:

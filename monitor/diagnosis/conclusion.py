@@ -116,7 +116,7 @@ def conclude(
     frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
     seen = _seen(past.seen, ranks, now_s)
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
-    expected = ranks["rank"][ranks["alive"]]
+    expected = ranks["rank"][ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)]
     clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
     window, count = collect(past.window, told, expected, communicators, nodes, clock_error_s, thresholds.slow)
     slow, suspected = past.slow, past.suspected
@@ -179,7 +179,7 @@ def _judge_steps(
     fabric = Fabric(communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s)
     transfers, slow_transfers = find_slow_transfers(window.transfers, fabric, slow)
     named = {rank for verdict in ranks for rank in verdict.subject.ranks}
-    stalls = find_stalls(table, named, nodes, thresholds.stall, slow)
+    stalls = find_stalls(table, window.saves, named, nodes, thresholds.stall, slow)
     window = replace(
         window,
         own=window.own.learn(slow_ranks, slow),
@@ -209,8 +209,11 @@ def _lasting(
     ended_s = window.ended_s()
     following = {(one.subject, one.syndrome): suspected.get((one.subject, one.syndrome), ended_s[-1]) for one in found}
     span_s = ended_s[-1] - ended_s[0]
-    lasting = [one for one in found if ended_s[-1] - following[one.subject, one.syndrome] + span_s >= least_s]
-    return following, tuple(lasting)
+
+    def lasted_s(one: Verdict) -> float:
+        return ended_s[-1] - min(following[one.subject, one.syndrome] - span_s, one.since_s)
+
+    return following, tuple(one for one in found if lasted_s(one) >= least_s)
 
 
 def _explained(verdict: Verdict, findings: NodeFindings, nodes: Mapping[int, str]) -> Verdict:

@@ -208,10 +208,13 @@ def _pairs(
 ) -> tuple[Verdict, ...]:
     """Judge two links with no others: which of the two directions is at fault is inconclusive unless the past tells."""
     senders, receivers, _ = unpack(history.keys)
-    if len(history.keys) != 2 or groups[0] != groups[1] or len(history.steps) < thresholds.sustained:
+    if len(history.keys) != 2 or groups[0] != groups[1]:
         return ()
     apart = history.values[:, 0] - history.values[:, 1]
-    middle = float(np.nanmedian(apart))
+    apart = apart[~np.isnan(apart)]
+    if len(apart) < thresholds.sustained:
+        return ()
+    middle = float(np.median(apart))
     slower = 0 if middle > 0 else 1
     limit = np.log(thresholds.transfer_ratio)
     often = int((apart * np.sign(middle) > limit).sum())

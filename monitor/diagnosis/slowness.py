@@ -134,12 +134,15 @@ def _part(rows: np.ndarray, at: int, roles: np.ndarray, excess_s: float) -> tupl
 
 def _pairs(job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThresholds) -> tuple[Verdict, ...]:
     """Judge pairs of ranks of equal role with nobody else: if they disagree, only their own past can tell which it is."""
-    if len(job.own.keys) != 2 or roles[0] != roles[1] or len(job.own.steps) < thresholds.sustained:
+    if len(job.own.keys) != 2 or roles[0] != roles[1]:
         return ()
     apart = job.own.values[:, 0] - job.own.values[:, 1]
-    middle = float(np.nanmedian(apart))
+    apart = apart[~np.isnan(apart)]
+    if len(apart) < thresholds.sustained:
+        return ()
+    middle = float(np.median(apart))
     slower = 0 if middle > 0 else 1
-    noise = float(np.nanmedian(np.abs(apart - middle))) * MAD_TO_SIGMA * MEDIAN_TO_MEAN_ERROR / np.sqrt(len(apart))
+    noise = float(np.median(np.abs(apart - middle))) * MAD_TO_SIGMA * MEDIAN_TO_MEAN_ERROR / np.sqrt(len(apart))
     limit = max(np.log(1 + thresholds.own_excess), thresholds.sigmas * noise)
     often = int((np.abs(apart) * np.sign(middle * apart) > limit / 2).sum())
     own_s = np.exp(np.nanmedian(job.own.values, axis=0))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from monitor.diagnosis.history import History
 from monitor.diagnosis.subjects import gather, rank_subject
 from monitor.diagnosis.thresholds import SlowThresholds, StallThresholds
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
@@ -13,6 +14,7 @@ from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 def find_stalls(
     rows: np.ndarray,
+    saves: History,
     named: Collection[int],
     nodes: Mapping[int, str],
     thresholds: StallThresholds,
@@ -22,6 +24,7 @@ def find_stalls(
 
     Args:
         rows: the window's steps, dtype STEP, shape (steps, ranks), step 0 where not told.
+        saves: history of checkpoint phases by rank.
         named: ranks that have a verdict of their own already.
         nodes: each rank's node.
         thresholds: shares that count.
@@ -35,7 +38,7 @@ def find_stalls(
     )
     found = [*_data(rows, told, step_s, thresholds, slow)]
     found += _garbage(rows, told, step_s, named, nodes, thresholds, slow)
-    found += _checkpoints(rows, told, step_s, nodes, thresholds, slow)
+    found += _checkpoints(saves, rows, float(np.nanmedian(step_s)), nodes, thresholds, slow)
     return tuple(found)
 
 
@@ -88,35 +91,36 @@ def _garbage(
 
 
 def _checkpoints(
+    saves: History,
     rows: np.ndarray,
-    told: np.ndarray,
-    step_s: np.ndarray,
+    step_s: float,
     nodes: Mapping[int, str],
     thresholds: StallThresholds,
     slow: SlowThresholds,
 ) -> list[Verdict]:
-    """Some ranks' checkpoint phases take much longer than those of the others that also save."""
-    spent_s = np.where(told, rows["checkpoint_s"], 0.0)
-    if not spent_s.any():
+    """Some ranks' checkpoint phases take much longer than those of the others that also save, time after time."""
+    # Whoever saves alone (rank 0, say) has no peers.
+    shared = np.flatnonzero((~np.isnan(saves.values)).sum(axis=1) >= slow.peers)[-thresholds.saves :]
+    if len(shared) < thresholds.saves:
         return []
-    # In steps in which most save; whoever saves alone (rank 0, say) has no peers.
-    saving = (spent_s > 0).sum(axis=1) >= slow.peers
-    if not saving.any():
-        return []
-    medians = np.array([np.median(row[row > 0]) for row in spent_s[saving]])
-    late = (spent_s[saving] > thresholds.checkpoint_ratio * medians[:, None]).all(axis=0)
-    excess_s = (spent_s[saving] - medians[:, None]).sum(axis=0)
-    cost_s = excess_s / len(rows)
-    late &= cost_s > max(slow.cost_share * float(np.nanmedian(step_s)), slow.cost_s)
-    ranks = rows["rank"].max(axis=0)
+    took_s = np.exp(saves.values[shared])
+    usual_s = np.nanmedian(took_s, axis=1, keepdims=True)
+    late = (took_s > thresholds.checkpoint_ratio * usual_s).all(axis=0)
+    every = float(np.diff(saves.steps[shared]).mean())
+    cost_s = (took_s - usual_s).mean(axis=0) / every
+    late &= cost_s > max(slow.cost_share * step_s, slow.cost_s)
+    # The first of these checkpoints may be further back than the window reaches.
+    newest = rows["step"].max()
+    since_s = float(np.median(rows["ended_s"][rows["step"] == newest])) - step_s * float(newest - saves.steps[shared[0]])
     verdicts = []
-    for subject in gather(ranks[late].tolist(), nodes):
-        cost = float(max(cost_s[np.flatnonzero(ranks == rank)[0]] for rank in subject.ranks))
-        took_s = float(spent_s[saving][:, ranks == subject.ranks[0]].max())
-        evidence = (f"rank {subject.ranks[0]} takes {took_s:.2f} s to save, others {float(medians.max()):.2f} s",)
-        verdicts.append(
-            Verdict(subject, Syndrome.CHECKPOINT_STALL, _began(rows, told), evidence, 0.7, cost, Advice.ALERT)
+    for subject in gather(saves.keys[late].tolist(), nodes):
+        cost = float(cost_s[np.isin(saves.keys, subject.ranks)].max())
+        longest_s = float(took_s[:, saves.keys == subject.ranks[0]].max())
+        evidence = (
+            f"rank {subject.ranks[0]} takes {longest_s:.2f} s to save, others {float(usual_s.max()):.2f} s",
+            f"in each of {thresholds.saves} checkpoints, {every:.0f} steps apart",
         )
+        verdicts.append(Verdict(subject, Syndrome.CHECKPOINT_STALL, since_s, evidence, 0.7, cost, Advice.ALERT))
     return verdicts
 
 

@@ -1,7 +1,9 @@
 """The last steps of a job, over all ranks: collected from digests until each step is whole, then kept for a window.
 
-A step is whole once all ranks that are expected have told of it, or some rank is three steps on (a rank that lost its records does not
-hold the others up). Times, delays and transfers of one step enter their histories together. Memory is bounded by the window.
+A step is whole once all ranks that are expected have told of it, or of a later one: a rank that lost its records does not hold the others
+up. News of far nodes come later than those of near ones, by seconds where daemons ask each other once a second, which is many short steps;
+a rank that says nothing at all is waited for that long. Times, delays and transfers of one step enter their histories together. Memory
+is bounded by the window and by that wait.
 """
 
 from __future__ import annotations
@@ -18,7 +20,11 @@ from monitor.diagnosis.thresholds import SlowThresholds
 from monitor.diagnosis.transfers import transfer_keys
 from monitor.records import Communicator
 
+_LATE_S = 6.0
+"""How much later than the first rank's news of a step the last one's may come: three levels of daemons, each of which asks once a second
+and digests once a second."""
 _LATE_STEPS = 3
+"""And that many steps at least, however long they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,7 @@ class Window:
         latecomers: of whole steps.
         own, links, transfers: histories of own times by rank, median delays by link, transfer times by communicator.
         averages: history of average delays by link.
+        saves: history of checkpoint phases by rank, of steps in which any rank saved.
         link_counts, transfer_counts: operations of the newest whole step, by key of the history.
         newest: number of the newest whole step.
     """
@@ -43,6 +50,7 @@ class Window:
     links: History = NOTHING
     averages: History = NOTHING
     transfers: History = NOTHING
+    saves: History = NOTHING
     link_counts: Mapping[int, float] = field(default_factory=dict)
     transfer_counts: Mapping[int, float] = field(default_factory=dict)
     newest: int = 0
@@ -81,7 +89,7 @@ def collect(
     Args:
         window: so far.
         told: increments not taken in before.
-        expected: ranks that are alive.
+        expected: ranks that are alive and heard of.
         communicators: of the job.
         nodes: each rank's node.
         clock_error_s: how far each rank's clock may be off the job's.
@@ -92,10 +100,13 @@ def collect(
     pending = _later(pending, window.newest)
     window = replace(window, pending=pending)
     count = 0
-    for step in np.unique(pending.steps["step"]).tolist():
+    steps = np.unique(pending.steps["step"]).tolist()
+    step_s = float(np.median(pending.steps["duration_s"])) if steps else 0.0
+    late = max(_LATE_STEPS, _LATE_S / max(step_s, 1e-9))
+    for step in steps:
         rows = pending.steps[pending.steps["step"] == step]
-        is_whole = np.isin(expected, rows["rank"]).all()
-        if not is_whole and not (pending.steps["step"] >= step + _LATE_STEPS).any():
+        heard = pending.steps["rank"][pending.steps["step"] >= step]
+        if not np.isin(expected, heard).all() and steps[-1] < step + late:
             break
         window = replace(window, newest=step)
         if step > thresholds.warmup:
@@ -119,6 +130,7 @@ def _push(
     transfers = pending.transfers[pending.transfers["step"] == step]
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
+    saved = rows[rows["checkpoint_s"] > 0]
     kept = np.concatenate([window.rows, rows])
     kept = kept[np.isin(kept["step"], own.steps) & np.isin(kept["rank"], own.keys)]
     latecomers = np.concatenate([window.latecomers, pending.latecomers[pending.latecomers["step"] == step]])
@@ -130,6 +142,7 @@ def _push(
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
         transfers=window.transfers.push(step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length),
+        saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length) if len(saved) else window.saves,
         link_counts=dict(zip(links.tolist(), link_counts.astype(float).tolist(), strict=True)),
         transfer_counts=dict(zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)),
     )

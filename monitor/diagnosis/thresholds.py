@@ -84,6 +84,8 @@ class StallThresholds:
     """Share of the step that the rank which collects longest costs, averaged over the window: irregular collection stalls everybody."""
     checkpoint_ratio: float = 3.0
     """A rank's checkpoint phase over its peers': stores vary by a factor of two."""
+    saves: int = 3
+    """Checkpoints in a row in which a rank must take so long: a disk that others use too has odd tenths of a second now and then."""
 
 
 @dataclass(frozen=True, slots=True)

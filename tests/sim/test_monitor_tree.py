@@ -1,0 +1,145 @@
+"""A tree of daemons' watches in invented time: nodes under a rack under a root, with turns that come late, calls that fail, daemons that restart.
+
+Real watches read a planned job, digest, encode summaries for those above, and the root diagnoses; only time and the calls between them are played.
+However it goes, the slow rank is found, behind however many levels, and nobody else is named. A failing seed belongs into the list below.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from monitor.daemon.assembly import diagnose
+from monitor.daemon.summary import decode, encode
+from monitor.daemon.watch import Watch
+from monitor.verdicts import Subject, Syndrome
+from tests.integration.monitor.parts import Probe
+from tests.integration.monitor.sample import Plan, SampleReader
+
+NODES = {"near": [0, 1], "far": [2, 3], "far too": [4, 5]}
+ABOVE = {"near": "root", "far": "rack", "far too": "rack", "rack": "root"}
+SLOW_FROM, STEPS, STEP_S = 60, 260, 0.1
+BEGAN_S = 1000.0
+SEEDS_SEEN_TO_FAIL = (1, 2, 3)
+"""With digests numbered as the readings before them, and steps closed for good three steps after the first rank's news of them."""
+
+
+@dataclass
+class Disorder:
+    """How badly things go: seconds by which turns are late on average, and how many calls and daemons fail in a hundred."""
+
+    late_s: float = 0.0
+    lost_calls: float = 0.0
+    restarts: float = 0.0
+
+
+@dataclass
+class Tree:
+    """The daemons, and what they do when."""
+
+    slow: int
+    disorder: Disorder
+    seed: int
+    now_s: float = BEGAN_S
+    told: dict[tuple[Subject, Syndrome], float] = field(default_factory=dict)
+    standing: set[tuple[Subject, Syndrome]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.plan = Plan(ranks=6, steps=STEPS, step_s=STEP_S, slow={self.slow: 1.8}, slow_from=SLOW_FROM)
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.watches = {name: self.born(name) for name in (*NODES, "rack", "root")}
+        for name in NODES:
+            self.every(0.5, lambda name=name: self.watches[name].read())
+        for name in (*NODES, "rack"):
+            self.every(1.0, lambda name=name: self.watches[name].digest())
+        for below, above in ABOVE.items():
+            self.every(1.0, lambda below=below, above=above: self.call(below, above))
+        self.every(1.0, self.conclude)
+        self.every(1.0, self.restart)
+
+    def born(self, name: str) -> Watch:
+        reader = None
+        if name in NODES:
+            reader = SampleReader(self.plan, BEGAN_S - 2, name, NODES[name], clock=lambda: self.now_s)
+        return Watch(name, reader, Probe(), diagnose if name == "root" else None, now_s=lambda: self.now_s)
+
+    def every(self, period_s: float, turn: Callable[[], None]) -> None:
+        def act() -> None:
+            turn()
+            late_s = self.random.expovariate(1.0) * self.disorder.late_s
+            self.at(self.now_s + period_s + late_s * self.random.choice((0, 1, 4)), act)
+
+        self.at(self.now_s + self.random.random() * period_s, act)
+
+    def at(self, when_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (when_s, len(self.queue) + self.random.randrange(2**32), act))
+
+    def call(self, below: str, above: str) -> None:
+        if self.random.random() < self.disorder.lost_calls:
+            self.watches[above].miss(below, "it did not answer")
+            return
+        told = self.watches[below].summary(*self.watches[above].cursor(below), 256)
+        if self.random.random() < self.disorder.lost_calls:
+            self.watches[above].miss(below, "its answer was lost")
+            return
+        self.watches[above].hear(below, decode(encode(told)))
+
+    def restart(self) -> None:
+        if self.random.random() < self.disorder.restarts:
+            name = self.random.choice((*NODES, "rack"))
+            self.watches[name] = self.born(name)
+
+    def conclude(self) -> None:
+        root = self.watches["root"]
+        root.digest()
+        turn = root.diagnose()
+        assert turn is not None and not root.faults
+        self.standing = {(one.subject, one.syndrome) for one in turn.verdicts}
+        for one in self.standing:
+            self.told.setdefault(one, self.now_s)
+
+    def run(self, until_s: float) -> None:
+        while self.queue[0][0] < until_s:
+            when_s, _, act = heapq.heappop(self.queue)
+            self.now_s = max(self.now_s, when_s)
+            act()
+
+
+def node_of(rank: int) -> str:
+    return next(name for name, ranks in NODES.items() if rank in ranks)
+
+
+def check(seed: int, disorder: Disorder, within_s: float) -> None:
+    slow = seed % 6
+    tree = Tree(slow, disorder, seed)
+    wanted = (Subject("rank", (slow,), node_of(slow)), Syndrome.NON_COMMUNICATION_SLOW)
+    onset_s = BEGAN_S - 2 + SLOW_FROM * STEP_S
+    tree.run(onset_s + within_s)
+    assert wanted in tree.told, f"rank {slow} was not found within {within_s} s; told: {tree.told}"
+    assert set(tree.told) == {wanted}
+
+
+@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(100, 106)])
+def test_slow_rank_is_found_wherever_in_the_tree_it_is(seed: int) -> None:
+    # Twenty steps of 0.18 s, and at most three turns up the tree.
+    check(seed, Disorder(), within_s=7.0)
+
+
+@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(200, 206)])
+def test_slow_rank_is_found_and_nobody_else_where_turns_come_late(seed: int) -> None:
+    check(seed, Disorder(late_s=0.3), within_s=18.0)
+
+
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_slow_rank_is_found_and_nobody_else_where_calls_are_lost(seed: int) -> None:
+    check(seed, Disorder(late_s=0.1, lost_calls=0.15), within_s=18.0)
+
+
+@pytest.mark.parametrize("seed", range(400, 406))
+def test_slow_rank_is_found_and_nobody_else_where_daemons_restart(seed: int) -> None:
+    check(seed, Disorder(late_s=0.1, lost_calls=0.05, restarts=0.05), within_s=25.0)
