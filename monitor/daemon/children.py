@@ -41,6 +41,7 @@ class Children:
 
         Raises:
             MonitorUnreachable: it does not answer, or refuses.
+            ProtocolViolation: it answers more than a monitor does.
         """
         await self._ask("POST", f"{url.rstrip('/')}/v1/clocks", _TIMEOUT_S, 1 << 16, encode_clocks(clocks))
 

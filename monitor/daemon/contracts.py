@@ -1,8 +1,8 @@
 """What the monitor daemon needs of others, as protocols, so that `monitor` imports neither `elastic` nor a diagnosis in
 particular.
 
-The daemon owns what it is given and closes it. Reading, alignment and diagnosis are called on the daemon's working thread
-and must not block; publisher, enforcer and the teller of the story on another thread, where they may. Each gets one call at a
+The daemon owns what it is given and closes it. Reading and diagnosis are called on the daemon's working thread and must not block;
+alignment, publisher, enforcer and the teller of the story on another thread, where they may. Each gets one call at a
 time. Whatever raises is logged with its consequence and called again at the next turn, so a defect in one part blinds that
 part only.
 """

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,6 +51,8 @@ from monitor.verdicts import Verdict
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
 _STORY_EVERY_S = 2.0
+_ALIGNING_SHARE = 0.01
+"""Of the time is spent with measuring clocks, at most: of thousands of ranks it takes seconds, and is done less often."""
 _RANKS_TO_DUMP = 4
 """Of one verdict: a hang's root is one rank or two; more stacks say the same again."""
 
@@ -147,7 +150,6 @@ class Daemon:
             parts.reader,
             parts.probe,
             parts.diagnosis,
-            parts.alignment,
             settings.limits,
             remembered.log,
         )
@@ -292,6 +294,7 @@ class Daemon:
             if not done:
                 # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
                 self._policy_state = undone(self._policy_state, action)
+                await self._remember()
                 return
             outcome = "asked for"
             await self._remember()
@@ -319,15 +322,29 @@ class Daemon:
         loop = asyncio.get_running_loop()
         if loop.time() < self._align_due_s:
             return
-        clocks = await self.ask(Watch.align)
-        if clocks:
-            self._align_due_s = loop.time() + self._settings.align_every_s
-            await self.take_clocks(clocks)
+        asked, began_s = await self.ask(Watch.to_align), loop.time()
+        reference, measured = self._settings.node, dict[str, Clock]()
+        alignment = self._parts.alignment
+        if asked is not None and alignment is not None:
+            job, reference = asked
+            # Not on the watch's thread: of hundreds of nodes it takes a second.
+            aligned = await self._talk("alignment", lambda: alignment(job, reference))
+            for one in aligned.ranks.values() if aligned is not None else ():
+                if math.isfinite(one.offset_error_s):
+                    measured[one.node] = Clock(one.offset_s, one.offset_error_s)
+        clocks = await self.ask(lambda watch: watch.agree(reference, measured))
+        if not clocks:
+            return
+        took_s = loop.time() - began_s
+        is_complete = asked is None or clocks.keys() <= {*measured, self._settings.node}
+        wait_s = self._settings.align_every_s * (1.0 if is_complete else 0.2)
+        self._align_due_s = loop.time() + max(wait_s, took_s / _ALIGNING_SHARE)
+        await self.take_clocks(clocks)
 
     async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
         try:
             await self._children.tell_clocks(url, clocks)
-        except MonitorUnreachable as error:
+        except (MonitorUnreachable, ProtocolViolation) as error:
             # It is asked for its news every second, and noted as missing there.
             _LOG.debug("clocks not told: %s", error)
 

@@ -7,6 +7,7 @@ for the ring still has them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import OPERATIONS
 from monitor.telemetry.ring_files import Sweeper
 
+_LOG = logging.getLogger("keepstep.monitor")
 _SWEEP_EVERY_S = 60.0
 _LEAST = 128
 _AHEAD = 2
@@ -43,7 +45,11 @@ class RingSource:
         now_s = time.monotonic()
         if now_s >= self._sweep_due_s:
             self._sweep_due_s = now_s + _SWEEP_EVERY_S
-            self._sweeper.sweep([self._directory], now_s)
+            try:
+                self._sweeper.sweep([self._directory], now_s)
+            except OSError as error:
+                # A directory that is mounted to be read only.
+                _LOG.debug("rings of dead processes stay in %s: %s", self._directory, error)
         job = self._rings.read(self._count)
         incarnations = self._rings.incarnations()
         if self._has_missed(job, incarnations):

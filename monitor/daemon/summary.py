@@ -1,6 +1,6 @@
 """What daemons of the tree tell each other: the form on the wire, and nothing else.
 
-A summary is `KSM1`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
+A summary is `KSM2`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
 bytes each, as they lie in the rings, and the rows of digests. Nothing in it is executable, and every length is checked
 before it is believed.
 """
@@ -22,7 +22,7 @@ from monitor.errors import ProtocolViolation
 from monitor.records import RECORD, VERSION, Communicator
 
 _HEAD = struct.Struct(">4sI")
-_MAGIC = b"KSM1"
+_MAGIC = b"KSM2"
 MAX_NBYTES = 1 << 30
 """More than this nobody sends: 80,000 ranks with 200 records each."""
 

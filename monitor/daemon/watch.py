@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 
-from monitor.daemon.clocks import Clock
-from monitor.daemon.contracts import Alignment, Diagnosis, JobReader, Probe, Reading
+from monitor.daemon.clocks import RESTARTED_S, Clock, agreed
+from monitor.daemon.contracts import Diagnosis, JobReader, Probe, Reading
 from monitor.daemon.digest_relay import Inbox, Outbox, without
 from monitor.daemon.matrices import Delays, delays
 from monitor.daemon.node_series import metrics_from_json, metrics_to_json
@@ -31,6 +31,7 @@ from monitor.diagnosis.digest import FORGETFUL, Memory, digest
 from monitor.diagnosis.metrics import NodeMetrics
 from monitor.diagnosis.tables import EMPTY, Digest
 from monitor.records import JobRecords, Kind, Phase, RankRecords
+from monitor.telemetry.clocks import DRIFT
 from monitor.verdicts import Verdict
 
 _LOG = logging.getLogger("keepstep.monitor")
@@ -104,7 +105,6 @@ class Watch:
         reader: JobReader | None,
         probe: Probe,
         diagnosis: Diagnosis | None,
-        alignment: Alignment | None = None,
         limits: Limits | None = None,
         log: VerdictLog | None = None,
         now_s: Callable[[], float] = time.monotonic,
@@ -120,8 +120,9 @@ class Watch:
         self._reader = reader
         self._probe = probe
         self._diagnosis = diagnosis
-        self._alignment = alignment
         self._clocks: Mapping[str, Clock] = {}
+        self._clocks_at_s = 0.0
+        self._behind_s: dict[str, float] = {}
         self._history = History(self._limits.records)
         self._below: dict[str, _Below] = {}
         self._local: tuple[int, ...] = ()
@@ -171,27 +172,27 @@ class Watch:
         )
         self._forget()
 
-    def align(self) -> Mapping[str, Clock]:
-        """Measure how far the nodes' clocks are off this one's, and return that; nothing where there is nothing to align.
+    def to_align(self) -> tuple[JobRecords, str] | None:
+        """Return from what clocks can be measured, and by whose; None where there is nothing to align. The arrays are not to be written to."""
+        nodes = self._nodes_of_ranks()
+        if not 1 < len(nodes) <= self._limits.aligned_nodes:
+            return None
+        return self._history.job(), self.node if self.node in nodes else min(nodes)
+
+    def agree(self, reference: str, measured: Mapping[str, Clock]) -> Mapping[str, Clock]:
+        """Return each node's clock, given what could be measured; nothing if there are no other nodes.
 
         Digests are made where the rings are, so the nodes have to be told.
         """
-        job = self._history.job()
-        nodes = {one.node for one in job.ranks.values()}
-        if self._alignment is None or not 1 < len(nodes) <= self._limits.aligned_nodes:
+        behind_s = {node: self._behind_s[node] for node in self._nodes_of_ranks() - {self.node}}
+        if not behind_s:
             return {}
-        align, reference = self._alignment, self.node if self.node in nodes else min(nodes)
-        aligned = self.guarded("alignment", lambda: align(job, reference), job)
-        self.set_clocks({
-            one.node: Clock(one.offset_s, one.offset_error_s)
-            for one in aligned.ranks.values()
-            if np.isfinite(one.offset_error_s)
-        })  # fmt: skip
-        return self._clocks
+        known = {node: self._clock_of(node) for node in self._clocks}
+        return agreed(self.node, reference, measured, known, behind_s)
 
     def set_clocks(self, clocks: Mapping[str, Clock]) -> None:
         """Take from now on the nodes' clocks to be so far off the job's."""
-        self._clocks = clocks
+        self._clocks, self._clocks_at_s = clocks, self._now_s()
 
     def digest(self) -> None:
         """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
@@ -296,10 +297,9 @@ class Watch:
     def job(self) -> JobRecords:
         """Return all records, with clocks aligned as they were measured last."""
         job = self._history.job()
+        clocks = {node: self._clock_of(node) for node in {one.node for one in job.ranks.values()}}
         ranks = {
-            rank: replace(one, offset_s=clock.offset_s, offset_error_s=clock.error_s)
-            if (clock := self._clocks.get(one.node)) is not None
-            else one
+            rank: replace(one, offset_s=clocks[one.node].offset_s, offset_error_s=clocks[one.node].error_s)
             for rank, one in job.ranks.items()
         }
         return JobRecords(ranks, job.communicators)
@@ -370,7 +370,20 @@ class Watch:
         count = self.faults[part] = self.faults.get(part, 0) + 1
         return count & (count - 1) == 0
 
+    def _nodes_of_ranks(self) -> set[str]:
+        return {kept.state.node for kept in self._history.ranks.values()}
+
+    def _clock_of(self, node: str) -> Clock:
+        """Return how far a node's clock is off the job's: as told last, and less sure with time."""
+        clock = self._clocks.get(node, Clock(0.0, float("inf")))
+        return Clock(clock.offset_s, clock.error_s + DRIFT * (self._now_s() - self._clocks_at_s))
+
     def _hear(self, state: RankState, records: np.ndarray) -> None:
+        if state.node != self.node:
+            behind_s = self._now_s() - state.read_at_s
+            before_s = self._behind_s.get(state.node, behind_s)
+            # The promptest news tell best.
+            self._behind_s[state.node] = min(behind_s, before_s) if abs(behind_s - before_s) < RESTARTED_S else behind_s
         known = self._history.ranks.get(state.rank)
         changed = self._history.merge(state, records)
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
@@ -394,7 +407,7 @@ class Watch:
         if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
             self._memory = FORGETFUL  # Positions have begun anew.
         self._incarnations = incarnations
-        clock = self._clocks.get(self.node, Clock(0.0, float("inf")))
+        clock = self._clock_of(self.node)
         ranks = [
             RankRecords(
                 kept.state.rank,
@@ -427,6 +440,8 @@ class Watch:
                 self.tables.pop(rank, None)
         for name in set(self.nodes) - nodes:
             del self.nodes[name]
+        for name in set(self._behind_s) - self._nodes_of_ranks():
+            del self._behind_s[name]
 
 
 def activity(kept: RankHistory) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from monitor.diagnosis.transfers import Fabric, find_slow_transfers
 from monitor.records import Communicator, JobRecords
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
-_SEEN = np.dtype([("rank", "<i4"), ("read_at_s", "<f8"), ("changed_s", "<f8")])
+_SEEN = np.dtype([("rank", "<i4"), ("read_at_s", "<f8"), ("changed_s", "<f8"), ("failed", "<u4"), ("failed_s", "<f8")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Past:
         memory: of the reader of rings; used by `diagnose` alone.
         ranks: the newest snapshot of each rank, dtype RANK.
         frontiers: the newest of each rank.
-        seen: when each rank's records were last read anew, by `now_s`.
+        seen: when each rank's records were last read anew, and operations of it last told as failed, by `now_s`.
         window: the last steps.
         curves: of measures.
         nodes: of each node's metrics.
@@ -108,13 +108,12 @@ def conclude(
         now_s: as for `diagnose`.
         thresholds: what counts.
     """
-    ranks = _latest(past.ranks, told.ranks, told.ranks["rank"])
-    # Digests tell an operation's failure once; the death that it witnesses may be seen only at the next reading.
-    known = np.isin(ranks["rank"], past.ranks["rank"])
-    earlier = past.ranks["failed"][np.isin(past.ranks["rank"], ranks["rank"])]
-    ranks["failed"][known] = np.maximum(ranks["failed"][known], earlier)
+    ranks = _latest(past.ranks, _one_each(told.ranks), told.ranks["rank"])
     frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
-    seen = _seen(past.seen, ranks, now_s)
+    seen = _seen(past.seen, told.ranks, ranks, now_s)
+    # Failures are kept once somebody has died, for whoever died of it may end too.
+    remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (not past.ranks["alive"].all())
+    ranks["failed"] = np.where(remembered, seen["failed"], 0)
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
     expected = ranks["rank"][ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)]
     clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
@@ -145,14 +144,30 @@ def _latest(old: np.ndarray, new: np.ndarray, told: np.ndarray) -> np.ndarray:
     return latest
 
 
-def _seen(old: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:
-    """Note for each rank when its reading last changed; only `now_s` is compared with `now_s`."""
+def _one_each(ranks: np.ndarray) -> np.ndarray:
+    """Return one row of each rank, of a living process if there is one: a rank that moved may be told of by both nodes once."""
+    ranks = ranks[np.lexsort((~ranks["alive"], ranks["rank"]))]
+    _, first = np.unique(ranks["rank"], return_index=True)
+    one_each: np.ndarray = ranks[first]
+    return one_each
+
+
+def _seen(old: np.ndarray, told: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:
+    """Note for each rank when its reading last changed, and its last failures; only `now_s` is compared with `now_s`."""
     rows = np.zeros(len(ranks), _SEEN)
     rows["rank"], rows["read_at_s"], rows["changed_s"] = ranks["rank"], ranks["read_at_s"], now_s
+    rows["failed_s"] = -np.inf
     if len(old):
         at = np.minimum(np.searchsorted(old["rank"], rows["rank"]), len(old) - 1)
-        same = (old["rank"][at] == rows["rank"]) & (old["read_at_s"][at] == rows["read_at_s"])
+        known = old["rank"][at] == rows["rank"]
+        same = known & (old["read_at_s"][at] == rows["read_at_s"])
         rows["changed_s"][same] = old["changed_s"][at[same]]
+        for name in ("failed", "failed_s"):
+            rows[name][known] = old[name][at[known]]
+    # Digests tell an operation's failure once.
+    fresh = np.isin(rows["rank"], told["rank"]) & (ranks["failed"] > 0)
+    rows["failed"][fresh] = np.maximum(rows["failed"], ranks["failed"])[fresh]
+    rows["failed_s"][fresh] = now_s
     return rows
 
 
@@ -207,7 +222,11 @@ def _lasting(
 ) -> tuple[dict[tuple[Subject, Syndrome], float], tuple[Verdict, ...]]:
     """Return since when each deviation was found, and those that have lasted long enough, the window itself counted in."""
     ended_s = window.ended_s()
-    following = {(one.subject, one.syndrome): suspected.get((one.subject, one.syndrome), ended_s[-1]) for one in found}
+    # The job's clock may turn out to have been off: what was suspected later than now was so at the latest now.
+    following = {
+        (one.subject, one.syndrome): min(suspected.get((one.subject, one.syndrome), ended_s[-1]), ended_s[-1])
+        for one in found
+    }
     span_s = ended_s[-1] - ended_s[0]
 
     def lasted_s(one: Verdict) -> float:

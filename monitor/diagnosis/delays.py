@@ -2,7 +2,8 @@
 
 A message's delay runs from when the later of the two called until it was received. The shorter of the two sides' durations is a lower bound
 of it, for the later one waited for nothing but the transfer; but a backend that buffers sends tells only its copying so. With aligned
-clocks it is read off both sides, less what the clocks may be off: so an error in them never makes a link look slow.
+clocks it is read off both sides, less what the clocks may be off: so an error in them never makes a link look slow. It is the same for all links
+between nodes, the largest, for they are compared with each other; where some node's clock is not known, none is trusted.
 
 Cells are medians over the window and deviate in the logarithm from those of the same size class and reach (within a node or across).
 A row all of whose cells are slow is a sender, a column a receiver, else each slow cell is a link: a row's effect is its lower
@@ -63,7 +64,8 @@ def message_delays(
     for side in ("sender", "receiver"):
         error_s += [clock_error_s.get(rank, np.inf) for rank in both[side].tolist()]
     # Processes of one node share their clock.
-    error_s[_same_node(both["sender"], both["receiver"], nodes)] = 0.0
+    apart = ~_same_node(both["sender"], both["receiver"], nodes)
+    error_s = np.where(apart, error_s.max(initial=0.0, where=apart), 0.0)
     delay_s = np.maximum(both["shortest_s"], both["received_s"] - both["later_s"] - error_s)
     return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(delay_s, 1e-9)
 

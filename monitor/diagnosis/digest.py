@@ -34,7 +34,8 @@ CUT = np.dtype(
         ("step", "<u4"),  # highest step heard of
         ("marks_steps", "?"),
         ("stepped_s", "<f8"),  # when its newest whole step ended
-        ("messaged_s", "<f8"),  # when it last called a send or receive
+        ("received_s", "<f8"),  # when it last called a receive
+        ("received_of", "<i4"),  # and of whom
     ]
 )
 
@@ -137,7 +138,7 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     """Return where accounting stands for each rank told; -inf for those not seen before, or read too late."""
     cuts = np.zeros(len(reading.ranks), CUT)
     cuts["rank"] = reading.column("rank")
-    for name in ("cut_s", "busy_s", "moved_s", "stepped_s", "messaged_s"):
+    for name in ("cut_s", "busy_s", "moved_s", "stepped_s", "received_s"):
         cuts[name] = -np.inf
     if not len(memory.cuts):
         return cuts
@@ -296,12 +297,16 @@ def _ranks(
     rows["marks_steps"][spoken_owner[is_step]] = True
     whose, newest = _newest_begun(steps, spoken_owner[is_step])
     rows["in_step"][whose] = steps["ended_s"][newest] <= 0
-    # A stage of a pipeline receives before its model runs, which is when its step is seen to begin.
-    is_message = (operations["code"] == Operation.SEND) | (operations["code"] == Operation.RECEIVE)
-    np.maximum.at(cuts["messaged_s"], owner[is_message], operations["enqueued_s"][is_message])
+    received = operations["code"] == Operation.RECEIVE
+    whose, newest = _newest_begun(operations[received], owner[received])
+    later = operations[received]["enqueued_s"][newest] > cuts["received_s"][whose]
+    whose, newest = whose[later], newest[later]
+    cuts["received_s"][whose] = operations[received]["enqueued_s"][newest]
+    cuts["received_of"][whose] = operations[received]["peer"][newest]
     ended = steps["ended_s"] > 0
     np.maximum.at(cuts["stepped_s"], spoken_owner[is_step][ended], steps["ended_s"][ended])
-    rows["in_step"] |= np.isfinite(cuts["stepped_s"]) & (cuts["messaged_s"] > cuts["stepped_s"])
+    since = np.isfinite(cuts["stepped_s"]) & (cuts["received_s"] > cuts["stepped_s"])
+    rows["heard_from"] = np.where(since, cuts["received_of"], -1)
     whose, newest = _newest_begun(others, spoken_owner[~is_step])
     under_way = others["ended_s"][newest] <= 0
     rows["phase"][whose[under_way]] = others["code"][newest[under_way]]
@@ -310,11 +315,11 @@ def _ranks(
     return rows
 
 
-def _newest_begun(phases: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the owners that have phases, and the position of the phase that each began last."""
-    if not len(phases):
+def _newest_begun(records: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the owners that have records, and the position of the record that each began last."""
+    if not len(records):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    order = np.lexsort((phases["enqueued_s"], owner))
+    order = np.lexsort((records["enqueued_s"], owner))
     last = np.append(owner[order][1:] != owner[order][:-1], True)
     return owner[order][last], order[last]
 

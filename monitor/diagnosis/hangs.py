@@ -98,9 +98,21 @@ class _View:
         patience = self.plain_s if self.started else self.thresholds.first_step_s
         if row["phase"] == Phase.CHECKPOINT:
             return max(patience, self.thresholds.checkpoint_s)
-        if row["marks_steps"] and not row["in_step"]:
+        if row["marks_steps"] and not self.is_in_step(rank):
             return max(patience, self.thresholds.between_steps_s)
         return patience
+
+    def is_in_step(self, rank: int) -> bool:
+        """Return whether a rank is in a step.
+
+        A stage of a pipeline receives before its model runs, which is when its step is seen to begin: so is who has heard from a rank that is
+        in one as late. A loss that is sent around between steps comes from one that is not.
+        """
+        row = self.rows[rank]
+        sender = self.rows.get(int(row["heard_from"]))
+        return bool(row["in_step"]) or (
+            sender is not None and bool(sender["in_step"]) and sender["step"] >= row["step"]
+        )
 
     def waited_at(self, operation: OpenOperation) -> dict[int, float]:
         """Return how long each rank has waited in an operation, in seconds."""
@@ -147,8 +159,8 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     """Name processes that are gone and were still needed.
 
     At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
-    failed died of another's death, and so did who could still say that it ends, if others could not; who said so and was in no step had done its
-    work. If all are gone and nobody's operations failed, someone ended the job as a whole.
+    failed died of another's death, and so did who could still say that it ends while in an operation, if others could not; who said so and
+    was in no step had done its work. If all are gone and nobody's operations failed, someone ended the job as a whole.
     """
     dead = {rank for rank, row in view.rows.items() if not row["alive"]}
     if not dead:
@@ -157,8 +169,6 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     witnesses = {rank for rank, row in view.rows.items() if row["failed"]}
     if not alive and not witnesses:
         return ()
-    killed = {rank for rank in dead if not view.rows[rank]["finished"]}
-    first_dead = killed - witnesses or dead - witnesses or dead
     waits = wait_for(view.job.frontiers, view.job.communicators, dead)
     missed = {
         rank: [waiter for waiter in waiters if waiter in alive]
@@ -170,12 +180,15 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         for rank in operation.waiting:
             if rank in dead:
                 open_of[rank].append(view.name(operation))
+    killed = {rank for rank in dead if not view.rows[rank]["finished"]}
+    # Who ended by an error outside of any operation may well be the first: launchers then kill the others of its node.
+    failed = {rank for rank in dead - killed if open_of[rank]} if killed else set()
     needed = []
-    for rank in sorted(first_dead):
+    for rank in sorted(dead - witnesses - failed or dead - witnesses or dead):
         waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
         is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
         row = view.rows[rank]
-        had_work = row["in_step"] or not row["marks_steps"] or not row["finished"]
+        had_work = view.is_in_step(rank) or not row["marks_steps"] or not row["finished"]
         if is_missed or open_of[rank] or (witnesses - {rank} and had_work):
             needed.append(rank)
     verdicts = []

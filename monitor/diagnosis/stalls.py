@@ -111,7 +111,9 @@ def _checkpoints(
     late &= cost_s > max(slow.cost_share * step_s, slow.cost_s)
     # The first of these checkpoints may be further back than the window reaches.
     newest = rows["step"].max()
-    since_s = float(np.median(rows["ended_s"][rows["step"] == newest])) - step_s * float(newest - saves.steps[shared[0]])
+    since_s = float(np.median(rows["ended_s"][rows["step"] == newest])) - step_s * float(
+        newest - saves.steps[shared[0]]
+    )
     verdicts = []
     for subject in gather(saves.keys[late].tolist(), nodes):
         cost = float(cost_s[np.isin(saves.keys, subject.ranks)].max())

@@ -24,6 +24,7 @@ RANK = np.dtype(
         ("finished", "?"),  # whether it said that it ends
         ("marks_steps", "?"),  # whether it ever told a STEP phase
         ("in_step", "?"),
+        ("heard_from", "<i4"),  # of whom it received a message since its last whole step ended, -1 if of nobody
         ("phase", "i1"),  # innermost phase under way, -1 if none
         ("step", "<u4"),  # highest step heard of
         ("failed", "<u4"),  # operations within reach that ended with an error

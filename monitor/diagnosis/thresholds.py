@@ -28,6 +28,9 @@ class HangThresholds:
     """For a rank that marks its steps and is in none: it evaluates, logs or saves while the others wait for it."""
     dead_s: float = 0.5
     """A process that is gone is no matter of patience; this only lets survivors' errors arrive, so that they say who waited."""
+    witness_s: float = 10.0
+    """A failed operation is told once, and the death that it witnesses may be read later, on another node; who outlived one is no witness
+    for good."""
     stale_s: float = 2.0
     """If a rank's records were last read longer ago, the reader is behind and the rank is not blamed; readers come every 0.5 s."""
     silent_s: float = 15.0
@@ -147,6 +150,7 @@ class Thresholds:
             checkpoint_s=self.hang.checkpoint_s * factor,
             between_steps_s=self.hang.between_steps_s * factor,
             dead_s=self.hang.dead_s * factor,
+            witness_s=self.hang.witness_s * factor,
             stale_s=self.hang.stale_s * factor,
             silent_s=self.hang.silent_s * factor,
         )

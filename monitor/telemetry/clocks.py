@@ -36,6 +36,7 @@ _TOGETHER = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.ALL_TO_ALL, O
 _FROM_ROOT = (Operation.BROADCAST, Operation.SCATTER)
 _TO_ROOT = (Operation.REDUCE, Operation.GATHER)
 _PAIR = (Operation.SEND, Operation.RECEIVE)
+_CODES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +127,17 @@ def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> lis
         code, peer = called["code"], called["peer"]
         entered[np.isin(code, _FROM_ROOT) & (peer != rank) | (code == Operation.RECEIVE)] = np.nan
         left[np.isin(code, _TO_ROOT) & (peer != rank)] = np.nan
-        family = np.zeros((len(called), 4))
-        family[:, 0] = called["communicator"]
+        # What is done with whom: a collective of a communicator, or messages to, or from, one peer in it.
         is_send, is_receive = code == Operation.SEND, code == Operation.RECEIVE
-        family[:, 1] = np.where(is_send | is_receive, 1, 0)
-        family[:, 2] = np.where(is_send, rank, np.where(is_receive, peer, -1))
-        family[:, 3] = np.where(is_send, peer, np.where(is_receive, rank, -1))
-        kinds, member = np.unique(family, axis=0, return_inverse=True)
-        for number, kind in enumerate(kinds):
-            mine = np.flatnonzero(member.reshape(-1) == number)[-LATEST_OPERATIONS:]
+        way = np.where(is_send, 1, np.where(is_receive, 2, 0))
+        other = np.where(way > 0, peer.astype(np.int64), 0)
+        family = (called["communicator"].astype(np.int64) << 30) + (other << 2) + way
+        for kind in np.unique(family).tolist():
+            mine = np.flatnonzero(family == kind)[-LATEST_OPERATIONS:]
             columns = np.column_stack([called["number"][mine], code[mine], entered[mine], left[mine]])
-            told[tuple(int(part) for part in kind)].append((index[one.node], columns))
+            first = mine[0]
+            pair = {0: (-1, -1), 1: (rank, int(peer[first])), 2: (int(peer[first]), rank)}[int(way[first])]
+            told[int(called["communicator"][first]), *pair].append((index[one.node], columns))
     return [meeting for parts in told.values() if (meeting := _meet(parts)) is not None]
 
 
@@ -146,9 +147,9 @@ def _meet(parts: list[tuple[int, Floats]]) -> _Meeting | None:
     if len(nodes) < 2:
         return None
     # A send and its receive are one operation; other ranks that call a number differently are out of step, and bound nothing.
-    keys = [(number, 0 if code in _PAIR else code) for _, rows in parts for number, code in rows[:, :2]]
-    unique, row = np.unique(np.array(keys), axis=0, return_inverse=True)
-    row = row.reshape(-1)
+    called = np.concatenate([rows[:, :2] for _, rows in parts]).astype(np.int64)
+    code = np.where(np.isin(called[:, 1], _PAIR), 0, called[:, 1])
+    unique, row = np.unique(called[:, 0] * _CODES + code, return_inverse=True)
     at = np.repeat(column, [len(rows) for _, rows in parts])
     entered, left = np.full((len(unique), len(nodes)), -np.inf), np.full((len(unique), len(nodes)), np.inf)
     values = np.concatenate([rows[:, 2:] for _, rows in parts])
@@ -157,7 +158,7 @@ def _meet(parts: list[tuple[int, Floats]]) -> _Meeting | None:
     np.minimum.at(left, (row, at), np.where(np.isnan(values[:, 1]), np.inf, values[:, 1]))
     entered[np.isinf(entered)] = np.nan
     left[np.isinf(left)] = np.nan
-    return _Meeting(nodes, entered, left, np.isin(unique[:, 1], _TOGETHER))
+    return _Meeting(nodes, entered, left, np.isin(unique % _CODES, _TOGETHER))
 
 
 def _bounds(meetings: list[_Meeting], count: int) -> Floats:

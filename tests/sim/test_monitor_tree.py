@@ -1,7 +1,8 @@
-"""A tree of daemons' watches in invented time: nodes under a rack under a root, with turns that come late, calls that fail, daemons that restart.
+"""A tree of daemons' watches in invented time: turns that come late, calls that fail, daemons that restart.
 
-Real watches read a planned job, digest, encode summaries for those above, and the root diagnoses; only time and the calls between them are played.
-However it goes, the slow rank is found, behind however many levels, and nobody else is named. A failing seed belongs into the list below.
+Real watches read a planned job, digest, encode summaries for those above, and the root of nodes and a rack diagnoses; only time and the
+calls between them are played. However it goes, the slow rank is found, behind however many levels, and nobody else is named. A failing
+seed belongs into the list below.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Tree:
         root = self.watches["root"]
         root.digest()
         turn = root.diagnose()
-        assert turn is not None and not root.faults
+        assert turn is not None
+        assert not root.faults
         self.standing = {(one.subject, one.syndrome) for one in turn.verdicts}
         for one in self.standing:
             self.told.setdefault(one, self.now_s)

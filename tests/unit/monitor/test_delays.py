@@ -101,6 +101,16 @@ def test_clocks_that_may_be_off_never_make_a_link_look_slow() -> None:
     assert message_delays(rows, {0: 0.001, 1: 0.003}, NODES)[1].tolist() == [0.001]
 
 
+def test_links_whose_clocks_are_better_known_look_no_slower_for_it() -> None:
+    rows = np.zeros(2, MESSAGE)
+    rows["sender"], rows["receiver"], rows["sides"] = (0, 1), (1, 2), 3
+    rows["shortest_s"], rows["later_s"], rows["received_s"] = 1e-5, 5.0, 5.004
+    delays_s = message_delays(rows, {0: 0.0, 1: 0.001, 2: 0.002}, NODES)[1]
+    assert delays_s[0] == delays_s[1]
+    # Where one is not known at all, none is trusted.
+    assert message_delays(rows, {0: 0.0, 1: 0.001}, NODES)[1].tolist() == [1e-5, 1e-5]
+
+
 def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the_later_call() -> None:
     rows = np.zeros(2, MESSAGE)
     rows["sides"], rows["shortest_s"] = (1, 2), (0.3, 0.1)

@@ -1,8 +1,12 @@
 """What is a hang and what is not, and who is at the root of one."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from monitor.diagnosis.conclusion import NO_PAST, Past, diagnose
+from monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose
+from monitor.diagnosis.digest import digest
 from monitor.diagnosis.metrics import NodeMetrics
 from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Operation
@@ -216,3 +220,41 @@ def test_failures_told_before_the_death_was_seen_still_bear_witness() -> None:
     one.dead = {0, 1, 2, 3}
     # As a daemon's digests do, the next reading tells nothing of what had ended before.
     assert told(diagnose(one.job(6.9, since_s=6.4), {}, past, 6.9, Thresholds())[1]) == ["dead process: rank 2 on b"]
+
+
+def test_failure_that_was_survived_is_no_witness_of_an_end_long_after() -> None:
+    one = parse("""
+node a: 0 1
+communicator world: 0 1
+steps 1-12 every 0.5
+world all_reduce 4k         0.30-0.40  0.31-0.40
+step 13 at 6.0
+world all_reduce 4k failed  0.30-0.32  .
+steps 14-60 every 0.5
+world all_reduce 4k         6.80-6.90  6.81-6.90
+ended 1
+read 33.0
+""")
+    finished, past, now_s = one.dead, NO_PAST, 0.5
+    one.dead = set()
+    while now_s <= one.read_s:
+        past, verdicts = diagnose(one.job(now_s, now_s - 4.0), {}, past, now_s, Thresholds())
+        now_s += 0.5
+    one.dead = finished
+    assert told(diagnose(one.job(), {}, past, one.read_s + 0.5, Thresholds())[1]) == told(verdicts) == []
+
+
+def test_rank_that_two_nodes_tell_of_once_does_not_blind_diagnosis() -> None:
+    trace_ = trace(ABSENT)
+    job = trace_.job(6.0)
+    told_digest = digest(job.ranks.values(), job.communicators)[1]
+    gone = told_digest.ranks[1:2].copy()
+    gone["alive"] = False
+    twice = replace(told_digest, ranks=np.concatenate([told_digest.ranks, gone]))
+    nodes = {rank: one.node for rank, one in job.ranks.items()}
+    past, verdicts = conclude(twice, job.communicators, nodes, {}, NO_PAST, 6.0, Thresholds())
+    assert (past.ranks["rank"].tolist(), past.ranks["alive"].all(), verdicts) == ([0, 1, 2, 3], True, ())
+    later = trace_.job(12.0)
+    told_later = digest(later.ranks.values(), later.communicators)[1]
+    _, verdicts = conclude(told_later, job.communicators, nodes, {}, past, 12.0, Thresholds())
+    assert told(verdicts) == ["non-communication hang: rank 2 on b"]

@@ -9,7 +9,7 @@ import pytest
 from monitor.daemon.ring_source import RingSource
 from monitor.records import Communicator, Kind, Operation, Phase
 from monitor.telemetry.ring import Identity, Ring
-from monitor.telemetry.ring_files import create_ring, job_directory
+from monitor.telemetry.ring_files import Sweeper, create_ring, job_directory
 
 
 @pytest.fixture
@@ -78,4 +78,15 @@ def test_phases_and_a_new_writer_are_seen(ring: Ring) -> None:
     assert reading.incarnation != first
     assert len(reading.records.records) == 2
     again.close()
+    source.close()
+
+
+def test_rings_are_read_where_those_of_the_dead_cannot_be_removed(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> list[Path]:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Sweeper, "sweep", refuse)
+    source = RingSource(job_directory("run7"))
+    operations(ring, 3)
+    assert numbers(source) == {1, 2, 3}
     source.close()
