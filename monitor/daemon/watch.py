@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-import psutil
 
 from monitor.daemon.clocks import RESTARTED_S, Clock, agreed
 from monitor.daemon.contracts import Diagnosis, JobReader, Probe, Reading
@@ -133,7 +132,6 @@ class Watch:
         self._incarnations: dict[int, str] = {}
         self._inbox, self._outbox = Inbox(), Outbox()
         self._processes: frozenset[tuple[int, str]] = frozenset()
-        self._process = psutil.Process()
         self._now_s = now_s
 
     def read(self) -> None:
@@ -162,13 +160,12 @@ class Watch:
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
-        used = self._process.cpu_times()
         self.nodes[self.node] = NodeFacts(
             self.node,
             metrics_to_json(metrics) if metrics else {},
             time.time(),
             self._now_s(),
-            used.user + used.system,
+            time.process_time(),
         )
         self._forget()
 

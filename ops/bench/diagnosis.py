@@ -1,6 +1,6 @@
 """Does the monitor find the sick rank or link: faults injected into real jobs of several processes over gloo.
 
-`python ops/bench/diagnosis.py --json [--quick] [--only NAME] [--ranks N]`. The last line is one JSON object.
+`python ops/bench/diagnosis.py --json [--quick] [--only NAME] [--ranks N] [--compute S]`. The last line is one JSON object.
 
 For every fault a job is started anew (DDP, FSDP2, or a pipeline by send and receive), each rank recorded by `monitor.attach()`. Once it has
 taken its baseline, the fault is injected, and the rings are read, aligned, diagnosed and treated by a policy that may restart and replace,
@@ -8,6 +8,8 @@ every half second as a daemon does. Each rank is a node of its own to the diagno
 a network namespace behind a switch in user space (`switched_network.py`). Judged is the first verdict after the injection: whether its
 syndrome is one that says what was injected, and its subject exactly who was injected. Collectives do not tell which link is slow or cut; there
 the job, or the group with both ends, is right. Of a link that delays, either direction is: gloo asks the receiver before it sends.
+What is made slower by a factor is the compute, `--compute` seconds of processor a step, beside which a step has some 0.03 s of its own for data,
+autograd and optimizer: of a rank's own time, the factor is that much less. Four ranks on two cores compute twice as long as they would alone.
 `seconds` and `steps` run from the injection, of a fault within a rank up to one step before it acts. `beside` are further verdicts
 within `SETTLE_S` that name somebody innocent.
 
@@ -61,7 +63,6 @@ BASELINE_STEPS = 25
 BASELINE_S = 150.0
 PATIENCE_S = 25.0
 SETTLE_S = 3.0
-COMPUTE_S = 0.020
 SICK, PEER = 1, 2
 
 Inject = Callable[["Job"], None]
@@ -86,6 +87,21 @@ class Fault:
     syndromes: Collection[Syndrome]
     culprits: Collection[tuple[str, tuple[int, ...]]]
     network: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is the same for all jobs.
+
+    Args:
+        ranks: of each.
+        disk: directory on a disk, for their checkpoints.
+        compute_s: of processor that each rank computes in a step.
+    """
+
+    ranks: int
+    disk: str
+    compute_s: float
 
 
 class Job:
@@ -173,15 +189,17 @@ class Watcher:
 
 
 @contextmanager
-def running(kind: str, ranks: int, with_network: bool, disk: str, overhead: int = 0) -> Iterator[Job]:
+def running(setup: Setup, kind: str, with_network: bool = False, overhead: int = 0) -> Iterator[Job]:
     """Run a job; it and its network are gone afterwards."""
     with ExitStack() as owned:
         directory = owned.enter_context(tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm"))
-        network = owned.enter_context(Network(ranks)) if with_network else None
+        network = owned.enter_context(Network(setup.ranks)) if with_network else None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        specification = Specification(kind, ranks, directory, disk, COMPUTE_S, port=port, overhead=overhead)
+        specification = Specification(
+            kind, setup.ranks, directory, setup.disk, setup.compute_s, port=port, overhead=overhead
+        )
         if network is not None:
             there = {"namespaces": network.namespaces, "device": DEVICE, "master": address(0)}
             specification = Specification(**{**asdict(specification), **there})
@@ -212,9 +230,9 @@ def one_of(verdicts: Collection[Verdict]) -> dict[tuple[Subject, Syndrome], Verd
     return {(one.subject, one.syndrome): one for one in verdicts}
 
 
-def attempt(fault: Fault, ranks: int, disk: str) -> dict[str, Any]:
+def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
     """Inject a fault into a job of its own."""
-    with running(fault.job, ranks, fault.network, disk) as job:
+    with running(setup, fault.job, fault.network) as job:
         watcher = job.watcher
         before: dict[tuple[Subject, Syndrome], Verdict] = {}
         deadline_s = time.monotonic() + BASELINE_S
@@ -270,11 +288,11 @@ def attempt(fault: Fault, ranks: int, disk: str) -> dict[str, Any]:
         }
 
 
-def healthy(kind: str, ranks: int, steps: int, seconds: float, disk: str, busy: bool) -> dict[str, Any]:
+def healthy(kind: str, setup: Setup, steps: int, seconds: float, busy: bool) -> dict[str, Any]:
     """Let a job train with nothing injected."""
     burners = []
     try:
-        with running(kind, ranks, False, disk) as job:
+        with running(setup, kind) as job:
             if busy:
                 burners = [
                     subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
@@ -298,9 +316,9 @@ def healthy(kind: str, ranks: int, steps: int, seconds: float, disk: str, busy: 
             burner.wait()
 
 
-def overhead(ranks: int, windows: int, disk: str) -> dict[str, Any]:
+def overhead(setup: Setup, windows: int) -> dict[str, Any]:
     """Return what recording adds to a step, by processor time and by wall time."""
-    with running("ddp", ranks, False, disk, overhead=windows) as job:
+    with running(setup, "ddp", overhead=windows) as job:
         job.wait()
         found = json.loads((Path(job.specification.directory) / "overhead.json").read_text())
     result = {}
@@ -406,8 +424,11 @@ def faults() -> list[Fault]:
 @click.option("--only", multiple=True, help="Faults whose name or job has this in it; also healthy, overhead.")
 @click.option("--ranks", default=4, help="Of each job.")
 @click.option("--repeat", default=1, help="Times that each fault is injected.")
+@click.option("--compute", default=0.06, help="Seconds of processor that each rank computes in a step.")
 @click.option("--disk", default=None, help="Directory on a real disk for the checkpoints.")
-def main(as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: int, disk: str | None) -> None:
+def main(
+    as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: int, compute: float, disk: str | None
+) -> None:
     def wanted(*names: str) -> bool:
         return not only or any(one in name for one in only for name in names)
 
@@ -421,12 +442,13 @@ def main(as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: 
     left_out: list[str] = []
     networked = is_possible()
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir=disk) as saved:
+        setup = Setup(ranks, saved, compute)
         for fault in chosen * repeat:
             if fault.network and not networked:
                 left_out.append(f"{fault.name}/{fault.job}: needs root, ip netns and /dev/net/tun")
                 continue
             try:
-                entry = attempt(fault, ranks, saved)
+                entry = attempt(fault, setup)
             finally:
                 _unthrottle()
             entries.append(entry)
@@ -438,9 +460,9 @@ def main(as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: 
         for kind in ("ddp", "fsdp", "pipeline"):
             if wanted("healthy", f"healthy/{kind}"):
                 for busy in (True,) if quick else (False, True):
-                    calm.append(healthy(kind, ranks, 1000 if quick else 3000, 60.0 if quick else 300.0, saved, busy))
+                    calm.append(healthy(kind, setup, 1000 if quick else 3000, 60.0 if quick else 300.0, busy))
                     print(json.dumps(calm[-1], indent=1), file=sys.stderr if as_json else sys.stdout, flush=True)
-        cost = overhead(ranks, 8 if quick else 30, saved) if wanted("overhead") else None
+        cost = overhead(setup, 8 if quick else 30) if wanted("overhead") else None
     result = {
         "faults": entries,
         "detected": f"{sum(one['detected'] for one in entries)}/{len(entries)}",
