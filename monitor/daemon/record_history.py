@@ -10,12 +10,12 @@ Not thread-safe; the daemon's working thread owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from monitor.records import RECORD, Communicator, JobRecords, Kind, RankRecords
+from monitor.records import RECORD, Communicator, JobRecords, Kind, RankRecords, joined
 
 _FIRST = 1
 
@@ -244,16 +244,6 @@ class History:
             },
             dict(self.communicators),
         )
-
-
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return records one after the other; numpy's own way spends its time on finding that their types agree."""
-    whole = np.empty(sum(map(len, parts)), RECORD)
-    place = 0
-    for part in parts:
-        whole[place : place + len(part)] = part
-        place += len(part)
-    return whole
 
 
 def thin(records: np.ndarray, budget: int) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from monitor.diagnosis.accounts import account
 from monitor.diagnosis.signatures import signatures
 from monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
-from monitor.records import RECORD, Communicator, Flag, Kind, Operation, Phase, RankRecords
+from monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
 
 FORGOTTEN_STEPS = 3
 
@@ -82,7 +82,7 @@ def digest(
     if not ranks:
         return memory, merge((), communicators)
     lengths = np.array([len(one.records) for one in ranks])
-    records = np.concatenate([one.records for one in ranks]) if lengths.sum() else np.zeros(0, RECORD)
+    records = joined([one.records for one in ranks])
     reading = Reading(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
     cuts = _cuts(reading, memory)
     newest_stamp = _newest_stamps(reading)

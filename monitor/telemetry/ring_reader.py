@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from monitor.errors import RingUnreadable
-from monitor.records import RECORD, Communicator
+from monitor.records import RECORD, Communicator, joined
 from monitor.telemetry.ring import (
     FINISHED,
     FIXED,
@@ -119,7 +119,7 @@ class RingReader:
 
     def last(self, count: int) -> Records:
         """Return the last `count` whole records of each lane, all by the time they began, oldest first."""
-        records = np.concatenate([self.operations.last(count), self.marks.last(count)])
+        records = joined([self.operations.last(count), self.marks.last(count)])
         return records[np.argsort(records["enqueued_s"], kind="stable")]
 
     def communicators(self) -> Mapping[int, Communicator]:

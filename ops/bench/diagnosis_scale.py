@@ -31,7 +31,7 @@ from monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # no
 from monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
 from monitor.diagnosis.tables import Digest, merge  # noqa: E402
 from monitor.diagnosis.thresholds import Thresholds  # noqa: E402
-from monitor.records import JobRecords  # noqa: E402
+from monitor.records import JobRecords, joined  # noqa: E402
 from monitor.verdicts import Syndrome, Verdict  # noqa: E402
 
 SHAPES = {1024: Shape(8, 16), 4096: Shape(8, 64), 16384: Shape(16, 128)}
@@ -169,7 +169,7 @@ def overlap(ring: list[np.ndarray], records: list[np.ndarray]) -> list[np.ndarra
     """Return rings that still hold half of what was read before."""
     if not ring:
         return records
-    return [np.concatenate([old[len(old) // 2 :], new]) for old, new in zip(ring, records, strict=True)]
+    return [joined([old[len(old) // 2 :], new]) for old, new in zip(ring, records, strict=True)]
 
 
 def wrongly(verdicts: tuple[Verdict, ...], fault: Fault, job: Simulation, step: int) -> set[str]:

@@ -13,6 +13,7 @@ import io
 import json
 import mmap
 import os
+import signal
 import struct
 import sys
 import time
@@ -29,6 +30,7 @@ if sys.path[0] == HERE:
 
 SAVE_EVERY = 5
 MICROBATCHES = 4
+_SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Ill(IntEnum):
@@ -95,7 +97,13 @@ class Specification:
         return json.dumps(asdict(self))
 
 
+def _end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def main() -> None:
+    _end_with_parent()
     specification = Specification(**json.loads(sys.argv[1]))
     os.environ.update(
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=specification.device, MASTER_ADDR=specification.master,
@@ -113,6 +121,7 @@ def main() -> None:
     for rank in range(specification.ranks):
         child = os.fork()
         if child == 0:
+            _end_with_parent()
             status = 1
             try:
                 _be(rank, specification, products)
@@ -333,7 +342,7 @@ class _SlowFile(io.FileIO):
 def _save(path: Path, work: Work) -> None:
     import torch
 
-    state = {"weights": torch.zeros(2**14)}
+    state = {"weights": torch.zeros(2**16)}
     if work.ill is Ill.SLOW_DISK:
         with _SlowFile(path, "wb") as file:
             torch.save(state, file)
