@@ -171,10 +171,14 @@ class Watch:
 
     def to_align(self) -> tuple[JobRecords, str] | None:
         """Return from what clocks can be measured, and by whose; None where there is nothing to align. The arrays are not to be written to."""
-        nodes = self._nodes_of_ranks()
+        # Groups of two generations may have the same name and ranks, and number their operations from one.
+        newest = max((kept.state.generation for kept in self._history.ranks.values()), default=0)
+        job = self._history.job()
+        ranks = {rank: one for rank, one in job.ranks.items() if self._history.ranks[rank].state.generation == newest}
+        nodes = {one.node for one in ranks.values()}
         if not 1 < len(nodes) <= self._limits.aligned_nodes:
             return None
-        return self._history.job(), self.node if self.node in nodes else min(nodes)
+        return JobRecords(ranks, job.communicators), self.node if self.node in nodes else min(nodes)
 
     def agree(self, reference: str, measured: Mapping[str, Clock]) -> Mapping[str, Clock]:
         """Return each node's clock, given what could be measured; nothing if there are no other nodes.
