@@ -25,7 +25,10 @@ def allocate(
     *,
     resize: Collection[str] = (),
 ) -> Callable[[], None]:
-    """Create the optimizer slots that a source has and a fresh optimizer still lacks; return what takes them away again.
+    """Create the optimizer slots that a source has and a fresh optimizer still lacks; return an undo for a load that fails.
+
+    The undo gives every parameter the slots that it had before, whoever added others since, as `restore_options` does: with half a
+    state the next step would fail, or begin wrongly. It does not bring back what tensors held.
 
     A slot of the parameter's shape is laid out like the parameter; another is whole on every rank. `step` is
     where torch's own optimizers keep it: on the CPU, unless the group is fused or capturable.
@@ -35,9 +38,47 @@ def allocate(
         optimizers: those whose state is empty so far.
         tensors: what the source holds.
         resize: as for `restore`.
+
+    Raises:
+        LayoutMismatch: torch has no such data type, or the model no such parameter. After this or any other error, such as one of
+            memory, the optimizers are as they were.
     """
-    names = parameter_names(model)
-    added: list[tuple[dict[Any, Any], torch.Tensor, str]] = []
+    undo = _undoing(optimizers)
+    try:
+        _allocate(parameter_names(model), optimizers, tensors, resize)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _undoing(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+    """Return what gives the optimizers' parameters back the slots that they have now, and no others."""
+    before: list[tuple[dict[Any, Any], torch.Tensor, dict[str, Any] | None]] = [
+        (optimizer.state, parameter, dict(optimizer.state[parameter]) if parameter in optimizer.state else None)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+    def undo() -> None:
+        for state, parameter, slots in before:
+            if slots is None:
+                state.pop(parameter, None)
+            else:
+                # In place: others hold these dictionaries, a `Capturer` among them.
+                state[parameter].clear()
+                state[parameter].update(slots)
+
+    return undo
+
+
+def _allocate(
+    names: Mapping[int, str],
+    optimizers: Sequence[Optimizer],
+    tensors: Mapping[str, TensorSpec],
+    resize: Collection[str],
+) -> None:
     slots: dict[str, dict[str, TensorSpec]] = {}
     for key, spec in tensors.items():
         if key.startswith("optim/"):
@@ -60,15 +101,6 @@ def allocate(
                         on_cpu = slot == "step" and not on_device
                         made = torch.zeros(spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
                     optimizer.state[parameter][slot] = made
-                    added.append((optimizer.state, parameter, slot))
-
-    def undo() -> None:
-        for state, parameter, slot in added:
-            state[parameter].pop(slot, None)
-            if not state[parameter]:
-                del state[parameter]
-
-    return undo
 
 
 def restore(

@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import checkpoint
-from checkpoint.errors import (
-    LayoutMismatch,
-)
+from checkpoint.errors import LayoutMismatch
+from checkpoint.filling import allocate
+from checkpoint.source import TensorSpec
 from tests.integration.checkpoint.tied import trained
+
+
+class Averaging(torch.optim.Optimizer):
+    """Averages gradients, and counts steps in a plain number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, average=torch.zeros_like(parameter))
+                state["step"] += 1
+                state["average"].lerp_(parameter.grad, 1 / state["step"])
+                parameter.sub_(state["average"] * group["lr"])
+
+
+def step(optimizer: torch.optim.Optimizer, *parameters: nn.Parameter) -> None:
+    """Do a step in which these parameters alone have gradients."""
+    optimizer.zero_grad()
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path: Path) -> None:
@@ -87,3 +116,42 @@ def test_a_load_that_fails_leaves_the_optimizer_as_fresh_as_it_was(tmp_path: Pat
     assert not fresh.state
     wider["embedding"].weight.grad = torch.ones(11, 7)
     fresh.step()
+
+
+@pytest.mark.parametrize("slot", ["step", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    "wrong", [TensorSpec("uint16", (2,)), TensorSpec("float32", (2**50,))], ids=["a dtype torch lacks", "out of memory"]
+)
+def test_slots_that_cannot_be_made_leave_none_of_the_others_behind(slot: str, wrong: TensorSpec) -> None:
+    model = nn.Linear(3, 2)
+    fresh = torch.optim.Adam(model.parameters())
+    tensors = {
+        f"optim/{name}/{own}": TensorSpec("float32", () if own == "step" else tuple(parameter.shape))
+        for name, parameter in model.named_parameters()
+        for own in ("step", "exp_avg", "exp_avg_sq")
+    }
+    with pytest.raises((LayoutMismatch, RuntimeError), match=r"uint16|memory"):
+        allocate(model, [fresh], {**tensors, f"optim/bias/{slot}": wrong})
+    assert not fresh.state
+    step(fresh, *model.parameters())
+
+
+@pytest.mark.parametrize("steps", [0, 7])
+def test_a_load_that_fails_after_numbers_were_restored_leaves_the_state_that_was_there(
+    tmp_path: Path, steps: int
+) -> None:
+    model = nn.ModuleDict({"first": nn.Linear(3, 2), "last": nn.Linear(2, 3)})
+    first, last = model["first"], model["last"]
+    apart = [{"params": [last.weight]}, {"params": [last.bias], "lr": 0.2}]
+    optimizer = Averaging([{"params": list(first.parameters())}, *apart])
+    step(optimizer, *model.parameters())
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
+    # The second group does not fit; by then the first one's numbers are in place.
+    begun = Averaging([{"params": list(first.parameters())}, {"params": list(last.parameters())}])
+    for _ in range(steps):
+        step(begun, first.weight)
+    with pytest.raises(LayoutMismatch, match="different options"):
+        checkpoint.load(str(tmp_path), {"model": model, "optimizer": begun})
+    left = {name: begun.state[own] for name, own in model.named_parameters() if own in begun.state}
+    assert {name: slots["step"] for name, slots in left.items()} == ({"first.weight": steps} if steps else {})
+    step(begun, *model.parameters())
