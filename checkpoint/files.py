@@ -47,7 +47,7 @@ class FileStorage:
     url: str
     root: Path
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
         with self._explained(f"read {name}"):
             return (self.root / name).read_bytes()

@@ -112,14 +112,15 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
     target = open_storage(url)
     directory = source.stored.directory
     manifest = source.manifest.encode()
-    if target.exists(f"{directory}/{MANIFEST}") and target.read(f"{directory}/{MANIFEST}") != manifest:
+    committed = f"{directory}/{MANIFEST}"
+    if target.exists(committed) and target.read(committed, len(manifest)) != manifest:
         raise CheckpointExists(
             f"{url}: {directory} is there already, with other content, and is never overwritten; copy to another URL"
         )
     target.delete(f"{directory}/{REMOVED}")  # For the same reason as in `write_part`.
 
     def data(item: DataObject) -> str:
-        content = source.storage.read(f"{directory}/{item.name}")
+        content = source.storage.read(f"{directory}/{item.name}", item.nbytes)
         check_object(source, item, content)
         target.write(f"{directory}/{item.name}", [content])
         report(len(content))
@@ -138,7 +139,7 @@ def copy(source: StoredCheckpoint, url: str, report: Callable[[int], None] = lam
             target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
             names.append(name)
     target.settle([f"{directory}/{name}" for name in names])
-    target.create(f"{directory}/{MANIFEST}", manifest)
+    target.create(committed, manifest)
     return source.stored
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,15 @@ from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissi
 # Some 20 seconds in all. The default of 32 retries would let a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
 
-# A request that has got no answer for this long, and as long again as its bytes would take on a slow line, is sent again.
+# A request that has got no answer for this long, and for as long again as its bytes take at a slow line's rate, is sent again.
 _PATIENCE_S = 60.0
-_SLOWEST_BYTES_PER_S = 2**20
-_ATTEMPTS = 3
+# For each request: those of a rank that are under way together, and those of all ranks, share a line.
+_SLOW_BYTES_PER_S = 2**18
+# How many times as slow the line may be, attempt by attempt. So a dead connection is noticed after minutes, yet a line on which 64 MiB
+# take half an hour does not end a save, though what is sent again takes its share of it.
+_TIMES_AS_SLOW = (1, 4, 16)
 # What is many requests in one may take as long as so many bytes.
-_MANY_NBYTES = 2**30
+_MANY_NBYTES = 2**26
 
 _MEMORY = tensorstore.Context()
 """One process's memory: every storage of one memory:// URL sees the same objects."""
@@ -27,15 +31,18 @@ _MEMORY = tensorstore.Context()
 
 @dataclass(frozen=True, slots=True)
 class ObjectStorage:
-    """A `Storage` over a TensorStore key-value store. A request is sent anew if it stalls for `patience_s` seconds and more."""
+    """A `Storage` over a TensorStore key-value store.
+
+    A request that has got no answer for `patience_s` seconds, longer if it carries many bytes, is sent anew; the first answer counts.
+    """
 
     url: str
     store: Any
     patience_s: float = _PATIENCE_S
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
-        result = self._do(f"read {name}", lambda: self.store.read(name))
+        result = self._do(f"read {name}", lambda: self.store.read(name), nbytes)
         if result.state != "value":
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         return bytes(result.value)
@@ -83,7 +90,7 @@ class ObjectStorage:
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
-        found = self._do(f"read {name}", lambda: self.store.read(name))
+        found = self._do(f"read {name}", lambda: self.store.read(name), len(data))
         if found.state != "value":
             # The stamp of an absent object is the condition that it is absent. An empty one would be no
             # condition at all.
@@ -91,7 +98,7 @@ class ObjectStorage:
             written = self._do(f"create {name}", lambda: self.store.write(name, data, if_equal=absent), len(data))
             if written.generation:
                 return
-        if self.read(name) != data:
+        if self.read(name, len(data)) != data:
             raise CheckpointExists(f"{self.url}: {name} exists already; committed steps are never overwritten")
 
     def exists(self, name: str) -> bool:
@@ -129,15 +136,27 @@ class ObjectStorage:
             raise self._explained(what, error) from error
 
     def _wait(self, start: Callable[[], Any], nbytes: int) -> Any:
-        """Start a request and return its result; a stalled one is given up and started again. All of them may be done twice."""
-        patience_s = self.patience_s + nbytes / _SLOWEST_BYTES_PER_S
-        for _ in range(_ATTEMPTS):
-            future = start()
-            try:
-                return future.result(timeout=patience_s)
-            except TimeoutError:
+        """Start a request and return its result; start it again while there is none. All of them may be done twice.
+
+        TensorStore tells nothing of a request's progress, so one that is slow looks like one that stalls. Nor can a transfer be broken
+        off: it would go on beside the next one, unheard. So whichever is answered first counts.
+        """
+        limits_s = [self.patience_s + nbytes / _SLOW_BYTES_PER_S * times for times in _TIMES_AS_SLOW]
+        answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        futures = []
+        try:
+            for limit_s in limits_s:
+                futures.append(start())
+                futures[-1].add_done_callback(answered.put)
+                try:
+                    return answered.get(timeout=limit_s).result()
+                except queue.Empty:
+                    continue
+        finally:
+            # It stops their retries at least.
+            for future in futures:
                 future.cancel()
-        raise TimeoutError(f"{_ATTEMPTS} requests got no answer within {patience_s:.0f} s each")
+        raise TimeoutError(f"{len(limits_s)} requests got no answer within {sum(limits_s):.0f} s")
 
     def _explained(self, what: str, error: Exception) -> CheckpointError:
         return CheckpointError(

@@ -279,7 +279,7 @@ def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str)
     if entry is None:
         raise CheckpointDamaged(f"{where} is not in the manifest; load an older step")
     try:
-        data = storage.read(f"{step.directory}/{name}")
+        data = storage.read(f"{step.directory}/{name}", entry.nbytes)
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is gone; load an older step") from None
     if len(data) != entry.nbytes:

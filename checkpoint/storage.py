@@ -24,8 +24,12 @@ class Storage(Protocol):
         """The URL, for messages."""
         ...
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, nbytes: int = 0) -> bytes:
         """Return an object's bytes.
+
+        Args:
+            name: which one.
+            nbytes: how many there are, as far as the caller knows: many are given more time.
 
         Raises:
             CheckpointMissing: there is no such object.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,22 @@ class ResumedStorage:
         names = self.storage.names()
         self.storage.delete(MARK)
         return names
+
+
+class ToldStorage:
+    """A storage that notes how many bytes each read was said to bring, and how many it brought."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.reads: dict[str, tuple[int, int]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def read(self, name: str, nbytes: int = 0) -> bytes:
+        data = self.storage.read(name)
+        self.reads[name] = (nbytes, len(data))
+        return data
 
 
 @pytest.fixture
@@ -101,3 +118,12 @@ def test_a_mark_that_was_cut_short_is_made_anew(url: str, mark: bytes) -> None:
     assert collect(url, now=NOW_S) == ()
     assert collect(url, now=NOW_S + GRACE_S) == (STEP.directory,)
     assert open_storage(url).names() == []
+
+
+def test_a_copy_says_how_much_each_read_brings_so_that_a_slow_one_is_given_the_time() -> None:
+    urls = [f"memory://{uuid.uuid4().hex}" for _ in range(2)]
+    checkpoint.save(urls[0], {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
+    told = ToldStorage(open_storage(urls[0]))
+    copy(replace(StoredCheckpoint.open(urls[0]), storage=told), urls[1])
+    assert len(told.reads) >= 5
+    assert all(said == had for said, had in told.reads.values()), told.reads

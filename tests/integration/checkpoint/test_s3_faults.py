@@ -30,11 +30,13 @@ class Faults:
         self.seen = itertools.count(1)
         self.done = 0
         self.lock = threading.Lock()
+        self.again = threading.Event()
         self.ended = threading.Event()
 
     def set(self, kind: str, every: int = 1, limit: int = 10**9) -> None:
         self.kind, self.every, self.limit, self.done = kind, every, limit, 0
         self.seen = itertools.count(1)
+        self.again.clear()
 
     def strikes(self) -> bool:
         with self.lock:
@@ -62,6 +64,14 @@ class Proxy(BaseHTTPRequestHandler):
             self.faults.ended.wait()
             self.close_connection = True
             return
+        if strikes and self.faults.kind == "slow":
+            # The first takes until it has been sent again; what is sent again gets no answer at all.
+            if self.faults.done > 1:
+                self.faults.again.set()
+                self.faults.ended.wait()
+                self.close_connection = True
+                return
+            self.faults.again.wait()
         connection = http.client.HTTPConnection(*self.upstream, timeout=30)
         connection.request(self.command, self.path, body, dict(self.headers))
         response = connection.getresponse()
@@ -154,8 +164,32 @@ def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3:
     assert storage.names() == ["b"]
     assert storage.read("b") == data
     Proxy.faults.set("stall")
-    with pytest.raises(CheckpointError, match="could not read b: 3 requests got no answer within 1 s each"):
+    with pytest.raises(CheckpointError, match="could not read b: 3 requests got no answer within 3 s"):
         storage.read("b")
+
+
+def test_a_request_that_is_only_slow_is_answered_though_it_was_sent_again(s3: str) -> None:
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    assert isinstance(storage, ObjectStorage)
+    storage = replace(storage, patience_s=1.0)
+    for act in (lambda: storage.write("a", [b"onetwo"]), lambda: storage.read("a")):
+        Proxy.faults.set("slow")
+        act()
+        assert Proxy.faults.done >= 2
+    Proxy.faults.set("none")
+    assert storage.read("a") == b"onetwo"
+
+
+def test_many_bytes_are_given_more_time_with_every_attempt(s3: str) -> None:
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    assert isinstance(storage, ObjectStorage)
+    storage = replace(storage, patience_s=0.1)
+    Proxy.faults.set("stall")
+    # 1/8 s at the rate that is assumed, 4/8 s, 16/8 s, and 0.1 s each.
+    with pytest.raises(CheckpointError, match="could not read a: 3 requests got no answer within 3 s"):
+        storage.read("a", nbytes=2**15)
+    with pytest.raises(CheckpointError, match="could not write a: 3 requests got no answer within 3 s"):
+        storage.write("a", [bytes(2**15)])
 
 
 def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(s3: str) -> None:

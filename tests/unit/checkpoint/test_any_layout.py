@@ -42,7 +42,7 @@ class DictStorage:
     url: str = "dict://"
     objects: dict[str, bytes] = field(default_factory=dict)
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, nbytes: int = 0) -> bytes:
         if name not in self.objects:
             raise CheckpointMissing(name)
         return self.objects[name]
