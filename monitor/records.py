@@ -101,16 +101,6 @@ class Flag(IntEnum):
     """Nobody could tell when it ended: `ended_s` is only when it was last heard of."""
 
 
-def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return records one after the other; numpy's own way spends its time on finding that their types agree."""
-    whole = np.empty(sum(map(len, parts)), RECORD)
-    place = 0
-    for part in parts:
-        whole[place : place + len(part)] = part
-        place += len(part)
-    return whole
-
-
 @dataclass(frozen=True, slots=True)
 class Communicator:
     """A process group: `identity` is what records call it; the same on all its ranks, for it follows from name and ranks."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from monitor.records import RECORD, Communicator, JobRecords, Kind, RankRecords, joined
+from monitor.records import RECORD, Communicator, JobRecords, Kind, RankRecords
+from monitor.rows import as_bytes, joined
 
 _FIRST = 1
 
@@ -96,14 +97,14 @@ class _Lane:
         known = np.zeros(len(fresh), bool)
         inside = place < len(kept)
         known[inside] = kept[place[inside]] == stamps[inside]
-        at, newer = begin + place[known], fresh[known]
-        older = self._records[at]
+        at, newer = begin + place[known], fresh.compress(known)
+        older = self._records.take(at)
         # What has ended has its final start too. An end may still move later, never back.
         differs = (newer["ended_s"] > older["ended_s"]) | (newer["started_s"] != older["started_s"])
-        at, newer, before = at[differs], newer[differs], older["ended_s"][differs]
-        self._records[at] = newer
+        at, newer, before = at[differs], newer.compress(differs), older["ended_s"][differs]
+        as_bytes(self._records)[at] = as_bytes(newer)
         self._changed[at] = number
-        added = fresh[~known]
+        added = fresh.compress(~known)
         if len(added):
             is_later = begin == end or added["stamp"][0] > self._stamps[end - 1]
             self._append(added[-self._capacity :], number)
@@ -114,11 +115,12 @@ class _Lane:
     def _append(self, added: np.ndarray, number: int) -> None:
         if self._end + len(added) > len(self._records):
             begin, count = self._begin, self._end - self._begin
-            for buffer in (self._records, self._stamps, self._changed):
+            for buffer in (as_bytes(self._records), self._stamps, self._changed):
                 buffer[:count] = buffer[begin : self._end]
             self._end = count
         place = slice(self._end, self._end + len(added))
-        self._records[place], self._stamps[place], self._changed[place] = added, added["stamp"], number
+        as_bytes(self._records)[place] = as_bytes(added)
+        self._stamps[place], self._changed[place] = added["stamp"], number
         self._end += len(added)
 
     def _sort(self) -> None:
@@ -141,16 +143,16 @@ class RankHistory:
         """All of them, by the time they began. Not to be written to."""
         if self._sorted is None:
             both = joined([self._operations.records, self._marks.records])
-            self._sorted = both[np.argsort(both["enqueued_s"], kind="stable")]
+            self._sorted = both.take(np.argsort(both["enqueued_s"], kind="stable"))
         return self._sorted
 
     def merge(self, fresh: np.ndarray, number: int) -> Changed:
         """Take in records, all or only some of those in the ring; return those that are new or have changed."""
         operation = fresh["kind"] == Kind.OPERATION
         parts = []
-        for lane, mine in ((self._operations, fresh[operation]), (self._marks, fresh[~operation])):
+        for lane, mine in ((self._operations, fresh.compress(operation)), (self._marks, fresh.compress(~operation))):
             if len(mine) > 1 and not (mine["stamp"][:-1] < mine["stamp"][1:]).all():
-                mine = mine[np.unique(mine["stamp"], return_index=True)[1]]
+                mine = mine.take(np.unique(mine["stamp"], return_index=True)[1])
             parts.append(lane.merge(mine, number))
         changed = Changed(
             joined([part.records for part in parts]), np.concatenate([part.ended_before_s for part in parts])
@@ -161,14 +163,14 @@ class RankHistory:
 
     def since(self, number: int) -> np.ndarray:
         """Return the records that changed after reading `number`."""
-        return joined([lane.records[lane.changed > number] for lane in (self._operations, self._marks)])
+        return joined([lane.records.compress(lane.changed > number) for lane in (self._operations, self._marks)])
 
     def since_and_open(self, number: int) -> np.ndarray:
         """Return the records that changed after reading `number`, and those of what is under way, by the time they began."""
         lanes = (self._operations, self._marks)
-        parts = [lane.records[(lane.changed > number) | (lane.records["ended_s"] == 0)] for lane in lanes]
+        parts = [lane.records.compress((lane.changed > number) | (lane.records["ended_s"] == 0)) for lane in lanes]
         both = joined(parts)
-        return both[np.argsort(both["enqueued_s"], kind="stable")]
+        return both.take(np.argsort(both["enqueued_s"], kind="stable"))
 
 
 class History:

@@ -19,6 +19,7 @@ import numpy as np
 from monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
 from monitor.diagnosis.tables import COLLECTIVE, LATECOMER, MESSAGE, STEP, TRANSFER
 from monitor.records import Communicator, Flag, Operation, Phase
+from monitor.rows import joined
 
 _PHASE_COLUMNS = {
     Phase.DATA_WAIT: "data_s",
@@ -76,26 +77,27 @@ def account(
     chosen = np.flatnonzero(over & (arrived_s > cuts["cut_s"][owner]) & (arrived_s <= following_s[owner]))
     chosen = chosen[np.lexsort((arrived_s[chosen], owner[chosen]))]
     chosen_owner = owner[chosen]
-    accounted, first_s = _own_times(cuts, operations[chosen], chosen_owner, arrived_s[chosen])
-    accounted["role"] = _roles(operations[chosen], communicators)
+    operations, arrived_s = operations.take(chosen), arrived_s[chosen]
+    accounted, first_s = _own_times(cuts, operations, chosen_owner, arrived_s)
+    accounted["role"] = _roles(operations, communicators)
     since_s = np.where(np.isneginf(cuts["cut_s"]), first_s, cuts["cut_s"])
-    spent = _phases(phases, phase_owner, since_s, following_s, operations[chosen], chosen_owner, arrived_s[chosen])
+    spent = _phases(phases, phase_owner, since_s, following_s, operations, chosen_owner, arrived_s)
     for rows, whose in ((accounted, chosen_owner), (spent[0], spent[1])):
         rows["rank"] = cuts["rank"][whose]
         rows["ended_s"] += offsets_s[whose]
     cuts["cut_s"] = following_s
 
-    sums = _sum_by_step(np.concatenate([partial, accounted, spent[0]]))
+    sums = _sum_by_step(joined([partial, accounted, spent[0]]))
     at = np.searchsorted(cuts["rank"], sums["rank"])
     newest_step = np.zeros(len(cuts), np.uint32)
     np.maximum.at(newest_step, at, np.where(sums["duration_s"] > 0, sums["step"], 0))
     done = sums["step"] < newest_step[at]
     whole = done & (sums["step"] > cuts["skip_step"][at]) & (sums["step"] > 0)
-    collectives = _collectives(cuts, operations[chosen], chosen_owner, arrived_s[chosen])
-    messages = _messages(cuts, operations[chosen], chosen_owner, arrived_s[chosen], offsets_s)
+    collectives = _collectives(cuts, operations, chosen_owner, arrived_s)
+    messages = _messages(cuts, operations, chosen_owner, arrived_s, offsets_s)
     return Accounts(
-        steps=sums[whole],
-        partial=sums[~done],
+        steps=sums.compress(whole),
+        partial=sums.compress(~done),
         collectives=collectives,
         messages=messages,
         transfers=np.zeros(0, TRANSFER),
@@ -167,7 +169,7 @@ def _phases(
     ended_s = phases["ended_s"]
     counted = (ended_s > since_s[phase_owner]) & (ended_s <= until_s[phase_owner])
     counted &= np.isin(phases["code"], tuple(_PHASE_COLUMNS))
-    phases, phase_owner = phases[counted], phase_owner[counted]
+    phases, phase_owner = phases.compress(counted), phase_owner[counted]
     rows = np.zeros(len(phases), STEP)
     rows["step"] = np.where(phases["number"] > 0, phases["number"], phases["step"])
     rows["ended_s"] = -np.inf
@@ -193,10 +195,10 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
     """Make one row of all rows of a rank's step."""
     if not len(rows):
         return rows
-    rows = rows[np.lexsort((rows["step"], rows["rank"]))]
+    rows = rows.take(np.lexsort((rows["step"], rows["rank"])))
     changed = (rows["rank"][1:] != rows["rank"][:-1]) | (rows["step"][1:] != rows["step"][:-1])
     starts = np.flatnonzero(np.concatenate([[True], changed]))
-    sums: np.ndarray = rows[starts]
+    sums: np.ndarray = rows.take(starts)
     for name in ("role", "own_s", "duration_s", "data_s", "checkpoint_s", "garbage_s"):
         sums[name] = np.add.reduceat(rows[name], starts)
     sums["ended_s"] = np.maximum.reduceat(rows["ended_s"], starts)
@@ -206,7 +208,7 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
 def _collectives(cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray) -> np.ndarray:
     is_collective = ~np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
     is_collective &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = operations[is_collective], owner[is_collective], arrived_s[is_collective]
+    operations, owner, arrived_s = operations.compress(is_collective), owner[is_collective], arrived_s[is_collective]
     rows = np.zeros(len(operations), COLLECTIVE)
     for name in ("communicator", "number", "step"):
         rows[name] = operations[name]
@@ -225,7 +227,7 @@ def _messages(
 ) -> np.ndarray:
     is_message = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE)) & (operations["peer"] >= 0)
     is_message &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = operations[is_message], owner[is_message], arrived_s[is_message]
+    operations, owner, arrived_s = operations.compress(is_message), owner[is_message], arrived_s[is_message]
     rows = np.zeros(len(operations), MESSAGE)
     receives = operations["code"] == Operation.RECEIVE
     rank = cuts["rank"][owner]

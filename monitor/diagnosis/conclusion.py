@@ -28,6 +28,7 @@ from monitor.diagnosis.tables import FRONTIER, RANK, Digest
 from monitor.diagnosis.thresholds import Thresholds
 from monitor.diagnosis.transfers import Fabric, find_slow_transfers
 from monitor.records import Communicator, JobRecords
+from monitor.rows import joined
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _SEEN = np.dtype([("rank", "<i4"), ("read_at_s", "<f8"), ("changed_s", "<f8"), ("failed", "<u4"), ("failed_s", "<f8")])
@@ -139,16 +140,16 @@ def conclude(
 
 def _latest(old: np.ndarray, new: np.ndarray, told: np.ndarray) -> np.ndarray:
     """Return the rows of the ranks told anew, and of the others as they were."""
-    rows = np.concatenate([old[~np.isin(old["rank"], told)], new])
-    latest: np.ndarray = rows[np.argsort(rows["rank"], kind="stable")]
+    rows = joined([old.compress(~np.isin(old["rank"], told)), new])
+    latest: np.ndarray = rows.take(np.argsort(rows["rank"], kind="stable"))
     return latest
 
 
 def _one_each(ranks: np.ndarray) -> np.ndarray:
     """Return one row of each rank, of a living process if there is one: a rank that moved may be told of by both nodes once."""
-    ranks = ranks[np.lexsort((~ranks["alive"], ranks["rank"]))]
+    ranks = ranks.take(np.lexsort((~ranks["alive"], ranks["rank"])))
     _, first = np.unique(ranks["rank"], return_index=True)
-    one_each: np.ndarray = ranks[first]
+    one_each: np.ndarray = ranks.take(first)
     return one_each
 
 

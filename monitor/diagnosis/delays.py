@@ -57,7 +57,7 @@ def message_delays(
         clock_error_s: how far each rank's clock may be off the job's; infinite if it was not aligned.
         nodes: each rank's node.
     """
-    both = messages[messages["sides"] == 3]
+    both = messages.compress(messages["sides"] == 3)
     if not len(both):
         return link_keys(both["sender"], both["receiver"], both["size_class"]), both["shortest_s"]
     error_s = np.zeros(len(both))

@@ -18,7 +18,8 @@ import numpy as np
 from monitor.diagnosis.accounts import account
 from monitor.diagnosis.signatures import signatures
 from monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
-from monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
+from monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords
+from monitor.rows import joined
 
 FORGOTTEN_STEPS = 3
 
@@ -90,10 +91,11 @@ def digest(
     records = reading.records
 
     is_operation = records["kind"] == Kind.OPERATION
-    operations, operation_owner = _newest(records[is_operation], reading.owner[is_operation])
+    operations, operation_owner = _newest(records.compress(is_operation), reading.owner[is_operation])
     frontiers, is_open = _frontiers(reading, operations, operation_owner, memory.frontiers)
-    phases = records["kind"] == Kind.PHASE
-    rows = _ranks(reading, operations, operation_owner, records[phases], reading.owner[phases], cuts)
+    is_phase = records["kind"] == Kind.PHASE
+    phases, phase_owner = records.compress(is_phase), reading.owner[is_phase]
+    rows = _ranks(reading, operations, operation_owner, phases, phase_owner, cuts)
     for name in ("marks_steps", "moved_s", "step"):
         cuts[name] = rows[name]
 
@@ -104,8 +106,8 @@ def digest(
         operations=operations,
         owner=operation_owner,
         is_open=is_open,
-        phases=records[phases],
-        phase_owner=reading.owner[phases],
+        phases=phases,
+        phase_owner=phase_owner,
         offsets_s=rows["offset_s"],
         communicators=communicators,
     )
@@ -116,9 +118,9 @@ def digest(
     kept_steps = memory.steps[~np.isin(memory.steps["rank"], told_ranks)]
     kept_frontiers = memory.frontiers[~np.isin(memory.frontiers["rank"], told_ranks)]
     following = Memory(
-        np.concatenate([kept, cuts]),
-        np.concatenate([kept_frontiers, frontiers]),
-        np.concatenate([kept_steps, accounts.partial]),
+        joined([kept, cuts]),
+        joined([kept_frontiers, frontiers]),
+        joined([kept_steps, accounts.partial]),
     )
     told_digest = Digest(
         ranks=rows,
@@ -173,7 +175,7 @@ def _unread(reading: Reading, cuts: np.ndarray) -> Reading:
     ended_s = records["ended_s"]
     keep = (ended_s <= 0) | (ended_s > cuts["cut_s"][owner])
     keep &= (records["kind"] != Kind.MEASURE) | (records["stamp"] > cuts["measured"][owner])
-    return Reading(reading.ranks, records[keep], owner[keep])
+    return Reading(reading.ranks, records.compress(keep), owner[keep])
 
 
 def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,10 +184,10 @@ def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.n
         return operations, owner
     channel = _channel(operations, owner)
     order = np.lexsort((operations["ended_s"], operations["number"], channel))
-    operations, owner, channel = operations[order], owner[order], channel[order]
+    operations, owner, channel = operations.take(order), owner[order], channel[order]
     last = np.ones(len(operations), bool)
     last[:-1] = (channel[1:] != channel[:-1]) | (operations["number"][1:] != operations["number"][:-1])
-    return operations[last], owner[last]
+    return operations.compress(last), owner[last]
 
 
 def _channel(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
@@ -210,14 +212,14 @@ def _frontiers(
         channel = _channel(operations, owner)
         starts = np.flatnonzero(np.concatenate([[True], channel[1:] != channel[:-1]]))
         index = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(channel))))
-        first = operations[starts]
+        first = operations.take(starts)
         code = first["code"]
         rows = np.zeros(len(starts), FRONTIER)
         rows["rank"] = ranks[owner[starts]]
         rows["communicator"] = first["communicator"]
         rows["direction"] = np.where((code == Operation.SEND) | (code == Operation.RECEIVE), code, 0)
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
-    old = remembered[np.isin(remembered["rank"], ranks)]
+    old = remembered.compress(np.isin(remembered["rank"], ranks))
     same, at = _find(rows, old)
     rows["history"][same] = old["history"][at[same]]
     if len(operations):
@@ -233,20 +235,20 @@ def _frontiers(
         candidates = np.where(is_open, np.arange(len(operations)), len(operations))
         lowest = np.minimum.reduceat(candidates, starts)
         has_open = lowest < len(operations)
-        opened = operations[lowest[has_open]]
+        opened = operations.take(lowest[has_open])
         rows["open"][has_open] = opened["number"]
         rows["open_nbytes"][has_open] = opened["nbytes"]
         rows["open_s"][has_open] = opened["enqueued_s"]
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
         recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (rows["direction"][index] == 0)
         slots = (numbers % np.uint64(HISTORY)).astype(np.int64)
-        rows["history"][index[recent], slots[recent]] = signatures(operations[recent])
+        rows["history"][index[recent], slots[recent]] = signatures(operations.compress(recent))
     # A channel of which nothing new was read is as far as it was, and has nothing under way.
     others = np.ones(len(old), bool)
     others[at[same]] = False
     quiet = old[others]
     quiet["open"] = 0
-    return np.concatenate([rows, quiet]), is_open
+    return joined([rows, quiet]), is_open
 
 
 def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -254,7 +256,7 @@ def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     found, at = np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
     if not len(rows) or not len(others):
         return found, at
-    both = np.concatenate([rows, others])
+    both = joined([rows, others])
     _, communicator = np.unique(both["communicator"], return_inverse=True)
     # 20 bits of ranks, 17 of communicators, 2 of direction (SEND and RECEIVE differ in their lowest bits), 24 of peers.
     keys = (both["rank"].astype(np.int64) << 17 | communicator) << 2 | (both["direction"].astype(np.int64) & 3)
@@ -287,22 +289,23 @@ def _ranks(
     np.add.at(rows["failed"], owner, ((operations["flags"] & Flag.FAILED) > 0).astype(np.uint32))
     # Garbage is collected in endless loops of user code as well: it is no sign of progress.
     telling = phases["code"] != Phase.GARBAGE_COLLECTION
-    spoken, spoken_owner = phases[telling], phase_owner[telling]
+    spoken, spoken_owner = phases.compress(telling), phase_owner[telling]
     for name in ("enqueued_s", "ended_s"):
         np.maximum.at(moved, spoken_owner, np.where(spoken[name] > 0, spoken[name], -np.inf))
     np.maximum.at(rows["step"], spoken_owner, spoken["step"])
     # A phase that was left by an exception never ends; only the newest of its kind can be under way.
     is_step = spoken["code"] == Phase.STEP
-    steps, others = spoken[is_step], spoken[~is_step]
+    steps, others = spoken.compress(is_step), spoken.compress(~is_step)
     rows["marks_steps"][spoken_owner[is_step]] = True
     whose, newest = _newest_begun(steps, spoken_owner[is_step])
     rows["in_step"][whose] = steps["ended_s"][newest] <= 0
-    received = operations["code"] == Operation.RECEIVE
-    whose, newest = _newest_begun(operations[received], owner[received])
-    later = operations[received]["enqueued_s"][newest] > cuts["received_s"][whose]
+    is_receive = operations["code"] == Operation.RECEIVE
+    received = operations.compress(is_receive)
+    whose, newest = _newest_begun(received, owner[is_receive])
+    later = received["enqueued_s"][newest] > cuts["received_s"][whose]
     whose, newest = whose[later], newest[later]
-    cuts["received_s"][whose] = operations[received]["enqueued_s"][newest]
-    cuts["received_of"][whose] = operations[received]["peer"][newest]
+    for name, told in (("received_s", "enqueued_s"), ("received_of", "peer")):
+        cuts[name][whose] = received[told][newest]
     ended = steps["ended_s"] > 0
     np.maximum.at(cuts["stepped_s"], spoken_owner[is_step][ended], steps["ended_s"][ended])
     since = np.isfinite(cuts["stepped_s"]) & (cuts["received_s"] > cuts["stepped_s"])
@@ -328,7 +331,7 @@ def _measures(reading: Reading, cuts: np.ndarray) -> np.ndarray:
     """Return the measures not yet told; the newest told one is noted in `cuts`."""
     at = np.flatnonzero(reading.records["kind"] == Kind.MEASURE)
     at = at[reading.records["stamp"][at] > cuts["measured"][reading.owner[at]]]
-    records, owner = reading.records[at], reading.owner[at]
+    records, owner = reading.records.take(at), reading.owner[at]
     rows = np.zeros(len(records), MEASURE)
     rows["rank"] = reading.column("rank")[owner]
     rows["step"] = np.where(records["step"] > 0, records["step"], records["number"])

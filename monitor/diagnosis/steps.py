@@ -19,6 +19,7 @@ from monitor.diagnosis.tables import COLLECTIVE, EMPTY, LATECOMER, MESSAGE, STEP
 from monitor.diagnosis.thresholds import SlowThresholds
 from monitor.diagnosis.transfers import transfer_keys
 from monitor.records import Communicator
+from monitor.rows import joined
 
 _LATE_S = 6.0
 """How much later than the first rank's news of a step the last one's may come: three levels of daemons, each of which asks once a second
@@ -104,7 +105,7 @@ def collect(
     step_s = float(np.median(pending.steps["duration_s"])) if steps else 0.0
     late = max(_LATE_STEPS, _LATE_S / max(step_s, 1e-9))
     for step in steps:
-        rows = pending.steps[pending.steps["step"] == step]
+        rows = pending.steps.compress(pending.steps["step"] == step)
         heard = pending.steps["rank"][pending.steps["step"] >= step]
         if not np.isin(expected, heard).all() and steps[-1] < step + late:
             break
@@ -124,20 +125,20 @@ def _push(
     length: int,
 ) -> Window:
     pending = window.pending
-    messages = pending.messages[pending.messages["step"] == step]
+    messages = pending.messages.compress(pending.messages["step"] == step)
     sent, took_s = message_delays(messages, clock_error_s, nodes)
     links, delays_s, link_counts = median_delays(sent, took_s)
-    transfers = pending.transfers[pending.transfers["step"] == step]
+    transfers = pending.transfers.compress(pending.transfers["step"] == step)
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
     saved = rows[rows["checkpoint_s"] > 0]
-    kept = np.concatenate([window.rows, rows])
-    kept = kept[np.isin(kept["step"], own.steps) & np.isin(kept["rank"], own.keys)]
-    latecomers = np.concatenate([window.latecomers, pending.latecomers[pending.latecomers["step"] == step]])
+    kept = joined([window.rows, rows])
+    kept = kept.compress(np.isin(kept["step"], own.steps) & np.isin(kept["rank"], own.keys))
+    latecomers = joined([window.latecomers, pending.latecomers.compress(pending.latecomers["step"] == step)])
     return replace(
         window,
         rows=kept,
-        latecomers=latecomers[np.isin(latecomers["step"], own.steps)],
+        latecomers=latecomers.compress(np.isin(latecomers["step"], own.steps)),
         own=own,
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
@@ -165,7 +166,7 @@ def _later(pending: Digest, newest: int) -> Digest:
 
     def later(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
         assert rows.dtype == dtype
-        kept: np.ndarray = rows[rows["step"] > newest]
+        kept: np.ndarray = rows.compress(rows["step"] > newest)
         return kept
 
     return replace(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from monitor.records import Communicator
+from monitor.rows import joined
 
 RANK = np.dtype(
     [
@@ -149,7 +150,7 @@ EMPTY = Digest(
 def merge(digests: Iterable[Digest], communicators: Mapping[int, Communicator]) -> Digest:
     """Return the digest of all ranks of some digests of distinct ranks. Linear, but for sorting, in their rows."""
     parts = list(digests) or [EMPTY]
-    collectives = fold_collectives(np.concatenate([part.collectives for part in parts]))
+    collectives = fold_collectives(joined([part.collectives for part in parts]))
     whole, partial = split_whole(collectives, communicators)
     differing = whole[whole["lowest"] != whole["highest"]]
     return Digest(
@@ -157,11 +158,11 @@ def merge(digests: Iterable[Digest], communicators: Mapping[int, Communicator]) 
         frontiers=_sorted(parts, "frontiers", "peer", "direction", "communicator", "rank"),
         steps=_sorted(parts, "steps", "rank", "step"),
         collectives=partial,
-        transfers=_fold_transfers(np.concatenate([*(part.transfers for part in parts), transfers_of(whole)])),
-        latecomers=_fold_latecomers(np.concatenate([*(part.latecomers for part in parts), latecomers_of(whole)])),
-        messages=fold_messages(np.concatenate([part.messages for part in parts])),
+        transfers=_fold_transfers(joined([*(part.transfers for part in parts), transfers_of(whole)])),
+        latecomers=_fold_latecomers(joined([*(part.latecomers for part in parts), latecomers_of(whole)])),
+        messages=fold_messages(joined([part.messages for part in parts])),
         measures=_sorted(parts, "measures", "rank", "communicator", "code", "step"),
-        mismatches=np.concatenate([*(part.mismatches for part in parts), differing]),
+        mismatches=joined([*(part.mismatches for part in parts), differing]),
     )
 
 
@@ -170,9 +171,9 @@ def fold_collectives(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
     # The last sort key is the first that counts; by duration within a collective, so that its first row is the last to arrive.
-    rows = rows[np.lexsort((rows["last"], rows["shortest_s"], rows["number"], rows["communicator"]))]
+    rows = rows.take(np.lexsort((rows["last"], rows["shortest_s"], rows["number"], rows["communicator"])))
     starts = _starts(rows["communicator"], rows["number"])
-    folded: np.ndarray = rows[starts]
+    folded: np.ndarray = rows.take(starts)
     folded["arrived"] = np.add.reduceat(rows["arrived"], starts)
     folded["step"] = np.maximum.reduceat(rows["step"], starts)
     folded["size_class"] = np.maximum.reduceat(rows["size_class"], starts)
@@ -191,12 +192,12 @@ def split_whole(rows: np.ndarray, communicators: Mapping[int, Communicator]) -> 
     distinct, index = np.unique(rows["communicator"], return_inverse=True)
     sizes = np.array([_size(communicators, int(identity)) for identity in distinct], np.int64)
     whole = rows["arrived"] >= sizes[index] if len(rows) else np.zeros(0, bool)
-    return rows[whole], rows[~whole]
+    return rows.compress(whole), rows.compress(~whole)
 
 
 def transfers_of(whole: np.ndarray) -> np.ndarray:
     """Return the transfers, not yet summed, of collectives of which all ranks have told."""
-    whole = whole[np.isfinite(whole["shortest_s"])]
+    whole = whole.compress(np.isfinite(whole["shortest_s"]))
     rows = np.zeros(len(whole), TRANSFER)
     for name in ("communicator", "size_class", "step"):
         rows[name] = whole[name]
@@ -206,7 +207,7 @@ def transfers_of(whole: np.ndarray) -> np.ndarray:
 
 def latecomers_of(whole: np.ndarray) -> np.ndarray:
     """Return who came last to the collectives of which all ranks have told."""
-    whole = whole[np.isfinite(whole["shortest_s"])]
+    whole = whole.compress(np.isfinite(whole["shortest_s"]))
     rows = np.zeros(len(whole), LATECOMER)
     rows["rank"], rows["step"], rows["times"] = whole["last"], whole["step"], 1
     return rows
@@ -216,9 +217,11 @@ def fold_messages(rows: np.ndarray) -> np.ndarray:
     """Make one row of what sender and receiver tell of one message."""
     if len(rows) < 2:
         return rows
-    rows = rows[np.lexsort((rows["sides"], rows["number"], rows["communicator"], rows["receiver"], rows["sender"]))]
+    rows = rows.take(
+        np.lexsort((rows["sides"], rows["number"], rows["communicator"], rows["receiver"], rows["sender"]))
+    )
     starts = _starts(rows["sender"], rows["receiver"], rows["communicator"], rows["number"])
-    folded: np.ndarray = rows[starts]
+    folded: np.ndarray = rows.take(starts)
     folded["sides"] = np.bitwise_or.reduceat(rows["sides"], starts)
     folded["shortest_s"] = np.minimum.reduceat(rows["shortest_s"], starts)
     for name in ("later_s", "received_s", "step", "size_class"):
@@ -229,9 +232,9 @@ def fold_messages(rows: np.ndarray) -> np.ndarray:
 def _fold_transfers(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
-    rows = rows[np.lexsort((rows["sum_s"], rows["step"], rows["size_class"], rows["communicator"]))]
+    rows = rows.take(np.lexsort((rows["sum_s"], rows["step"], rows["size_class"], rows["communicator"])))
     starts = _starts(rows["communicator"], rows["size_class"], rows["step"])
-    folded: np.ndarray = rows[starts]
+    folded: np.ndarray = rows.take(starts)
     folded["count"] = np.add.reduceat(rows["count"], starts)
     folded["sum_s"] = np.add.reduceat(rows["sum_s"], starts)
     return folded
@@ -240,9 +243,9 @@ def _fold_transfers(rows: np.ndarray) -> np.ndarray:
 def _fold_latecomers(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
-    rows = rows[np.lexsort((rows["step"], rows["rank"]))]
+    rows = rows.take(np.lexsort((rows["step"], rows["rank"])))
     starts = _starts(rows["rank"], rows["step"])
-    folded: np.ndarray = rows[starts]
+    folded: np.ndarray = rows.take(starts)
     folded["times"] = np.add.reduceat(rows["times"], starts)
     return folded
 
@@ -257,8 +260,8 @@ def _starts(*columns: np.ndarray) -> np.ndarray:
 
 
 def _sorted(parts: Iterable[Digest], table: str, *keys: str) -> np.ndarray:
-    rows: np.ndarray = np.concatenate([getattr(part, table) for part in parts])
-    return rows[np.lexsort(tuple(rows[key] for key in keys))]
+    rows: np.ndarray = joined([getattr(part, table) for part in parts])
+    return rows.take(np.lexsort(tuple(rows[key] for key in keys)))
 
 
 def _size(communicators: Mapping[int, Communicator], identity: int) -> int:

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from monitor.errors import RingUnreadable
-from monitor.records import RECORD, Communicator, joined
+from monitor.records import RECORD, Communicator
+from monitor.rows import as_bytes, joined
 from monitor.telemetry.ring import (
     FINISHED,
     FIXED,
@@ -120,7 +121,7 @@ class RingReader:
     def last(self, count: int) -> Records:
         """Return the last `count` whole records of each lane, all by the time they began, oldest first."""
         records = joined([self.operations.last(count), self.marks.last(count)])
-        return records[np.argsort(records["enqueued_s"], kind="stable")]
+        return records.take(np.argsort(records["enqueued_s"], kind="stable"))
 
     def communicators(self) -> Mapping[int, Communicator]:
         """Return the process groups that the worker has used so far, by identity."""
@@ -183,14 +184,15 @@ class LaneReader:
         records = self._copy(None, first, end)
         after = self._copy("stamp", first, end)
         whole = (before == expected) & (records["stamp"] == expected) & (after == expected)
-        return Part(records[whole], end, end - max(position, 0) - int(np.count_nonzero(whole)))
+        return Part(records.compress(whole), end, end - max(position, 0) - int(np.count_nonzero(whole)))
 
     def _copy(self, field: str | None, first: int, end: int) -> Records:
         """Return a copy of the slots of positions [first, end), or of one field of theirs."""
         slots: Records = np.frombuffer(self._memory, RECORD, self._region.capacity, self._region.offset)
-        column = slots if field is None else slots[field]
+        column = as_bytes(slots) if field is None else slots[field]
         start, stop = first % self._region.capacity, (end - 1) % self._region.capacity + 1
-        return column[start:stop].copy() if start < stop else np.concatenate([column[start:], column[:stop]])
+        copy = column[start:stop].copy() if start < stop else np.concatenate([column[start:], column[:stop]])
+        return copy.view(RECORD) if field is None else copy
 
 
 assert STATE_OFFSET == STEP_OFFSET + 4

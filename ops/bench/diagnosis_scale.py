@@ -31,7 +31,8 @@ from monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # no
 from monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
 from monitor.diagnosis.tables import Digest, merge  # noqa: E402
 from monitor.diagnosis.thresholds import Thresholds  # noqa: E402
-from monitor.records import JobRecords, joined  # noqa: E402
+from monitor.records import JobRecords  # noqa: E402
+from monitor.rows import joined  # noqa: E402
 from monitor.verdicts import Syndrome, Verdict  # noqa: E402
 
 SHAPES = {1024: Shape(8, 16), 4096: Shape(8, 64), 16384: Shape(16, 128)}
