@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from monitor.daemon.contracts import Reading
-from monitor.records import JobRecords, Kind, RankRecords
+from monitor.records import JobRecords, Kind
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import OPERATIONS
 from monitor.telemetry.ring_files import Sweeper
@@ -51,10 +50,12 @@ class RingSource:
                 # A directory that is mounted to be read only.
                 _LOG.debug("rings of dead processes stay in %s: %s", self._directory, error)
         job = self._rings.read(self._count)
-        incarnations = self._rings.incarnations()
-        if self._has_missed(job, incarnations):
+        lanes = _lanes(job, self._rings.incarnations())
+        if self._has_missed(lanes):
             job = self._rings.read(OPERATIONS)
-        self._count = self._wanted(job, incarnations)
+            lanes = _lanes(job, self._rings.incarnations())
+        self._count = self._wanted(lanes)
+        incarnations = self._rings.incarnations()
         processes = self._rings.processes()
         communicators = tuple(job.communicators.values())
         generation = self._rings.generation()
@@ -67,41 +68,47 @@ class RingSource:
         """Let all rings go."""
         self._rings.close()
 
-    def _has_missed(self, job: JobRecords, incarnations: Mapping[int, str]) -> bool:
+    def _has_missed(self, lanes: Mapping[tuple[str, bool], _Lane]) -> bool:
         """Return whether in some lane what was read does not reach back to what was still under way, or new, at the last reading."""
         if self._count >= OPERATIONS:
             return False
-        for told in job.ranks.values():
-            for operation, stamps, _ in _lanes(told):
-                needed = self._needed.get((incarnations[told.rank], operation), 0)
-                if len(stamps) >= self._count and int(stamps.min()) > needed:
-                    return True
-        return False
+        return any(lane.count >= self._count and lane.oldest > self._needed.get(key, 0) for key, lane in lanes.items())
 
-    def _wanted(self, job: JobRecords, incarnations: Mapping[int, str]) -> int:
+    def _wanted(self, lanes: Mapping[tuple[str, bool], _Lane]) -> int:
         """Return how many records of each lane to look at next time, and remember where this reading ended."""
         wanted = _LEAST
-        newest_of: dict[tuple[str, bool], int] = {}
-        self._needed = {}
-        for told in job.ranks.values():
-            for operation, stamps, is_open in _lanes(told):
-                key = (incarnations[told.rank], operation)
-                newest = int(stamps.max()) if len(stamps) else 0
-                before = self._newest.get(key, newest)
-                newest_of[key] = newest
-                came = (newest - before) // 2
-                needed = self._needed[key] = int(stamps[is_open].min()) if is_open.any() else newest + 2
-                back = max(0, newest - needed) // 2
-                # What is under way will be found `came` further back next time, if as many come again.
-                wanted = max(wanted, back + _AHEAD * came + _LEAST)
-        self._newest = newest_of
+        for key, lane in lanes.items():
+            came = (lane.newest - self._newest.get(key, lane.newest)) // 2
+            back = max(0, lane.newest - lane.needed) // 2
+            # What is under way will be found `came` further back next time, if as many come again.
+            wanted = max(wanted, back + _AHEAD * came + _LEAST)
+        self._newest = {key: lane.newest for key, lane in lanes.items()}
+        self._needed = {key: lane.needed for key, lane in lanes.items()}
         return min(wanted, OPERATIONS)
 
 
-def _lanes(told: RankRecords) -> list[tuple[bool, np.ndarray, np.ndarray]]:
-    """Return for each lane whether it is that of operations, its stamps, and which of them have not ended."""
-    is_operation = told.records["kind"] == Kind.OPERATION
-    return [
-        (operation, told.records["stamp"][lane], told.records["ended_s"][lane] == 0)
-        for operation, lane in ((True, is_operation), (False, ~is_operation))
-    ]
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """What was read of one lane of a ring: how many records, the oldest and the newest stamp, and the first to be seen again."""
+
+    count: int
+    oldest: int
+    newest: int
+    needed: int
+
+
+def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, bool], _Lane]:
+    """Return the lanes read, by incarnation of the writer and whether they are of operations."""
+    lanes = {}
+    for told in job.ranks.values():
+        is_operation = told.records["kind"] == Kind.OPERATION
+        is_open = told.records["ended_s"] == 0
+        stamps = told.records["stamp"]
+        for operation, mine in ((True, is_operation), (False, ~is_operation)):
+            here = stamps[mine]
+            under_way = stamps[mine & is_open]
+            newest = int(here.max()) if len(here) else 0
+            needed = int(under_way.min()) if len(under_way) else newest + 2
+            oldest = int(here.min()) if len(here) else 0
+            lanes[incarnations[told.rank], operation] = _Lane(len(here), oldest, newest, needed)
+    return lanes

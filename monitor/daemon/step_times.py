@@ -36,7 +36,7 @@ class StepTable:
         counted = (records["kind"] == Kind.PHASE) & (records["ended_s"] > 0) & (records["step"] > 0)
         counted &= records["code"] < _PHASES
         # As plain numbers: a structured array's rows are slow to take apart one by one.
-        told = records[counted]
+        told = records.compress(counted)
         columns = (told["step"], told["code"], told["enqueued_s"], changed.ended_before_s[counted], told["ended_s"])
         for step, code, began_s, before_s, ended_s in zip(*(column.tolist() for column in columns), strict=True):
             slot = step % len(self._step)

@@ -132,6 +132,8 @@ class Watch:
         self._incarnations: dict[int, str] = {}
         self._inbox, self._outbox = Inbox(), Outbox()
         self._processes: frozenset[tuple[int, str]] = frozenset()
+        self._measured: NodeMetrics | None = None
+        self._measured_json: dict[str, Any] = {}
         self._now_s = now_s
 
     def read(self) -> None:
@@ -160,9 +162,12 @@ class Watch:
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
+        if metrics is not self._measured:
+            # Probes measure less often than rings are read.
+            self._measured, self._measured_json = metrics, metrics_to_json(metrics) if metrics else {}
         self.nodes[self.node] = NodeFacts(
             self.node,
-            metrics_to_json(metrics) if metrics else {},
+            self._measured_json,
             time.time(),
             self._now_s(),
             time.process_time(),
@@ -173,11 +178,14 @@ class Watch:
         """Return from what clocks can be measured, and by whose; None where there is nothing to align. The arrays are not to be written to."""
         # Groups of two generations may have the same name and ranks, and number their operations from one.
         newest = max((kept.state.generation for kept in self._history.ranks.values()), default=0)
-        job = self._history.job()
-        ranks = {rank: one for rank, one in job.ranks.items() if self._history.ranks[rank].state.generation == newest}
-        nodes = {one.node for one in ranks.values()}
+        node_of = {
+            rank: kept.state.node for rank, kept in self._history.ranks.items() if kept.state.generation == newest
+        }
+        nodes = set(node_of.values())
         if not 1 < len(nodes) <= self._limits.aligned_nodes:
             return None
+        job = self._history.job()
+        ranks = {rank: job.ranks[rank] for rank in node_of}
         return JobRecords(ranks, job.communicators), self.node if self.node in nodes else min(nodes)
 
     def agree(self, reference: str, measured: Mapping[str, Clock]) -> Mapping[str, Clock]:

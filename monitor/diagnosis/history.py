@@ -12,7 +12,7 @@ sequence length, at 5 % a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,12 +45,15 @@ class History:
     def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> History:
         """Return the history with one more step, of at most `window`. Keys are distinct; unknown ones are added."""
         keys = keys.astype(np.int64)
+        if np.array_equal(keys, self.keys):
+            newest = np.log(np.maximum(seconds, 1e-9))
+            values = np.concatenate([self.values, newest[None]])[-window:]
+            return replace(self, steps=np.append(self.steps, step)[-window:], values=values)
         every = np.union1d(self.keys, keys)
         old = np.searchsorted(every, self.keys)
         values = np.full((len(self.steps) + 1, len(every)), np.nan)
         values[:-1, old] = self.values
-        with np.errstate(divide="ignore"):
-            values[-1, np.searchsorted(every, keys)] = np.log(np.maximum(seconds, 1e-9))
+        values[-1, np.searchsorted(every, keys)] = np.log(np.maximum(seconds, 1e-9))
         past, drift = np.full((2, len(every)), np.nan)
         past[old], drift[old] = self.past, self.drift
         values = values[-window:]

@@ -133,12 +133,12 @@ def _push(
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
     saved = rows[rows["checkpoint_s"] > 0]
     kept = joined([window.rows, rows])
-    kept = kept.compress(np.isin(kept["step"], own.steps) & np.isin(kept["rank"], own.keys))
+    kept = kept.compress(kept["step"] >= own.steps[0])
     latecomers = joined([window.latecomers, pending.latecomers.compress(pending.latecomers["step"] == step)])
     return replace(
         window,
         rows=kept,
-        latecomers=latecomers.compress(np.isin(latecomers["step"], own.steps)),
+        latecomers=latecomers.compress(latecomers["step"] >= own.steps[0]),
         own=own,
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
