@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from monitor.errors import ProtocolViolation
+from monitor.telemetry.clocks import DRIFT
 
 RESTARTED_S = 5.0
 """A node whose news seem to lie further ahead or behind than they did, by more than news are ever late, has another clock."""
@@ -25,37 +26,63 @@ class Clock:
     error_s: float
 
 
-def agreed(
-    here: str,
-    reference: str,
-    measured: Mapping[str, Clock],
-    known: Mapping[str, Clock],
-    behind_s: Mapping[str, float],
-) -> dict[str, Clock]:
-    """Return each node's clock: as measured now, else as it was known, else as far as its news lie behind.
+class NodeClocks:
+    """What is known of the nodes' clocks.
 
     Args:
         here: the node whose clock is the job's.
-        reference: the node to whose clock `measured` refers: `here`, or, where this one runs no ranks, any other.
-        measured: what could be measured now.
-        known: what was, aged.
-        behind_s: for each other node that runs ranks, how far its newest news lie behind by the clock here.
     """
 
-    def still(node: str) -> bool:
-        # A machine that was started anew counts from nothing.
-        return node in known and abs(known[node].offset_s - behind_s[node]) < RESTARTED_S
+    def __init__(self, here: str) -> None:
+        self._here = here
+        self._told: Mapping[str, Clock] = {}
+        self._told_at_s = 0.0
+        self._behind_s: dict[str, float] = {}
 
-    clocks = {}
-    shift_s = 0.0
-    if reference != here:
-        shift_s = known[reference].offset_s if still(reference) else behind_s[reference]
-    for node in behind_s:
-        if node in measured:
-            clocks[node] = Clock(measured[node].offset_s + shift_s, measured[node].error_s)
-        else:
-            clocks[node] = known[node] if still(node) else Clock(behind_s[node], math.inf)
-    return {**clocks, here: Clock(0.0, 0.0)}
+    def of(self, node: str, now_s: float) -> Clock:
+        """Return how far a node's clock is off the job's: as told last, and less sure with time."""
+        clock = self._told.get(node, Clock(0.0, math.inf))
+        return Clock(clock.offset_s, clock.error_s + DRIFT * (now_s - self._told_at_s))
+
+    def take(self, clocks: Mapping[str, Clock], now_s: float) -> None:
+        """Take these to be the nodes' clocks from now on."""
+        self._told, self._told_at_s = clocks, now_s
+
+    def heard(self, node: str, behind_s: float) -> None:
+        """Note by how much news of a node that runs ranks lie behind the clock here."""
+        before_s = self._behind_s.get(node, behind_s)
+        # The promptest tell best.
+        self._behind_s[node] = min(behind_s, before_s) if abs(behind_s - before_s) < RESTARTED_S else behind_s
+
+    def keep_only(self, nodes: Collection[str]) -> None:
+        """Forget how far news of other nodes lie behind."""
+        for node in set(self._behind_s) - set(nodes):
+            del self._behind_s[node]
+
+    def agreed(self, reference: str, measured: Mapping[str, Clock], now_s: float) -> dict[str, Clock]:
+        """Return each node's clock: as measured now, else as it was known, else as far as its news lie behind; nothing if there is no other node.
+
+        Args:
+            reference: the node to whose clock `measured` refers: this one, or, where it runs no ranks, any other.
+            measured: what could be measured now.
+            now_s: the clock here.
+        """
+        if not self._behind_s:
+            return {}
+        clocks = {self._here: Clock(0.0, 0.0)}
+        shift_s = 0.0 if reference == self._here else self._kept(reference, now_s).offset_s
+        for node in self._behind_s:
+            if node in measured:
+                clocks[node] = Clock(measured[node].offset_s + shift_s, measured[node].error_s)
+            else:
+                clocks[node] = self._kept(node, now_s)
+        return clocks
+
+    def _kept(self, node: str, now_s: float) -> Clock:
+        rough = Clock(self._behind_s[node], math.inf)
+        known = self.of(node, now_s) if node in self._told else rough
+        # A machine that was started anew counts from nothing.
+        return known if abs(known.offset_s - rough.offset_s) < RESTARTED_S else rough
 
 
 def encode_clocks(clocks: Mapping[str, Clock]) -> bytes:

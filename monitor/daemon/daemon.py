@@ -211,7 +211,7 @@ class Daemon:
     async def take_clocks(self, clocks: Mapping[str, Clock]) -> None:
         """Hear how far nodes' clocks are off the job's, and tell the daemons below."""
         await self.ask(lambda watch: watch.set_clocks(clocks))
-        below = await self.ask(Watch.below)
+        below = await self.ask(lambda watch: watch.below.nodes())
         await asyncio.gather(*(
             self._tell_clocks(url, {node: clocks[node] for node in nodes if node in clocks})
             for url, nodes in below.items()
@@ -309,7 +309,7 @@ class Daemon:
         await asyncio.gather(*map(self._ask_child, urls))
 
     async def _ask_child(self, url: str) -> None:
-        incarnation, since = await self.ask(lambda watch: watch.cursor(url))
+        incarnation, since = await self.ask(lambda watch: watch.below.cursor(url))
         try:
             told = await self._children.summary(url, incarnation, since, self._settings.budget)
         except (MonitorUnreachable, ProtocolViolation) as error:

@@ -67,7 +67,7 @@ class _Collector(Collector):
         missing = GaugeMetricFamily(
             "keepstep_monitor_missing_children", "Daemons below that do not answer.", labels=["job", "node"]
         )
-        missing.add_metric([self._job, self._watch.node], len(self._watch.missing))
+        missing.add_metric([self._job, self._watch.node], len(self._watch.below.missing))
         yield missing
 
     def _ranks(self) -> Iterator[Metric]:

@@ -42,7 +42,7 @@ def overview(watch: Watch, job: str, story: Story | None) -> dict[str, Any]:
         "ranks_total": total,
         "ranks": ranks,
         "nodes": [{**asdict(facts), "age_s": max(0.0, now_s - facts.wall_s)} for facts in watch.nodes.values()],
-        "missing": dict(watch.missing),
+        "missing": dict(watch.below.missing),
         "typical_step_s": watch.typical_step_s(),
         "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
         "story": told_story(watch, story),

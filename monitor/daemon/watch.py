@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from monitor.daemon.clocks import RESTARTED_S, Clock, agreed
+from monitor.daemon.below import Below
+from monitor.daemon.clocks import Clock, NodeClocks
 from monitor.daemon.contracts import Diagnosis, JobReader, Probe, Reading
 from monitor.daemon.digest_relay import Inbox, Outbox, without
 from monitor.daemon.matrices import Delays, delays
@@ -30,7 +31,6 @@ from monitor.diagnosis.digest import FORGETFUL, Memory, digest
 from monitor.diagnosis.metrics import NodeMetrics
 from monitor.diagnosis.tables import EMPTY, Digest
 from monitor.records import JobRecords, Kind, Phase, RankRecords
-from monitor.telemetry.clocks import DRIFT
 from monitor.verdicts import Verdict
 
 _LOG = logging.getLogger("keepstep.monitor")
@@ -84,17 +84,6 @@ class Turn:
         return tuple(one for one in self.verdicts if self.nodes.keys() >= set(one.subject.ranks))
 
 
-@dataclass(slots=True)
-class _Below:
-    """What a daemon below told: where to go on, its ranks, and when it last answered."""
-
-    incarnation: str = ""
-    number: int = 0
-    ranks: tuple[int, ...] = ()
-    nodes: tuple[str, ...] = ()
-    answered_at_s: float = 0.0
-
-
 class Watch:
     """See the module."""
 
@@ -114,16 +103,13 @@ class Watch:
         self.faults: dict[str, int] = {}
         self.tables: dict[int, StepTable] = {}
         self.nodes: dict[str, NodeFacts] = {}
-        self.missing: dict[str, str] = {}
+        self.below = Below()
         self._limits = limits or Limits()
         self._reader = reader
         self._probe = probe
         self._diagnosis = diagnosis
-        self._clocks: Mapping[str, Clock] = {}
-        self._clocks_at_s = 0.0
-        self._behind_s: dict[str, float] = {}
+        self._clocks = NodeClocks(node)
         self._history = History(self._limits.records)
-        self._below: dict[str, _Below] = {}
         self._local: tuple[int, ...] = ()
         self._told: list[Digest] = []
         self._digested = 0
@@ -193,15 +179,11 @@ class Watch:
 
         Digests are made where the rings are, so the nodes have to be told.
         """
-        behind_s = {node: self._behind_s[node] for node in self._nodes_of_ranks() - {self.node}}
-        if not behind_s:
-            return {}
-        known = {node: self._clock_of(node) for node in self._clocks}
-        return agreed(self.node, reference, measured, known, behind_s)
+        return self._clocks.agreed(reference, measured, self._now_s())
 
     def set_clocks(self, clocks: Mapping[str, Clock]) -> None:
         """Take from now on the nodes' clocks to be so far off the job's."""
-        self._clocks, self._clocks_at_s = clocks, self._now_s()
+        self._clocks.take(clocks, self._now_s())
 
     def digest(self) -> None:
         """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
@@ -213,59 +195,37 @@ class Watch:
         nothing: Digest | None = None
         own = self.guarded("digest", self._digest, nothing) if self._local else nothing
         for one in self._inbox.rounds(own, self._history.communicators):
-            self._told.append(one)
+            if self._diagnosis is not None:
+                self._told.append(one)
             self._outbox.add(number, one)
-
-    def cursor(self, url: str) -> tuple[str, int]:
-        """Return what to ask the daemon at `url` for: news since which number, if it still is that incarnation."""
-        below = self._below.setdefault(url, _Below())
-        return below.incarnation, below.number
 
     def hear(self, url: str, summary: Summary) -> None:
         """Take in what the daemon at `url` told."""
         self._history.begin()
-        below = self._below.setdefault(url, _Below())
         twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
         for state, records in summary.ranks:
             if state.rank not in twice:
                 self._hear(state, records)
         self._history.learn(summary.communicators)
         self.nodes.update({facts.node: facts for facts in summary.nodes})
-        for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
-            del self.missing[old]
-        # A daemon two levels down is named by the way to it.
-        self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
-        if below.incarnation != summary.incarnation:
+        if not self.below.heard(url, summary, [rank for rank in summary.present if rank not in twice], self._now_s()):
             self._inbox.drop(url)
         self._inbox.add(url, (without(one, twice) for one in summary.digests))
-        below.incarnation, below.number = summary.incarnation, summary.number
-        below.ranks = tuple(rank for rank in summary.present if rank not in twice)
-        below.answered_at_s = self._now_s()
         if not twice.isdisjoint(self._local):
             named = ", ".join(map(str, sorted(twice & set(self._local))))
-            self.missing[url] = (
-                f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
-            )
-        below.nodes = tuple(facts.node for facts in summary.nodes)
+            reason = f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
+            self.below.missed(url, reason)
         self._forget()
 
     def miss(self, url: str, reason: str) -> None:
         """Note that the daemon at `url` did not answer."""
-        self.missing[url] = reason
-        self._below.setdefault(url, _Below())
+        self.below.missed(url, reason)
         self._forget()
-
-    def below(self) -> dict[str, tuple[str, ...]]:
-        """Return the daemons below, and the nodes that each of them told of."""
-        return {url: known.nodes for url, known in self._below.items()}
 
     def release(self, urls: Sequence[str]) -> None:
         """Forget the daemons that are not among `urls`: they are no longer below this one."""
-        for url in set(self._below) - set(urls):
-            del self._below[url]
+        for url in self.below.release(urls):
             self._inbox.drop(url)
-            for old in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:
-                del self.missing[old]
         self._forget()
 
     def diagnose(self) -> Turn | None:
@@ -301,12 +261,13 @@ class Watch:
     def summary(self, incarnation: str, since: int, budget: int) -> Summary:
         """Return what is new since `since`, or everything if that was said by another incarnation."""
         asked = since if incarnation == self.incarnation else 0
-        return summarize(self._history, self._outbox, self.nodes, self.missing, self.incarnation, asked, budget)
+        return summarize(self._history, self._outbox, self.nodes, self.below.missing, self.incarnation, asked, budget)
 
     def job(self) -> JobRecords:
         """Return all records, with clocks aligned as they were measured last."""
         job = self._history.job()
-        clocks = {node: self._clock_of(node) for node in {one.node for one in job.ranks.values()}}
+        now_s = self._now_s()
+        clocks = {node: self._clocks.of(node, now_s) for node in {one.node for one in job.ranks.values()}}
         ranks = {
             rank: replace(one, offset_s=clocks[one.node].offset_s, offset_error_s=clocks[one.node].error_s)
             for rank, one in job.ranks.items()
@@ -331,10 +292,7 @@ class Watch:
         """Return the process that is this rank, if it is on this node, else the URL of the daemon below that knows it."""
         if rank in self._local:
             return self._history.ranks[rank].state.pid, None
-        for url, below in self._below.items():
-            if rank in below.ranks:
-                return None, url
-        return None, None
+        return None, self.below.of_rank(rank)
 
     def keep_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
         """Keep the stacks of a suspect with the verdict."""
@@ -379,20 +337,9 @@ class Watch:
         count = self.faults[part] = self.faults.get(part, 0) + 1
         return count & (count - 1) == 0
 
-    def _nodes_of_ranks(self) -> set[str]:
-        return {kept.state.node for kept in self._history.ranks.values()}
-
-    def _clock_of(self, node: str) -> Clock:
-        """Return how far a node's clock is off the job's: as told last, and less sure with time."""
-        clock = self._clocks.get(node, Clock(0.0, float("inf")))
-        return Clock(clock.offset_s, clock.error_s + DRIFT * (self._now_s() - self._clocks_at_s))
-
     def _hear(self, state: RankState, records: np.ndarray) -> None:
         if state.node != self.node:
-            behind_s = self._now_s() - state.read_at_s
-            before_s = self._behind_s.get(state.node, behind_s)
-            # The promptest news tell best.
-            self._behind_s[state.node] = min(behind_s, before_s) if abs(behind_s - before_s) < RESTARTED_S else behind_s
+            self._clocks.heard(state.node, self._now_s() - state.read_at_s)
         known = self._history.ranks.get(state.rank)
         changed = self._history.merge(state, records)
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
@@ -416,7 +363,7 @@ class Watch:
         if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
             self._memory = FORGETFUL  # Positions have begun anew.
         self._incarnations = incarnations
-        clock = self._clock_of(self.node)
+        clock = self._clocks.of(self.node, self._now_s())
         ranks = [
             RankRecords(
                 kept.state.rank,
@@ -436,12 +383,9 @@ class Watch:
 
     def _forget(self) -> None:
         """Forget ranks and nodes that nobody tells of any more."""
-        now_s = self._now_s()
-        ranks, nodes = set(self._local), {self.node}
-        for below in self._below.values():
-            if now_s - below.answered_at_s < self._limits.forget_s:
-                ranks.update(below.ranks)
-                nodes.update(below.nodes)
+        ranks, nodes = self.below.lately(self._now_s() - self._limits.forget_s)
+        ranks.update(self._local)
+        nodes.add(self.node)
         gone = set(self._history.ranks) - ranks
         if gone:
             self._history.keep_only(ranks)
@@ -449,8 +393,7 @@ class Watch:
                 self.tables.pop(rank, None)
         for name in set(self.nodes) - nodes:
             del self.nodes[name]
-        for name in set(self._behind_s) - self._nodes_of_ranks():
-            del self._behind_s[name]
+        self._clocks.keep_only({kept.state.node for kept in self._history.ranks.values()})
 
 
 def activity(kept: RankHistory) -> dict[str, Any]:

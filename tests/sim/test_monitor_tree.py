@@ -7,6 +7,7 @@ seed belongs into the list below.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 from monitor.daemon.assembly import diagnose
 from monitor.daemon.summary import decode, encode
 from monitor.daemon.watch import Watch
+from monitor.diagnosis.tables import Digest
 from monitor.verdicts import Subject, Syndrome
 from tests.integration.monitor.parts import Probe
 from tests.integration.monitor.sample import Plan, SampleReader
@@ -84,7 +86,7 @@ class Tree:
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].miss(below, "it did not answer")
             return
-        told = self.watches[below].summary(*self.watches[above].cursor(below), 256)
+        told = self.watches[below].summary(*self.watches[above].below.cursor(below), 256)
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].miss(below, "its answer was lost")
             return
@@ -145,3 +147,15 @@ def test_slow_rank_is_found_and_nobody_else_where_calls_are_lost(seed: int) -> N
 @pytest.mark.parametrize("seed", range(400, 406))
 def test_slow_rank_is_found_and_nobody_else_where_daemons_restart(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.05, restarts=0.05), within_s=25.0)
+
+
+def test_daemon_that_only_passes_on_keeps_no_more_digests_than_it_may() -> None:
+    tree = Tree(0, Disorder(), 1)
+    for name in ("near", "rack"):
+        tree.watches[name].read()
+        tree.call("far", "rack")
+        for _ in range(400):
+            tree.watches[name].digest()
+    gc.collect()
+    # Those of the daemons' outboxes, 128 each, and few that are under way.
+    assert sum(isinstance(one, Digest) for one in gc.get_objects()) < 300

@@ -4,40 +4,74 @@ import math
 
 import pytest
 
-from monitor.daemon.clocks import RESTARTED_S, Clock, agreed, decode_clocks, encode_clocks
+from monitor.daemon.clocks import RESTARTED_S, Clock, NodeClocks, decode_clocks, encode_clocks
 from monitor.errors import ProtocolViolation
+from monitor.telemetry.clocks import DRIFT
 
 BEHIND_S = {"a": 100.4, "b": -2000.0}
-ROUGH = {"root": Clock(0.0, 0.0), "a": Clock(100.4, math.inf), "b": Clock(-2000.0, math.inf)}
+HERE = Clock(0.0, 0.0)
+ROUGH = {"root": HERE, "a": Clock(100.4, math.inf), "b": Clock(-2000.0, math.inf)}
+
+
+def clocks(told: dict[str, Clock] | None = None, at_s: float = 50.0) -> NodeClocks:
+    known = NodeClocks("root")
+    for node, behind_s in BEHIND_S.items():
+        known.heard(node, behind_s)
+    if told is not None:
+        known.take(told, at_s)
+    return known
 
 
 def test_until_clocks_are_measured_how_late_news_come_is_all_that_is_known() -> None:
-    assert agreed("root", "root", {}, {}, BEHIND_S) == ROUGH
+    assert NodeClocks("root").agreed("root", {}, 50.0) == {}
+    known = clocks()
+    assert known.agreed("root", {}, 50.0) == ROUGH
+    # Prompter news tell better, later ones no worse.
+    known.heard("a", 100.1)
+    known.heard("a", 103.0)
+    assert known.agreed("root", {}, 50.0)["a"] == Clock(100.1, math.inf)
 
 
 def test_measurements_that_find_nothing_do_not_undo_earlier_ones() -> None:
-    known = {"root": Clock(0.0, 0.0), "a": Clock(100.0, 0.001), "b": Clock(-2000.5, 0.002)}
-    assert agreed("root", "root", {"root": Clock(0.0, 0.0)}, known, BEHIND_S) == known
-    measured = {"root": Clock(0.0, 0.0), "b": Clock(-2000.2, 0.0005)}
-    assert agreed("root", "root", measured, known, BEHIND_S) == {**known, "b": Clock(-2000.2, 0.0005)}
+    told = {"root": HERE, "a": Clock(100.0, 0.001), "b": Clock(-2000.5, 0.002)}
+    assert clocks(told).agreed("root", {"root": HERE}, 50.0) == told
+    measured = {"root": HERE, "b": Clock(-2000.2, 0.0005)}
+    assert clocks(told).agreed("root", measured, 50.0) == {**told, "b": Clock(-2000.2, 0.0005)}
+
+
+def test_what_was_measured_is_less_sure_with_time() -> None:
+    aged = clocks({"root": HERE, "a": Clock(100.0, 0.001), "b": Clock(-2000.5, 0.002)}).agreed("root", {}, 60.0)
+    assert aged["a"] == Clock(100.0, pytest.approx(0.001 + 10 * DRIFT))
 
 
 def test_clock_of_a_machine_that_was_started_anew_is_forgotten() -> None:
-    known = {"a": Clock(100.0 + RESTARTED_S + 1, 0.001), "b": Clock(-2000.5, 0.002)}
-    assert agreed("root", "root", {}, known, BEHIND_S)["a"] == ROUGH["a"]
+    told = {"a": Clock(100.0 + RESTARTED_S + 1, 0.001), "b": Clock(-2000.5, 0.002)}
+    assert clocks(told).agreed("root", {}, 50.0)["a"] == ROUGH["a"]
+    known = clocks()
+    known.heard("a", 4000.0)
+    assert known.agreed("root", {}, 50.0)["a"] == Clock(4000.0, math.inf)
 
 
 def test_where_the_root_runs_no_ranks_its_clock_is_the_jobs_all_the_same() -> None:
-    measured = {"a": Clock(0.0, 0.0), "b": Clock(-2100.25, 0.001)}
-    first = agreed("root", "a", measured, {}, BEHIND_S)
-    assert first == {"root": Clock(0.0, 0.0), "a": Clock(100.4, 0.0), "b": Clock(-1999.85, 0.001)}
+    measured = {"a": HERE, "b": Clock(-2100.25, 0.001)}
+    known = clocks()
+    first = known.agreed("a", measured, 50.0)
+    assert first == {"root": HERE, "a": Clock(100.4, 0.0), "b": Clock(-1999.85, 0.001)}
     # Prompter news do not move what was measured against each other.
-    assert agreed("root", "a", measured, first, {"a": 100.1, "b": -2000.3}) == first
+    known.take(first, 50.0)
+    known.heard("a", 100.1)
+    assert known.agreed("a", measured, 50.0) == first
+
+
+def test_nodes_that_are_gone_are_forgotten() -> None:
+    known = clocks()
+    known.keep_only({"b"})
+    assert set(known.agreed("root", {}, 50.0)) == {"root", "b"}
 
 
 def test_clocks_survive_being_told() -> None:
-    clocks = {"a": Clock(1.5, 0.25), "b": Clock(-3.0, math.inf)}
-    assert decode_clocks(encode_clocks(clocks)) == clocks
+    told = {"a": Clock(1.5, 0.25), "b": Clock(-3.0, math.inf)}
+    assert decode_clocks(encode_clocks(told)) == told
 
 
 @pytest.mark.parametrize(
