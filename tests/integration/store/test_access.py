@@ -146,6 +146,40 @@ def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(e
     asyncio.run(scenario())
 
 
+def test_member_that_wants_a_token_and_gives_none_is_passed_over(etcd_server: EmbeddedEtcd) -> None:
+    """As one does that has lost its leader: it still knows whose token is no good, and cannot make another."""
+    asked: list[str] = []
+
+    class Leaderless(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            async def answer(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
+                asked.append(details.method.rpartition("/")[2])
+                if asked[-1] == "Authenticate":
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    async def scenario() -> None:
+        endpoint = parse_address(etcd_server.url).endpoints[0]
+        await enable_users(endpoint)
+        member = grpc.aio.server(handlers=[Leaderless()])
+        port = member.add_insecure_port("127.0.0.1:0")
+        await member.start()
+        try:
+            address = parse_address(f"etcd://127.0.0.1:{port},{endpoint}")
+            store = await EtcdStore.connect(address, credentials=Credentials("agent", PASSWORD))
+            await store.commit((), (Put("/t/a", b"1"),))
+            assert (await store.read("/t/")).items[0].value == b"1"
+            assert asked == ["Range", "Authenticate"]
+            await store.close()
+        finally:
+            await member.stop(0)
+
+    asyncio.run(scenario())
+
+
 async def change_users(endpoint: str) -> None:
     from etcd3.etcdrpc import AuthStub, rpc_pb2
 
