@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -143,15 +144,22 @@ class ObjectStorage:
         """
         limits_s = [self.patience_s + nbytes / _SLOW_BYTES_PER_S * times for times in _TIMES_AS_SLOW]
         answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        futures = []
+        futures: list[Any] = []
+        failed = 0
         try:
             for limit_s in limits_s:
                 futures.append(start())
                 futures[-1].add_done_callback(answered.put)
-                try:
-                    return answered.get(timeout=limit_s).result()
-                except queue.Empty:
-                    continue
+                until_s = time.monotonic() + limit_s
+                while True:
+                    try:
+                        first = answered.get(timeout=max(0.0, until_s - time.monotonic()))
+                    except queue.Empty:
+                        break
+                    failed += first.exception() is not None
+                    # One that was given up may yet fail while a later one is under way.
+                    if first.exception() is None or failed == len(futures):
+                        return first.result()
         finally:
             # It stops their retries at least.
             for future in futures:

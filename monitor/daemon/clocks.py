@@ -69,6 +69,9 @@ class NodeClocks:
         """
         if not self._behind_s:
             return {}
+        if reference != self._here and reference not in self._behind_s:
+            # It has left meanwhile, and what refers to it says nothing of the clock here.
+            reference, measured = self._here, {}
         clocks = {self._here: Clock(0.0, 0.0)}
         shift_s = 0.0 if reference == self._here else self._kept(reference, now_s).offset_s
         for node in self._behind_s:

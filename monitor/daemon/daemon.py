@@ -46,6 +46,7 @@ from monitor.daemon.watch import FAULT, Limits, Turn, Watch
 from monitor.diagnosis.places import placed
 from monitor.diagnosis.policy import Action, ActionKind, Policy, decide, undone
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
+from monitor.records import JobRecords
 from monitor.verdicts import Verdict
 
 _LOG = logging.getLogger("keepstep.monitor")
@@ -53,6 +54,7 @@ _Result = TypeVar("_Result")
 _STORY_EVERY_S = 2.0
 _ALIGNING_SHARE = 0.01
 """Of the time is spent with measuring clocks, at most: of thousands of ranks it takes seconds, and is done less often."""
+_ALIGN_AT_LEAST_EVERY_S = 60.0
 _RANKS_TO_DUMP = 4
 """Of one verdict: a hang's root is one rank or two; more stacks say the same again."""
 
@@ -140,6 +142,7 @@ class Daemon:
         remembered = recall(settings.state, time.monotonic(), time.time())
         self._policy_state = remembered.policy
         self._align_due_s = 0.0
+        self._aligned: frozenset[str] = frozenset()
         self._dumping: set[asyncio.Task[None]] = set()
         self._ending = asyncio.Event()
         self._events: EventFile | None = None
@@ -320,25 +323,36 @@ class Daemon:
 
     async def _align(self) -> None:
         loop = asyncio.get_running_loop()
-        if loop.time() < self._align_due_s:
+        nodes = await self.ask(Watch.nodes_of_ranks)
+        if nodes == self._aligned and loop.time() < self._align_due_s:
             return
-        asked, began_s = await self.ask(Watch.to_align), loop.time()
+        self._aligned = nodes
+        asked, took_s = await self.ask(Watch.to_align), 0.0
         reference, measured = self._settings.node, dict[str, Clock]()
         alignment = self._parts.alignment
         if asked is not None and alignment is not None:
             job, reference = asked
+
+            def measure() -> JobRecords:
+                nonlocal took_s
+                began_s = time.monotonic()
+                try:
+                    return alignment(job, reference)
+                finally:
+                    took_s = time.monotonic() - began_s
+
             # Not on the watch's thread: of hundreds of nodes it takes a second.
-            aligned = await self._talk("alignment", lambda: alignment(job, reference))
+            aligned = await self._talk("alignment", measure)
             for one in aligned.ranks.values() if aligned is not None else ():
                 if math.isfinite(one.offset_error_s):
                     measured[one.node] = Clock(one.offset_s, one.offset_error_s)
         clocks = await self.ask(lambda watch: watch.agree(reference, measured))
         if not clocks:
+            self._align_due_s = loop.time() + self._settings.align_every_s
             return
-        took_s = loop.time() - began_s
         is_complete = asked is None or clocks.keys() <= {*measured, self._settings.node}
         wait_s = self._settings.align_every_s * (1.0 if is_complete else 0.2)
-        self._align_due_s = loop.time() + max(wait_s, took_s / _ALIGNING_SHARE)
+        self._align_due_s = loop.time() + max(wait_s, min(took_s / _ALIGNING_SHARE, _ALIGN_AT_LEAST_EVERY_S))
         await self.take_clocks(clocks)
 
     async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:

@@ -32,6 +32,10 @@ class Outbox:
         """Keep a digest."""
         self._kept.append((number, digest))
 
+    def clear(self) -> None:
+        """Drop all of them."""
+        self._kept.clear()
+
     def since(self, number: int) -> tuple[Digest, ...]:
         """Return the digests after that number, oldest first."""
         return tuple(digest for at, digest in self._kept if at > number)
@@ -50,6 +54,10 @@ class Inbox:
     def drop(self, source: str) -> None:
         """Forget what a daemon told that is below no more, or began anew."""
         self._waiting.pop(source, None)
+
+    def clear(self) -> None:
+        """Forget what all daemons told."""
+        self._waiting.clear()
 
     def rounds(self, own: Digest | None, communicators: Mapping[int, Communicator]) -> list[Digest]:
         """Return everything that waits, a digest a round, the daemon's own in the first."""

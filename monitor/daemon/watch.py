@@ -160,6 +160,10 @@ class Watch:
         )
         self._forget()
 
+    def nodes_of_ranks(self) -> frozenset[str]:
+        """Return the nodes that run ranks."""
+        return frozenset(kept.state.node for kept in self._history.ranks.values())
+
     def to_align(self) -> tuple[JobRecords, str] | None:
         """Return from what clocks can be measured, and by whose; None where there is nothing to align. The arrays are not to be written to."""
         # Groups of two generations may have the same name and ranks, and number their operations from one.
@@ -342,6 +346,11 @@ class Watch:
             self._clocks.heard(state.node, self._now_s() - state.read_at_s)
         known = self._history.ranks.get(state.rank)
         changed = self._history.merge(state, records)
+        if known is not None and known is not self._history.ranks[state.rank]:
+            # Its steps begin anew, often with a new generation of the job. Digests of the old ones would be taken for it.
+            self._told.clear()
+            self._inbox.clear()
+            self._outbox.clear()
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
@@ -393,7 +402,7 @@ class Watch:
                 self.tables.pop(rank, None)
         for name in set(self.nodes) - nodes:
             del self.nodes[name]
-        self._clocks.keep_only({kept.state.node for kept in self._history.ranks.values()})
+        self._clocks.keep_only(self.nodes_of_ranks())
 
 
 def activity(kept: RankHistory) -> dict[str, Any]:

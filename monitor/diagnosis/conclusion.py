@@ -22,7 +22,7 @@ from monitor.diagnosis.metrics import NodeFindings, NodeMetrics, NodePast, judge
 from monitor.diagnosis.mismatches import Parting
 from monitor.diagnosis.slowness import Slow, find_slow_ranks
 from monitor.diagnosis.stalls import find_stalls
-from monitor.diagnosis.steps import Window, collect
+from monitor.diagnosis.steps import Window, collect, distrusting, late_steps
 from monitor.diagnosis.subjects import gather, group_subject
 from monitor.diagnosis.tables import FRONTIER, RANK, Digest
 from monitor.diagnosis.thresholds import Thresholds
@@ -114,11 +114,15 @@ def conclude(
     seen = _seen(past.seen, told.ranks, ranks, now_s)
     # Failures are kept once somebody has died, for whoever died of it may end too.
     remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (not past.ranks["alive"].all())
-    ranks["failed"] = np.where(remembered, seen["failed"], 0)
+    seen["failed"] = np.where(remembered, seen["failed"], 0)
+    ranks["failed"] = seen["failed"]
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
     expected = ranks["rank"][ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)]
     clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
-    window, count = collect(past.window, told, expected, communicators, nodes, clock_error_s, thresholds.slow)
+    window = past.window
+    if _is_time_new(past.ranks, ranks):
+        window = distrusting(window, told)
+    window, count = collect(window, told, expected, communicators, nodes, clock_error_s, thresholds.slow)
     slow, suspected = past.slow, past.suspected
     if count:
         window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
@@ -126,7 +130,10 @@ def conclude(
     stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
     standstill = Standstill(ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s())
     hangs = find_hangs(standstill, thresholds.hang)
-    curves, measured = judge_measures(past.curves, told.measures, len(ranks), communicators, nodes, thresholds.measure)
+    late = late_steps(window.step_s())
+    curves, measured = judge_measures(
+        past.curves, told.measures, len(ranks), late, communicators, nodes, thresholds.measure
+    )
     parted = _parted(past.parted, window.pending.mismatches, communicators, nodes, now_s, window.newest, thresholds)
     standing = _distinct((*hangs, *(one for one, _ in parted.values()), *slow, *measured, *findings.verdicts))
     since_s = {
@@ -151,6 +158,15 @@ def _one_each(ranks: np.ndarray) -> np.ndarray:
     _, first = np.unique(ranks["rank"], return_index=True)
     one_each: np.ndarray = ranks.take(first)
     return one_each
+
+
+def _is_time_new(old: np.ndarray, new: np.ndarray) -> bool:
+    """Return whether some clock has turned out to be off by more than was thought, or been measured for the first time."""
+    _, before, now = np.intersect1d(old["rank"], new["rank"], return_indices=True)
+    error_s = old["offset_error_s"][before] + new["offset_error_s"][now]
+    moved_s = np.abs(new["offset_s"][now] - old["offset_s"][before])
+    first = np.isinf(old["offset_error_s"][before]) & np.isfinite(new["offset_error_s"][now])
+    return bool((first | (moved_s > error_s)).any())
 
 
 def _seen(old: np.ndarray, told: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:

@@ -47,13 +47,15 @@ def judge_measures(
     curves: Curves,
     told: np.ndarray,
     expected: int,
+    late: float,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     thresholds: MeasureThresholds,
 ) -> tuple[Curves, tuple[Verdict, ...]]:
     """Take in new measures (dtype MEASURE) and return the verdicts that stand.
 
-    A step is judged once `expected` ranks have told of it, or others are two steps on; what is not finite is judged at once.
+    A step is judged once `expected` ranks have told of it, or others are `late` steps on; what is not finite is judged at once. News of far nodes
+    come later than those of near ones, so a finding stands from when it is made.
     """
     pending = np.concatenate([curves.pending, told])
     standing = {(one.subject, one.syndrome): (one, until) for one, until in curves.standing}
@@ -71,14 +73,17 @@ def judge_measures(
         is_checksum = code == Measure.REPLICA_CHECKSUM
         known = communicators.get(int(rows["communicator"][0]))
         wanted = len(known.ranks) if is_checksum and known else expected
-        if len(rows) < wanted and step + 2 > curves.step:
+        if len(rows) < wanted and step + late > curves.step:
             continue
         keep[at] = False
         found = _disagreement(rows, nodes) if is_checksum else _spike(rows, calm, odd, nodes, thresholds)
         for verdict in found:
             earlier = standing.get((verdict.subject, verdict.syndrome))
             since_s = earlier[0].since_s if earlier else verdict.since_s
-            standing[verdict.subject, verdict.syndrome] = (replace(verdict, since_s=since_s), step + thresholds.held)
+            standing[verdict.subject, verdict.syndrome] = (
+                replace(verdict, since_s=since_s),
+                curves.step + thresholds.held,
+            )
     still = tuple((one, until) for one, until in standing.values() if until >= curves.step)
     curves = Curves(pending[keep], calm, odd, still, curves.step)
     return curves, tuple(one for one, _ in still)

@@ -11,6 +11,9 @@ from monitor.diagnosis.subjects import gather, rank_subject
 from monitor.diagnosis.thresholds import SlowThresholds, StallThresholds
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
+_FORGOTTEN = 3
+"""Checkpoints that should have come since the last one: then the job saves no more, and nothing is known of how it would."""
+
 
 def find_stalls(
     rows: np.ndarray,
@@ -99,7 +102,6 @@ def _checkpoints(
     slow: SlowThresholds,
 ) -> list[Verdict]:
     """Some ranks' checkpoint phases take much longer than those of the others that also save, time after time."""
-    # Whoever saves alone (rank 0, say) has no peers.
     shared = np.flatnonzero((~np.isnan(saves.values)).sum(axis=1) >= slow.peers)[-thresholds.saves :]
     if len(shared) < thresholds.saves:
         return []
@@ -107,6 +109,8 @@ def _checkpoints(
     usual_s = np.nanmedian(took_s, axis=1, keepdims=True)
     late = (took_s > thresholds.checkpoint_ratio * usual_s).all(axis=0)
     every = float(np.diff(saves.steps[shared]).mean())
+    if rows["step"].max() > saves.steps[shared[-1]] + _FORGOTTEN * every:
+        return []
     cost_s = (took_s - usual_s).mean(axis=0) / every
     late &= cost_s > max(slow.cost_share * step_s, slow.cost_s)
     # The first of these checkpoints may be further back than the window reaches.

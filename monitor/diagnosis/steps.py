@@ -25,7 +25,9 @@ _LATE_S = 6.0
 """How much later than the first rank's news of a step the last one's may come: three levels of daemons, each of which asks once a second
 and digests once a second."""
 _LATE_STEPS = 3
-"""And that many steps at least, however long they are."""
+"""And that many steps at least, however long they are, but"""
+_MOST_LATE_STEPS = 1000
+"""no more than so many, for all of them are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Window:
         saves: history of checkpoint phases by rank, of steps in which any rank saved.
         link_counts, transfer_counts: operations of the newest whole step, by key of the history.
         newest: number of the newest whole step.
+        distrusted: number of the newest step of which messages were told by clocks that have turned out to be off.
     """
 
     pending: Digest = EMPTY
@@ -55,6 +58,7 @@ class Window:
     link_counts: Mapping[int, float] = field(default_factory=dict)
     transfer_counts: Mapping[int, float] = field(default_factory=dict)
     newest: int = 0
+    distrusted: int = 0
 
     def step_s(self) -> float:
         """Return the job's step time: the median over window and ranks; 0.0 if not known."""
@@ -97,13 +101,13 @@ def collect(
         thresholds: the window's length, and the steps to warm up.
     """
     unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
-    pending = merge((unmatched, _of_steps(told)), communicators)
+    pending = merge((unmatched, _not_told_before(_of_steps(told), window.pending)), communicators)
     pending = _later(pending, window.newest)
     window = replace(window, pending=pending)
     count = 0
     steps = np.unique(pending.steps["step"]).tolist()
     step_s = float(np.median(pending.steps["duration_s"])) if steps else 0.0
-    late = max(_LATE_STEPS, _LATE_S / max(step_s, 1e-9))
+    late = late_steps(step_s)
     for step in steps:
         rows = pending.steps.compress(pending.steps["step"] == step)
         heard = pending.steps["rank"][pending.steps["step"] >= step]
@@ -111,9 +115,40 @@ def collect(
             break
         window = replace(window, newest=step)
         if step > thresholds.warmup:
-            window = _push(window, step, rows, nodes, clock_error_s, thresholds.window)
+            window = _push(window, step, rows, nodes, clock_error_s, thresholds)
             count += 1
     return replace(window, pending=_later(pending, window.newest)), count
+
+
+def late_steps(step_s: float) -> float:
+    """Return how many steps a rank's news of a step may lie behind the first one's, in a job whose step takes `step_s`; 0.0 if not known."""
+    return min(max(_LATE_STEPS, _LATE_S / max(step_s, 1e-9)), _MOST_LATE_STEPS)
+
+
+def distrusting(window: Window, told: Digest) -> Window:
+    """Return the window when clocks have turned out to be off: messages that were told by them are not to be read off both sides."""
+    heard = [window.newest, *(int(table["step"].max(initial=0)) for table in (window.pending.messages, told.messages))]
+    return replace(window, distrusted=max(heard))
+
+
+def _not_told_before(told: Digest, pending: Digest) -> Digest:
+    """Drop what a daemon tells again that was restarted: operations that are counted twice would seem to be whole."""
+    names = ["rank", "step"]
+    known = np.isin(_packed(told.steps, *names), _packed(pending.steps, *names))
+    if not known.any():
+        return told
+    newest = told.steps["step"][known].max()
+    later = {
+        name: rows.compress(rows["step"] > newest)
+        for name in ("collectives", "transfers", "latecomers", "messages")
+        for rows in (getattr(told, name),)
+    }
+    return replace(told, steps=told.steps.compress(~known), **later)
+
+
+def _packed(rows: np.ndarray, high: str, low: str) -> np.ndarray:
+    packed: np.ndarray = rows[high].astype(np.int64) << 32 | rows[low].astype(np.int64)
+    return packed
 
 
 def _push(
@@ -122,11 +157,11 @@ def _push(
     rows: np.ndarray,
     nodes: Mapping[int, str],
     clock_error_s: Mapping[int, float],
-    length: int,
+    thresholds: SlowThresholds,
 ) -> Window:
-    pending = window.pending
+    pending, length = window.pending, thresholds.window
     messages = pending.messages.compress(pending.messages["step"] == step)
-    sent, took_s = message_delays(messages, clock_error_s, nodes)
+    sent, took_s = message_delays(messages, clock_error_s if step > window.distrusted else {}, nodes)
     links, delays_s, link_counts = median_delays(sent, took_s)
     transfers = pending.transfers.compress(pending.transfers["step"] == step)
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
@@ -143,7 +178,10 @@ def _push(
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
         transfers=window.transfers.push(step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length),
-        saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length) if len(saved) else window.saves,
+        # Whoever saves alone, rank 0 say, has no peers, and must not crowd out what all do.
+        saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length)
+        if len(saved) >= thresholds.peers
+        else window.saves,
         link_counts=dict(zip(links.tolist(), link_counts.astype(float).tolist(), strict=True)),
         transfer_counts=dict(zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)),
     )

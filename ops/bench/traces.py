@@ -348,7 +348,9 @@ class Simulation:
             began_s = self.time_s[stage].copy()
             took_s = self._transfer(0.005, began_s.shape)
             if fault and fault.kind == "data stall" and stage == where[0]:
-                took_s[where[1], where[2]] += 0.3 * fault.factor * self.compute_s * self.shape.microbatches
+                # So many twentieths of what a step computes from its first stage to its last and back.
+                computed_s = 3 * self.compute_s * (self.shape.microbatches + self.shape.stages - 1)
+                took_s[where[1], where[2]] += computed_s * fault.factor / 20
             self.time_s[stage] = began_s + took_s
             size = began_s.shape
             blocks[stage].append(

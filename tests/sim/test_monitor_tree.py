@@ -11,11 +11,12 @@ import gc
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from monitor.daemon.assembly import diagnose
+from monitor.daemon.contracts import Reading
 from monitor.daemon.summary import decode, encode
 from monitor.daemon.watch import Watch
 from monitor.diagnosis.tables import Digest
@@ -40,6 +41,21 @@ class Disorder:
     restarts: float = 0.0
 
 
+class Renewed:
+    """A node's rings: those of one plan, and from some moment on those of another, of the job's next generation."""
+
+    def __init__(self, first: SampleReader, second: SampleReader, from_s: float, now_s: Callable[[], float]) -> None:
+        self.first, self.second, self.from_s, self.now_s = first, second, from_s, now_s
+
+    def read(self) -> list[Reading]:
+        if self.now_s() < self.from_s:
+            return self.first.read()
+        return [replace(one, incarnation="second", generation=2) for one in self.second.read()]
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass
 class Tree:
     """The daemons, and what they do when."""
@@ -47,6 +63,7 @@ class Tree:
     slow: int
     disorder: Disorder
     seed: int
+    renewed_s: float = float("inf")
     now_s: float = BEGAN_S
     told: dict[tuple[Subject, Syndrome], float] = field(default_factory=dict)
     standing: set[tuple[Subject, Syndrome]] = field(default_factory=set)
@@ -68,7 +85,14 @@ class Tree:
     def born(self, name: str) -> Watch:
         reader = None
         if name in NODES:
-            reader = SampleReader(self.plan, BEGAN_S - 2, name, NODES[name], clock=lambda: self.now_s)
+            # Of the first generation little is left to do when it ends.
+            first_s, second_s = (BEGAN_S - 2, 0.0) if self.renewed_s == float("inf") else (BEGAN_S - 24, self.renewed_s)
+            first, second = (
+                SampleReader(self.plan, began_s, name, NODES[name], clock=lambda: self.now_s)
+                for began_s in (first_s, second_s)
+            )
+            # Nodes are ready one after the other.
+            reader = Renewed(first, second, self.renewed_s + 0.4 * self.random.random(), lambda: self.now_s)
         return Watch(name, reader, Probe(), diagnose if name == "root" else None, now_s=lambda: self.now_s)
 
     def every(self, period_s: float, turn: Callable[[], None]) -> None:
@@ -147,6 +171,18 @@ def test_slow_rank_is_found_and_nobody_else_where_calls_are_lost(seed: int) -> N
 @pytest.mark.parametrize("seed", range(400, 406))
 def test_slow_rank_is_found_and_nobody_else_where_daemons_restart(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.05, restarts=0.05), within_s=25.0)
+
+
+@pytest.mark.parametrize("seed", range(500, 508))
+def test_steps_of_a_new_generation_are_judged_whatever_is_left_of_the_old_ones(seed: int) -> None:
+    slow = seed % 6
+    tree = Tree(slow, Disorder(late_s=0.05), seed, renewed_s=BEGAN_S + 1.5)
+    tree.run(BEGAN_S + 1.0)
+    tree.told.clear()
+    tree.run(BEGAN_S + 1.5 + SLOW_FROM * STEP_S + 18.0)
+    wanted = (Subject("rank", (slow,), node_of(slow)), Syndrome.NON_COMMUNICATION_SLOW)
+    assert wanted in tree.standing
+    assert set(tree.told) == {wanted}
 
 
 def test_daemon_that_only_passes_on_keeps_no_more_digests_than_it_may() -> None:

@@ -63,6 +63,12 @@ def test_where_the_root_runs_no_ranks_its_clock_is_the_jobs_all_the_same() -> No
     assert known.agreed("a", measured, 50.0) == first
 
 
+def test_what_was_measured_against_a_node_that_has_left_meanwhile_is_nothing() -> None:
+    known = clocks()
+    known.keep_only({"b"})
+    assert known.agreed("a", {"a": HERE, "b": Clock(-2100.25, 0.001)}, 50.0) == {"root": HERE, "b": ROUGH["b"]}
+
+
 def test_nodes_that_are_gone_are_forgotten() -> None:
     known = clocks()
     known.keep_only({"b"})

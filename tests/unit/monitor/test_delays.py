@@ -1,15 +1,18 @@
 """The delay matrix: cells, rows and columns; and communicators that are slow together."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
+from monitor.diagnosis.conclusion import NO_PAST, diagnose
 from monitor.diagnosis.delays import delay_matrix, find_slow_links, link_keys, message_delays, unpack
 from monitor.diagnosis.history import NOTHING, History
 from monitor.diagnosis.tables import MESSAGE, fold_messages
-from monitor.diagnosis.thresholds import SlowThresholds
+from monitor.diagnosis.thresholds import SlowThresholds, Thresholds
 from monitor.diagnosis.transfers import Fabric, find_slow_transfers, transfer_keys
-from monitor.records import Communicator
+from monitor.records import Communicator, JobRecords
+from tests.unit.monitor.trace_text import parse
 
 NODES = {rank: f"n{rank}" for rank in range(6)}
 EXACT = dict.fromkeys(NODES, 0.0)
@@ -137,3 +140,43 @@ def test_node_that_all_slow_communicators_share_and_no_fast_one_is_named() -> No
     fabric = Fabric(known, nodes, {}, 1.0, float("nan"), [float(step) for step in range(10)])
     verdicts, _ = find_slow_transfers(history, fabric, SlowThresholds())
     assert [str(one.subject) for one in verdicts] == ["node a (ranks 0, 1)"]
+
+
+def test_messages_told_before_clocks_were_known_are_not_read_off_both_sides_once_they_are() -> None:
+    # Rank 1's clock is ahead by 100 s; it calls long before rank 0 does.
+    trace = parse("""
+node a: 0
+node b: 1
+node c: 2
+communicator pipe: 0 1
+communicator all: 0 1 2
+steps 1-9 every 1.0
+pipe send 1k ->1     0.500-0.502  .            .
+pipe receive 1k <-0  .            0.100-0.502  .
+all all_reduce 1k    0.70-0.71    0.70-0.71    0.70-0.71
+read 10.0
+""")
+    whole = trace.job()
+
+    def told(ranks: tuple[int, ...], are_known: bool) -> JobRecords:
+        some = {}
+        for rank in ranks:
+            one = whole.ranks[rank]
+            records = one.records.copy()
+            for name in ("enqueued_s", "started_s", "ended_s"):
+                records[name] += 100.0 * (rank == 1)
+            offset_s, error_s = (-100.0 * (rank == 1), 1e-4) if are_known else (0.0, float("inf"))
+            some[rank] = replace(one, records=records, offset_s=offset_s, offset_error_s=error_s)
+        return JobRecords(some, whole.communicators)
+
+    thresholds = Thresholds()
+    past, _ = diagnose(told((2,), False), {}, NO_PAST, 9.0, thresholds)
+    # Steps wait for rank 2's news, which are of the start only.
+    late = replace(whole.ranks[2], records=whole.ranks[2].records[:2])
+    past, _ = diagnose(
+        JobRecords({**told((0, 1), False).ranks, 2: late}, whole.communicators), {}, NO_PAST, 9.5, thresholds
+    )
+    assert len(past.window.links.keys) == 0
+    past, _ = diagnose(told((0, 1, 2), True), {}, past, 10.0, thresholds)
+    assert past.window.newest >= 7
+    assert np.exp(np.nanmax(past.window.links.values)) < 0.003

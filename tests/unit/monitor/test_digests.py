@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from monitor.diagnosis.digest import FORGETFUL, digest
 from monitor.diagnosis.history import NOTHING, deviations
 from monitor.diagnosis.robust import median_by, spread
+from monitor.diagnosis.steps import Window, collect
 from monitor.diagnosis.tables import COLLECTIVE, fold_collectives, split_whole
 from monitor.diagnosis.thresholds import SlowThresholds
 from monitor.records import Operation, Phase
@@ -130,3 +131,19 @@ def test_subjects_that_vanish_are_forgotten() -> None:
     for step in (1, 2):
         history = history.push(step, np.array([2]), np.array([1.0]), 2)
     assert history.keys.tolist() == [2]
+
+
+def test_what_a_daemon_tells_again_after_its_restart_is_not_counted_twice() -> None:
+    text = "node a: 0 1\nnode b: 2 3\ncommunicator world: 0 1 2 3\nsteps 1-6 every 1.0\n"
+    job = parse(text + "world all_reduce 4k  0.30-0.50  0.40-0.50  0.40-0.50  0.45-0.50\nread 12.0").job()
+    _, near = digest([job.ranks[0], job.ranks[1]], job.communicators)
+    window, waiting = Window(), np.arange(4)
+    for _ in range(2):
+        window, count = collect(window, near, waiting, job.communicators, {}, {}, SlowThresholds())
+        assert count == 0
+        assert set(window.pending.collectives["arrived"].tolist()) == {2}
+        assert len(window.pending.steps) == len(near.steps)
+    _, far = digest([job.ranks[2], job.ranks[3]], job.communicators)
+    window, count = collect(window, far, waiting, job.communicators, {}, {}, SlowThresholds())
+    assert window.newest == 5
+    assert np.exp(window.transfers.values).tolist() == [[pytest.approx(0.05)]] * count

@@ -19,7 +19,7 @@ def follow(values: list[list[float]], code: Measure = Measure.LOSS, communicator
         rows = np.zeros(len(told), MEASURE)
         rows["rank"], rows["value"] = np.arange(len(told)), told
         rows["step"], rows["code"], rows["communicator"], rows["at_s"] = step, code, communicator, float(step)
-        curves, verdicts = judge_measures(curves, rows, len(told), WORLD, NODES, MeasureThresholds())
+        curves, verdicts = judge_measures(curves, rows, len(told), 3.0, WORLD, NODES, MeasureThresholds())
         seen.append(verdicts)
     return seen
 
@@ -70,3 +70,20 @@ def test_replicas_are_compared_within_their_step_and_group() -> None:
     (verdict,) = follow([[7.0] * 4, [9.0, 9.0, 9.0, 8.0]], Measure.REPLICA_CHECKSUM, 1)[-1]
     assert (verdict.syndrome, verdict.subject.ranks) == ("silent data corruption", (3,))
     assert verdict.advice is Advice.REPLACE_NODE
+
+
+def test_replicas_on_far_nodes_are_heard_before_their_step_is_judged() -> None:
+    def rows(step: int, ranks: tuple[int, ...]) -> np.ndarray:
+        told = np.zeros(len(ranks), MEASURE)
+        told["rank"], told["step"], told["code"], told["communicator"] = ranks, step, Measure.REPLICA_CHECKSUM, 1
+        told["value"] = [8.0 if rank == 3 else 7.0 for rank in ranks]
+        return told
+
+    curves, seen = NO_CURVES, []
+    for step in range(1, 60):
+        # Ten steps a second, and two seconds on their way.
+        told = np.concatenate([rows(step, (0, 1)), rows(step - 20, (2, 3))] if step > 20 else [rows(step, (0, 1))])
+        curves, verdicts = judge_measures(curves, told, 4, 60.0, WORLD, NODES, MeasureThresholds())
+        seen.append({one.subject.ranks for one in verdicts})
+    assert seen[-1] == {(3,)}
+    assert seen[:20] == [set()] * 20

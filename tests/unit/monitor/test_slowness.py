@@ -229,6 +229,30 @@ def test_checkpoint_of_one_rank_alone_is_no_stall() -> None:
     assert [verdicts for _, verdicts in follow(trace) if verdicts] == []
 
 
+def test_checkpoints_of_one_rank_alone_do_not_hide_a_stall_in_those_of_all() -> None:
+    trace = job(140, lambda _rank, _step: 0.3)
+    for step in range(5, 140):
+        for rank in range(4):
+            ended_s = float(trace.rows[rank][step - 1][1]["enqueued_s"]) - 0.1
+            if step % 20 == 0:
+                trace.phase(rank, Phase.CHECKPOINT, ended_s - (0.8 if rank == 2 else 0.02), ended_s, step)
+            elif rank == 0:
+                trace.phase(rank, Phase.CHECKPOINT, ended_s - 0.01, ended_s, step)
+    seen = [told(verdicts) for _, verdicts in follow(trace)]
+    assert ["checkpoint stall: rank 2 on b"] in seen
+
+
+def test_checkpoint_stall_is_over_when_the_job_saves_no_more() -> None:
+    trace = job(80, lambda _rank, _step: 0.3)
+    for step in (10, 15, 20):
+        for rank in range(4):
+            ended_s = float(trace.rows[rank][step - 1][1]["enqueued_s"]) - 0.1
+            trace.phase(rank, Phase.CHECKPOINT, ended_s - (0.19 if rank == 2 else 0.02), ended_s, step)
+    seen = [told(verdicts) for _, verdicts in follow(trace)]
+    assert ["checkpoint stall: rank 2 on b"] in seen
+    assert seen[-1] == []
+
+
 def test_transfers_that_grow_with_own_times_are_busy_machines_and_not_the_network() -> None:
     seen = follow(
         job(
