@@ -152,28 +152,28 @@ def check(seed: int, disorder: Disorder, within_s: float) -> None:
     assert set(tree.told) == {wanted}
 
 
-@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(100, 106)])
+@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(100, 103)])
 def test_slow_rank_is_found_wherever_in_the_tree_it_is(seed: int) -> None:
     # Twenty steps of 0.18 s, and at most three turns up the tree.
     check(seed, Disorder(), within_s=7.0)
 
 
-@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(200, 206)])
+@pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(200, 203)])
 def test_slow_rank_is_found_and_nobody_else_where_turns_come_late(seed: int) -> None:
     check(seed, Disorder(late_s=0.3), within_s=18.0)
 
 
-@pytest.mark.parametrize("seed", range(300, 306))
+@pytest.mark.parametrize("seed", range(300, 304))
 def test_slow_rank_is_found_and_nobody_else_where_calls_are_lost(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.15), within_s=18.0)
 
 
-@pytest.mark.parametrize("seed", range(400, 406))
+@pytest.mark.parametrize("seed", range(400, 404))
 def test_slow_rank_is_found_and_nobody_else_where_daemons_restart(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.05, restarts=0.05), within_s=25.0)
 
 
-@pytest.mark.parametrize("seed", range(500, 508))
+@pytest.mark.parametrize("seed", range(500, 506))
 def test_steps_of_a_new_generation_are_judged_whatever_is_left_of_the_old_ones(seed: int) -> None:
     slow = seed % 6
     tree = Tree(slow, Disorder(late_s=0.05), seed, renewed_s=BEGAN_S + 1.5)
@@ -186,12 +186,16 @@ def test_steps_of_a_new_generation_are_judged_whatever_is_left_of_the_old_ones(s
 
 
 def test_daemon_that_only_passes_on_keeps_no_more_digests_than_it_may() -> None:
+    def digests() -> int:
+        gc.collect()
+        return sum(isinstance(one, Digest) for one in gc.get_objects())
+
+    before = digests()
     tree = Tree(0, Disorder(), 1)
     for name in ("near", "rack"):
         tree.watches[name].read()
         tree.call("far", "rack")
         for _ in range(400):
             tree.watches[name].digest()
-    gc.collect()
     # Those of the daemons' outboxes, 128 each, and few that are under way.
-    assert sum(isinstance(one, Digest) for one in gc.get_objects()) < 300
+    assert digests() - before < 300
