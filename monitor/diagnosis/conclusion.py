@@ -210,6 +210,11 @@ def _judge_steps(
     own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
     fabric = Fabric(communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s)
     transfers, slow_transfers = find_slow_transfers(window.transfers, fabric, slow)
+    if not links and any(verdict.subject.kind in ("group", "job") for verdict in transfers):
+        # That collectives are slow is evidence of its own: among links too noisy to tell by themselves, half as far out will do.
+        half = replace(slow, sigmas=slow.sigmas / 2)
+        likely, slow_links = find_slow_links(window.links, window.link_counts, nodes, step_s, ended_s, half)
+        links = tuple(replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely)
     named = {rank for verdict in ranks for rank in verdict.subject.ranks}
     stalls = find_stalls(table, window.saves, named, nodes, thresholds.stall, slow)
     window = replace(

@@ -278,3 +278,27 @@ def test_slow_rank_that_slows_its_communicators_transfers_is_named_alone() -> No
     trace.read_s = 32.0
     _, verdicts = diagnose(trace.job(), {}, NO_PAST, 32.0, Thresholds())
     assert told(verdicts) == ["non-communication slow: rank 2 on b"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noisy_link_is_named_where_collectives_have_slowed_down_with_it(seed: int) -> None:
+    rng, ranks = noisy(seed, 0.8), range(4)
+    trace = Trace({rank: "abcd"[rank] for rank in ranks}, {}, {"world": tuple(ranks), "pipe": tuple(ranks)})
+    now_s = 1.0
+    for step in range(1, 46):
+        is_slow = step > 30
+        for sender, receiver in [(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)]:
+            now_s += 0.01
+            took_s = 0.001 * rng.lognormal(0, 0.8) * (20 if is_slow and (sender, receiver) == (1, 2) else 1)
+            trace.operation(sender, "pipe", Operation.SEND, now_s, now_s + took_s, step=step, peer=receiver)
+            trace.operation(receiver, "pipe", Operation.RECEIVE, now_s, now_s + took_s, step=step, peer=sender)
+            now_s += took_s
+        now_s += 0.05
+        took_s = 0.06 if is_slow else 0.002
+        for rank in ranks:
+            trace.operation(rank, "world", Operation.ALL_REDUCE, now_s, now_s + took_s, step=step)
+        now_s += took_s
+    trace.read_s = now_s + 0.01
+    seen = [told(verdicts) for _, verdicts in follow(trace, 0.5) if verdicts]
+    assert seen
+    assert all(one == ["communication slow: link 1 -> 2"] for one in seen)
