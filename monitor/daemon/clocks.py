@@ -17,6 +17,9 @@ from monitor.telemetry.clocks import DRIFT
 RESTARTED_S = 5.0
 """A node whose news seem to lie further ahead or behind than they did, by more than news are ever late, has another clock."""
 
+_SHARE = 0.01
+_AT_LEAST_EVERY_S = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class Clock:
@@ -86,6 +89,17 @@ class NodeClocks:
         known = self.of(node, now_s) if node in self._told else rough
         # A machine that was started anew counts from nothing.
         return known if abs(known.offset_s - rough.offset_s) < RESTARTED_S else rough
+
+
+def pause_s(every_s: float, took_s: float, *, is_complete: bool) -> float:
+    """Return how long to wait before clocks are measured again, in seconds.
+
+    Args:
+        every_s: as it was asked for; a fifth of that while some node's clock could not be measured.
+        took_s: processor time that measuring takes: seconds for thousands of ranks, which then is done less often, but once a minute.
+        is_complete: whether all could be measured.
+    """
+    return max(every_s if is_complete else every_s / 5, min(took_s / _SHARE, _AT_LEAST_EVERY_S))
 
 
 def encode_clocks(clocks: Mapping[str, Clock]) -> bytes:

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from monitor.daemon.access import is_loopback
 from monitor.daemon.children import Children
-from monitor.daemon.clocks import Clock
+from monitor.daemon.clocks import Clock, pause_s
 from monitor.daemon.contracts import (
     Alignment,
     Diagnosis,
@@ -52,9 +52,6 @@ from monitor.verdicts import Verdict
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
 _STORY_EVERY_S = 2.0
-_ALIGNING_SHARE = 0.01
-"""Of the time is spent with measuring clocks, at most: of thousands of ranks it takes seconds, and is done less often."""
-_ALIGN_AT_LEAST_EVERY_S = 60.0
 _RANKS_TO_DUMP = 4
 """Of one verdict: a hang's root is one rank or two; more stacks say the same again."""
 
@@ -351,8 +348,7 @@ class Daemon:
             self._align_due_s = loop.time() + self._settings.align_every_s
             return
         is_complete = asked is None or clocks.keys() <= {*measured, self._settings.node}
-        wait_s = self._settings.align_every_s * (1.0 if is_complete else 0.2)
-        self._align_due_s = loop.time() + max(wait_s, min(took_s / _ALIGNING_SHARE, _ALIGN_AT_LEAST_EVERY_S))
+        self._align_due_s = loop.time() + pause_s(self._settings.align_every_s, took_s, is_complete=is_complete)
         await self.take_clocks(clocks)
 
     async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:

@@ -102,22 +102,20 @@ def _checkpoints(
     slow: SlowThresholds,
 ) -> list[Verdict]:
     """Some ranks' checkpoint phases take much longer than those of the others that also save, time after time."""
-    shared = np.flatnonzero((~np.isnan(saves.values)).sum(axis=1) >= slow.peers)[-thresholds.saves :]
-    if len(shared) < thresholds.saves:
+    if len(saves.steps) < thresholds.saves:
         return []
-    took_s = np.exp(saves.values[shared])
+    took_s, steps = np.exp(saves.values[-thresholds.saves :]), saves.steps[-thresholds.saves :]
     usual_s = np.nanmedian(took_s, axis=1, keepdims=True)
     late = (took_s > thresholds.checkpoint_ratio * usual_s).all(axis=0)
-    every = float(np.diff(saves.steps[shared]).mean())
-    if rows["step"].max() > saves.steps[shared[-1]] + _FORGOTTEN * every:
+    every = float(np.diff(steps).mean())
+    newest = rows["step"].max()
+    if newest > steps[-1] + _FORGOTTEN * every:
         return []
     cost_s = (took_s - usual_s).mean(axis=0) / every
     late &= cost_s > max(slow.cost_share * step_s, slow.cost_s)
     # The first of these checkpoints may be further back than the window reaches.
-    newest = rows["step"].max()
-    since_s = float(np.median(rows["ended_s"][rows["step"] == newest])) - step_s * float(
-        newest - saves.steps[shared[0]]
-    )
+    ended_s = float(np.median(rows["ended_s"][rows["step"] == newest]))
+    since_s = ended_s - step_s * float(newest - steps[0])
     verdicts = []
     for subject in gather(saves.keys[late].tolist(), nodes):
         cost = float(cost_s[np.isin(saves.keys, subject.ranks)].max())

@@ -41,7 +41,7 @@ class Window:
         latecomers: of whole steps.
         own, links, transfers: histories of own times by rank, median delays by link, transfer times by communicator.
         averages: history of average delays by link.
-        saves: history of checkpoint phases by rank, of steps in which any rank saved.
+        saves: history of checkpoint phases by rank, of steps in which enough ranks saved to be compared.
         link_counts, transfer_counts: operations of the newest whole step, by key of the history.
         newest: number of the newest whole step.
         distrusted: number of the newest step of which messages were told by clocks that have turned out to be off.
@@ -133,8 +133,7 @@ def distrusting(window: Window, told: Digest) -> Window:
 
 def _not_told_before(told: Digest, pending: Digest) -> Digest:
     """Drop what a daemon tells again that was restarted: operations that are counted twice would seem to be whole."""
-    names = ["rank", "step"]
-    known = np.isin(_packed(told.steps, *names), _packed(pending.steps, *names))
+    known = np.isin(_packed(told.steps), _packed(pending.steps))
     if not known.any():
         return told
     newest = told.steps["step"][known].max()
@@ -146,8 +145,8 @@ def _not_told_before(told: Digest, pending: Digest) -> Digest:
     return replace(told, steps=told.steps.compress(~known), **later)
 
 
-def _packed(rows: np.ndarray, high: str, low: str) -> np.ndarray:
-    packed: np.ndarray = rows[high].astype(np.int64) << 32 | rows[low].astype(np.int64)
+def _packed(rows: np.ndarray) -> np.ndarray:
+    packed: np.ndarray = rows["rank"].astype(np.int64) << 32 | rows["step"].astype(np.int64)
     return packed
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from monitor.daemon.clocks import RESTARTED_S, Clock, NodeClocks, decode_clocks, encode_clocks
+from monitor.daemon.clocks import RESTARTED_S, Clock, NodeClocks, decode_clocks, encode_clocks, pause_s
 from monitor.errors import ProtocolViolation
 from monitor.telemetry.clocks import DRIFT
 
@@ -73,6 +73,13 @@ def test_nodes_that_are_gone_are_forgotten() -> None:
     known = clocks()
     known.keep_only({"b"})
     assert set(known.agreed("root", {}, 50.0)) == {"root", "b"}
+
+
+def test_clocks_are_measured_less_often_where_that_takes_long_and_sooner_where_some_are_not_known() -> None:
+    assert pause_s(10.0, 0.02, is_complete=True) == 10.0
+    assert pause_s(10.0, 0.02, is_complete=False) == 2.0
+    assert pause_s(10.0, 0.3, is_complete=False) == pytest.approx(30.0)
+    assert pause_s(10.0, 5.0, is_complete=True) == 60.0
 
 
 def test_clocks_survive_being_told() -> None:
