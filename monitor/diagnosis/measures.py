@@ -59,10 +59,10 @@ def judge_measures(
     """
     pending = np.concatenate([curves.pending, told])
     standing = {(one.subject, one.syndrome): (one, until) for one, until in curves.standing}
-    for verdict, step in _not_finite(told, nodes):
-        standing[verdict.subject, verdict.syndrome] = (verdict, step + thresholds.held)
-    keep = np.ones(len(pending), bool)
     curves = replace(curves, step=max(curves.step, int(told["step"].max(initial=0))))
+    for verdict in _not_finite(told, nodes):
+        standing[verdict.subject, verdict.syndrome] = (verdict, curves.step + thresholds.held)
+    keep = np.ones(len(pending), bool)
     calm, odd = dict(curves.calm), dict(curves.odd)
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
     keys = pending[["step", "code", "communicator"]][order]
@@ -89,7 +89,7 @@ def judge_measures(
     return curves, tuple(one for one, _ in still)
 
 
-def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[tuple[Verdict, int]]:
+def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:
     numbers = rows[np.isin(rows["code"], tuple(_NAMES))]
     bad = numbers[~np.isfinite(numbers["value"])]
     if not len(bad):
@@ -102,8 +102,7 @@ def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[tuple[Verdic
     told = f"{_NAMES[code]} of step {step} is {first['value'][0]} at {len(ranks)} of {len(others)} ranks"
     subjects = gather(ranks, nodes) if 2 * len(ranks) < len(others) else (Subject("job", ()),)
     return [
-        (Verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, (told,), 1.0, 0.0, Advice.ALERT), step)
-        for subject in subjects
+        Verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, (told,), 1.0, 0.0, Advice.ALERT) for subject in subjects
     ]
 
 

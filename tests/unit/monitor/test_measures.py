@@ -87,3 +87,10 @@ def test_replicas_on_far_nodes_are_heard_before_their_step_is_judged() -> None:
         seen.append({one.subject.ranks for one in verdicts})
     assert seen[-1] == {(3,)}
     assert seen[:20] == [set()] * 20
+
+
+def test_loss_that_is_not_finite_is_told_though_its_news_come_late() -> None:
+    rows = np.zeros(2, MEASURE)
+    rows["rank"], rows["step"], rows["code"], rows["value"] = (0, 3), (40, 20), Measure.LOSS, (2.0, float("nan"))
+    _, (verdict,) = judge_measures(NO_CURVES, rows, 4, 60.0, WORLD, NODES, MeasureThresholds())
+    assert verdict.syndrome == "loss not finite"
