@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from elastic.errors import StoreUnavailable, UsageError
+from elastic.store.ports import ReservedPort
 
 _START_S = 20.0
 _STOP_S = 5.0
@@ -33,6 +34,7 @@ class EmbeddedEtcd:
         self._host = host
         self._wanted_port = port
         self._port = port
+        self._ports: list[ReservedPort] = []
         self._directory: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -51,34 +53,33 @@ class EmbeddedEtcd:
         """Start and wait until it serves.
 
         Raises:
-            UsageError: the port asked for is taken.
+            UsageError: the address or the port asked for is not to be had.
             StoreUnavailable: it does not start.
         """
-        if self._wanted_port and not _is_free(self._host, self._wanted_port):
+        try:
+            self._ports = [ReservedPort(self._host, self._wanted_port), ReservedPort()]
+        except OSError as error:
             raise UsageError(
-                f"port {self._wanted_port} on {self._host} is in use by something that is not etcd; choose another"
+                f"etcd cannot listen on port {self._wanted_port} of {self._host} ({error.strerror}); choose another"
+            ) from error
+        self._port, peer_port = (port.number for port in self._ports)
+        self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-"))
+        log = self._directory / "log"
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                _command(self._host, self._port, peer_port, self._directory / "data"),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # A small job's store needs no more than one core now and then; Go's scheduler wakes all that it may have.
+                env={"GOMAXPROCS": "1", **os.environ},
+                # A terminal's Ctrl-C is for the agent, which ends etcd last.
+                start_new_session=True,
             )
-        for attempt in range(3):
-            self._port, peer_port = self._wanted_port or _free_port(self._host), _free_port(self._host)
-            self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-"))
-            log = self._directory / "log"
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(
-                    _command(self._host, self._port, peer_port, self._directory / "data"),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    # A small job's store needs no more than one core now and then; Go's scheduler wakes all that it may have.
-                    env={"GOMAXPROCS": "1", **os.environ},
-                    # A terminal's Ctrl-C is for the agent, which ends etcd last.
-                    start_new_session=True,
-                )
-            if self._wait_until_serving():
-                return
+        if not self._wait_until_serving():
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
             self.stop()
-            if attempt == 2 or not any("address already in use" in line for line in last):
-                raise StoreUnavailable(f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}")
+            raise StoreUnavailable(f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}")
 
     def stop(self) -> None:
         """End the process and remove its files. Safe to call twice."""
@@ -93,6 +94,8 @@ class EmbeddedEtcd:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+        while self._ports:
+            self._ports.pop().close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -145,19 +148,3 @@ def _command(host: str, port: int, peer_port: int, data: Path) -> Sequence[str]:
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",
     ]  # fmt: skip
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_free(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True

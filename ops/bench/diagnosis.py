@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -44,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 
 import click  # noqa: E402
 
+from elastic.store.ports import ReservedPort  # noqa: E402
 from monitor.daemon.probes import NodeProbe  # noqa: E402
 from monitor.diagnosis.conclusion import NO_PAST, diagnose  # noqa: E402
 from monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, decide  # noqa: E402
@@ -194,9 +194,7 @@ def running(setup: Setup, kind: str, with_network: bool = False, overhead: int =
     with ExitStack() as owned:
         directory = owned.enter_context(tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm"))
         network = owned.enter_context(Network(setup.ranks)) if with_network else None
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = owned.enter_context(ReservedPort()).number
         specification = Specification(
             kind, setup.ranks, directory, setup.disk, setup.compute_s, port=port, overhead=overhead
         )

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -29,6 +28,8 @@ sys.path.remove(str(Path(__file__).parent))
 
 import click
 
+from elastic.store.ports import ReservedPort
+
 ROOT = Path(__file__).parents[2]
 WORLD = 2
 
@@ -39,16 +40,13 @@ Result = dict[str, Any]
 @click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
 @click.option("--quick", is_flag=True, help="Fewer repeats.")
 def main(as_json: bool, quick: bool) -> None:
-    with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory, ReservedPort() as port:
         workers = [
             subprocess.Popen(
                 [sys.executable, __file__, "worker"],
                 env={
                     **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                    "RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number),
                     "KEEPSTEP_MONITOR_DIR": directory, "KEEPSTEP_JOB": "bench", "BENCH_QUICK": "1" if quick else "",
                 },
                 stdout=subprocess.PIPE, text=True,

@@ -1,7 +1,6 @@
 """Real jobs of a few gloo processes, whose rings the tests read from outside while they run."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
+from elastic.store.ports import ReservedPort
 from monitor.records import JobRecords, Kind, Operation
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring_reader import Records
@@ -23,9 +23,7 @@ class Job:
     """`size` processes that run the scenario of that name in `scenarios.py`, and what their rings tell."""
 
     def __init__(self, base: Path, scenario: str, size: int, *prefix: str, **environment: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._port = ReservedPort()
         self.workers: list[subprocess.Popen[str]] = []
         for rank in range(size):
             self.workers.append(
@@ -34,7 +32,7 @@ class Job:
                     env={
                         **os.environ, "KEEPSTEP_MONITOR_DIR": str(base),
                         "RANK": str(rank), "WORLD_SIZE": str(size), "KEEPSTEP_JOB": "test", "KEEPSTEP_NODE": "here",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.number), "OMP_NUM_THREADS": "1",
                         "PYTHONPATH": str(ROOT), **environment,
                     },
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -52,6 +50,7 @@ class Job:
         for worker in self.workers:
             worker.kill()
             worker.communicate()
+        self._port.close()
 
     def expect(self, word: str, *ranks: int) -> None:
         """Wait until these ranks (all, if none are named) print a word."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic.store.ports import ReservedPort
 from monitor.errors import MonitorUnreachable
 from monitor.preflight.doctor import Doctor
 from monitor.preflight.meeting import Line
@@ -30,11 +31,11 @@ def secret_file(tmp_path: Path) -> Path:
     return path
 
 
-def free_ports(count: int) -> list[int]:
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    """Five ports, in the order of their addresses as text, by which doctors order themselves."""
     with ExitStack() as held:
-        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        # In the order of the addresses as text, by which doctors order themselves.
-        return sorted((one.getsockname()[1] for one in taken), key=str)
+        yield sorted((held.enter_context(ReservedPort()).number for _ in range(5)), key=str)
 
 
 @contextmanager
@@ -109,8 +110,7 @@ class Throttle:
             pass  # Either end is gone.
 
 
-def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path) -> None:
-    ports = free_ports(5)
+def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path, ports: list[int]) -> None:
     real, outside = ports[3], ports[4]
     # The last in order is measured by all others, so everything it sends and receives passes the throttle.
     addresses = [f"127.0.0.1:{port}" for port in (*ports[:3], outside)]
@@ -138,9 +138,8 @@ def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path) -> 
     assert all(told["findings"] == results[0][1]["findings"] for _, told in results)
 
 
-def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: Path) -> None:
-    ports = free_ports(4)
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: Path, ports: list[int]) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in ports[:4]]
     with Doctor("stranger", ("127.0.0.1", ports[2]), b"quite another secret", 20.0), ExitStack() as running:
         processes = [
             running.enter_context(doctor(name, addresses[place], addresses, secret_file, "--patience", "20"))
@@ -155,8 +154,8 @@ def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: P
             assert sum(len(node["links"]) for node in told["nodes"]) == 1
 
 
-def test_one_node_alone_is_examined_and_found_well(secret_file: Path) -> None:
-    with doctor("a", f"127.0.0.1:{free_ports(1)[0]}", [], secret_file) as process:
+def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: list[int]) -> None:
+    with doctor("a", f"127.0.0.1:{ports[0]}", [], secret_file) as process:
         code, told = outcome(process)
     assert (code, told["findings"]) == (0, [])
     (node,) = told["nodes"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from elastic.store.embedded import binary
+from elastic.store.ports import ReservedPort
 
 _START_S = 60.0
 
@@ -25,9 +25,9 @@ class EtcdCluster:
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-cluster-"))
-        ports = _free_ports(6)
-        self.clients = [f"127.0.0.1:{port}" for port in ports[:3]]
-        self._peers = [f"http://127.0.0.1:{port}" for port in ports[3:]]
+        self._ports = [ReservedPort() for _ in range(6)]
+        self.clients = [f"127.0.0.1:{port.number}" for port in self._ports[:3]]
+        self._peers = [f"http://127.0.0.1:{port.number}" for port in self._ports[3:]]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -46,6 +46,8 @@ class EtcdCluster:
     ) -> None:
         for member in list(self._processes):
             self.kill(member)
+        for port in self._ports:
+            port.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def start(self, member: int) -> None:
@@ -79,14 +81,3 @@ class EtcdCluster:
             except OSError:
                 assert self._processes[member].poll() is None, (self._directory / f"{member}.log").read_text()
         raise AssertionError(f"member {member} does not serve")
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()

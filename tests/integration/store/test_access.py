@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from elastic.store.contract import Put, Reset
 from elastic.store.credentials import Credentials
 from elastic.store.embedded import EmbeddedEtcd, binary
 from elastic.store.etcd import EtcdStore
+from elastic.store.ports import ReservedPort
 
 PASSWORD = "between us"
 
@@ -33,10 +33,8 @@ class Served:
         for name, issued in (("server", authority.issue_cert("127.0.0.1")), ("client", authority.issue_cert("agent"))):
             issued.cert_chain_pems[0].write_to_path(directory / f"{name}.pem")
             issued.private_key_pem.write_to_path(directory / f"{name}.key")
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            second.bind(("127.0.0.1", 0))
-            self.port, peer = first.getsockname()[1], second.getsockname()[1]
+        self._ports = (ReservedPort(), ReservedPort())
+        self.port, peer = (port.number for port in self._ports)
         self._command = [
             sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(),
             "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
@@ -46,7 +44,6 @@ class Served:
             "--advertise-client-urls", f"https://127.0.0.1:{self.port}",
             "--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
             "--initial-cluster", f"default=http://127.0.0.1:{peer}",
-            "--listen-metrics-urls", f"http://127.0.0.1:{self.port + 1 if self.port < 65535 else self.port - 1}",
         ]  # fmt: skip
 
     def start(self) -> None:
@@ -55,6 +52,11 @@ class Served:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        for port in self._ports:
+            port.close()
 
     @property
     def address(self) -> Address:
@@ -72,7 +74,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     try:
         yield server
     finally:
-        server.kill()
+        server.close()
 
 
 async def enable_users(endpoint: str) -> None:
