@@ -36,7 +36,7 @@ from checkpoint.persist import Persistence
 from checkpoint.protection import Protection
 from checkpoint.rebuilding import Rebuilder
 from checkpoint.retention import Shelf, Snapshot
-from checkpoint.wire import Message, Wire
+from checkpoint.wire import Message, Wire, socket_name
 
 _PR_SET_PDEATHSIG = 1
 
@@ -82,7 +82,8 @@ class SnapshotServer:
         self._wires: set[Wire] = set()
         self._threads: set[threading.Thread] = set()
         self._local = socket.socket(socket.AF_UNIX)
-        self._local.bind(str(directory / "snapshots.sock"))
+        with socket_name(directory / "snapshots.sock") as name:
+            self._local.bind(name)
         self._remote = socket.create_server((host, 0), backlog=1024)
         self._persistence = Persistence(self, secret, limits.storage)
         self._protection = Protection(self, secret)

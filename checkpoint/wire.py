@@ -15,7 +15,9 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Self
 
 from checkpoint.errors import SnapshotUnavailable
@@ -29,6 +31,23 @@ _MAX_JSON_NBYTES = 256 * 2**20
 _HANDSHAKE_S = 10.0
 
 Message = dict[str, Any]
+
+
+@contextmanager
+def socket_name(path: Path) -> Iterator[str]:
+    """Name a Unix socket however long its path is.
+
+    The kernel takes 107 bytes of a name (unix(7)), and clusters' scratch directories alone may be longer; through its
+    directory's descriptor the name is short. It holds while the context lasts.
+
+    Raises:
+        OSError: there is no such directory.
+    """
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)
 
 
 class Wire:
@@ -52,7 +71,8 @@ class Wire:
             if scheme == "unix":
                 connection = socket.socket(socket.AF_UNIX)
                 connection.settimeout(timeout_s)
-                connection.connect(rest)
+                with socket_name(Path(rest)) as name:
+                    connection.connect(name)
             else:
                 host, _, port = rest.rpartition(":")
                 connection = socket.create_connection((host, int(port)), timeout=timeout_s)

@@ -232,3 +232,10 @@ def test_the_server_ends_with_its_agent(tmp_path: Path) -> None:
     assert server.process.wait(10) == 0
     assert not psutil.pid_exists(server.process.pid)
     server.close()
+
+
+def test_a_path_longer_than_a_sockets_may_be_is_served_all_the_same(tmp_path: Path) -> None:
+    directory = tmp_path / ("as-some-clusters-name-their-scratch-directories-" * 4)
+    directory.mkdir()
+    with contextlib.closing(Server(directory, 1)) as server:
+        SnapshotClient(server.local, SECRET).close()
