@@ -79,6 +79,8 @@ class Phase(IntEnum):
     OPTIMIZER = 4
     CHECKPOINT = 5
     GARBAGE_COLLECTION = 6
+    EVALUATION = 7
+    """Modules run without gradients: mostly between steps, and the other ranks may be waiting for it."""
 
 
 class Measure(IntEnum):

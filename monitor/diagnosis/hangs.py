@@ -4,7 +4,8 @@ The graph of `monitor.diagnosis.waits` says where waiting ends; this decides whe
 are of one rank by its own node's clock, from its last sign of life to the moment of reading; so clocks need not agree, and a reader that
 is behind sees young ages rather than old ones. A rank whose records were not read lately is never blamed for what it did not tell.
 
-Who stands still rightly is given longer: before the first step, within a checkpoint phase, and between steps (see `HangThresholds`).
+Who stands still rightly is given longer: before the first step, within a checkpoint phase, in an evaluation and between steps (see
+`HangThresholds`).
 A rank that keeps moving is never a root, however long others wait for it.
 """
 
@@ -98,7 +99,8 @@ class _View:
         patience = self.plain_s if self.started else self.thresholds.first_step_s
         if row["phase"] == Phase.CHECKPOINT:
             return max(patience, self.thresholds.checkpoint_s)
-        if row["marks_steps"] and not self.is_in_step(rank):
+        # An evaluation that loads batches seems to begin a step.
+        if row["phase"] == Phase.EVALUATION or (row["marks_steps"] and not self.is_in_step(rank)):
             return max(patience, self.thresholds.between_steps_s)
         return patience
 

@@ -25,7 +25,8 @@ class HangThresholds:
     checkpoint_s: float = 120.0
     """For a rank within a checkpoint phase: stores are slow at times, and a write that retries is not a hang."""
     between_steps_s: float = 60.0
-    """For a rank that marks its steps and is in none: it evaluates, logs or saves while the others wait for it."""
+    """For a rank that marks its steps and is in none, or evaluates: each call of its model, and what it makes of the results, logs or
+    saves while the others wait for it."""
     dead_s: float = 0.5
     """A process that is gone is no matter of patience; this only lets survivors' errors arrive, so that they say who waited."""
     witness_s: float = 10.0

@@ -4,6 +4,7 @@
 |---|---|---|
 | data wait | the main thread asks a `DataLoader`'s iterator for a batch | it has it |
 | forward | the first module is called after an optimizer step, a batch or a backward pass | another phase begins; so the loss is in it |
+| evaluation | a module is called while gradients are off, and after each of its batches | another phase begins; so metrics are in it |
 | backward | `torch.autograd.backward` is called, which `Tensor.backward` and pipelines do | it returns |
 | optimizer | any optimizer's pre-step hook | its post-step hook |
 | checkpoint | the main thread calls `torch.save` | it returns |
@@ -11,7 +12,8 @@
 
 These are times of the host: what a device still has to do when a call returns, is not in them. Only PyTorch's public hooks are used where
 there are any; `DataLoader`, `torch.autograd.backward` and `torch.save` offer none, and are wrapped. The hook on modules costs nothing
-between its uses: it takes itself away when it has fired, because a hook on all modules slows down each of them.
+between its uses: it takes itself away when it has fired, because a hook on all modules slows down each of them. In an evaluation it
+comes back when the module called has returned: each call is a sign of life of a rank that others may wait for.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from monitor.records import Phase
 from monitor.telemetry.recorder import Recorder
 
 _SHORT_COLLECTION_S = 1e-3
+# Calls of a model that generates token by token are one record until then, so that they do not flush out the ring.
+_SIGN_OF_LIFE_S = 0.25
 _OLDEST_GENERATION = 2
 _NONE = -1
 
@@ -43,10 +47,13 @@ class AutomaticPhases:
         self._recorder = recorder
         self._thread = threading.get_ident()
         self._forward = _NONE
+        self._evaluation = _NONE
+        self._evaluation_began_s = 0.0
         self._optimizer = _NONE
         self._collection = _NONE
         self._collection_began_s = 0.0
         self._armed: RemovableHandle | None = None
+        self._returned: RemovableHandle | None = None
         # Phases inside others are theirs: a DataLoader that reads another, a backward pass that calls one.
         self._depth = 0
         self._handles = [
@@ -65,6 +72,7 @@ class AutomaticPhases:
         for handle in self._handles:
             handle.remove()
         self._disarm()
+        self._await_no_return()
         for owner, name, original, ours in self._wrapped:
             # Whoever has wrapped it after us holds ours; then it stays, and does nothing but call on.
             if getattr(owner, name) is ours:
@@ -79,7 +87,9 @@ class AutomaticPhases:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if self._depth or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
+            evaluates = self._evaluation != _NONE and phase == Phase.DATA_WAIT
             self._end_forward()
+            self._end_evaluation()
             # No module is called by the loop while this runs; those that recompute activations are not a forward pass.
             self._disarm()
             self._depth += 1
@@ -89,6 +99,9 @@ class AutomaticPhases:
             finally:
                 self._recorder.end(position)
                 self._depth -= 1
+                if evaluates:
+                    # Also after the last batch: what is made of them all may take long, and the others wait for it.
+                    self._begin_evaluation()
                 self._arm()
 
         setattr(owner, name, wrapper)
@@ -106,7 +119,35 @@ class AutomaticPhases:
     def _before_module(self, module: torch.nn.Module, inputs: object) -> None:
         if threading.get_ident() == self._thread and self._depth == 0:
             self._disarm()
-            self._forward = self._recorder.begin(Phase.FORWARD)
+            if torch.is_grad_enabled():
+                self._end_evaluation()
+                self._forward = self._recorder.begin(Phase.FORWARD)
+                return
+            if time.monotonic() - self._evaluation_began_s >= _SIGN_OF_LIFE_S:
+                self._end_evaluation()
+            self._begin_evaluation()
+            self._returned = module.register_forward_hook(self._after_evaluated, always_call=True)
+
+    def _after_evaluated(self, *_: object) -> None:
+        if threading.get_ident() == self._thread:
+            self._await_no_return()
+            if self._depth == 0:
+                self._arm()
+
+    def _await_no_return(self) -> None:
+        if self._returned is not None:
+            self._returned.remove()
+            self._returned = None
+
+    def _begin_evaluation(self) -> None:
+        if self._evaluation == _NONE:
+            self._evaluation_began_s = time.monotonic()
+            self._evaluation = self._recorder.begin(Phase.EVALUATION)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluation != _NONE:
+            self._recorder.end(self._evaluation)
+            self._evaluation = _NONE
 
     def _end_forward(self) -> None:
         if self._forward != _NONE:
@@ -116,6 +157,7 @@ class AutomaticPhases:
     def _before_optimizer(self, *_: object) -> None:
         if self._depth == 0:
             self._end_forward()
+            self._end_evaluation()
         self._optimizer = self._recorder.begin(Phase.OPTIMIZER)
 
     def _after_optimizer(self, *_: object) -> None:

@@ -4,7 +4,7 @@ import { bytes, color, make, seconds } from "./format.js";
 
 // Okabe and Ito's colours, which differ for every kind of colour vision.
 export const PHASES = {
-  "data wait": "#e69f00", forward: "#56b4e9", backward: "#2a78c2", optimizer: "#009e73", checkpoint: "#cc79a7", "garbage collection": "#d55e00",
+  "data wait": "#e69f00", forward: "#56b4e9", backward: "#2a78c2", optimizer: "#009e73", checkpoint: "#cc79a7", "garbage collection": "#d55e00", evaluation: "#f0e442",
 };
 const LEFT = 58, TOP = 6, BAND = 13, ROW = 31, BOTTOM = 20;
 

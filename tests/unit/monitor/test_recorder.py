@@ -91,6 +91,50 @@ def test_recomputed_activations_are_not_a_forward_pass(watched: Recorder) -> Non
     assert told(watched) == [("STEP", 1), ("FORWARD", 1), ("BACKWARD", 1)]
 
 
+def test_model_that_runs_without_gradients_is_evaluated_and_begins_no_step(watched: Recorder) -> None:
+    model, optimizer = parts()
+    train(optimizer, model=model)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(1, 2))
+    assert told(watched)[4:] == [("EVALUATION", 1)]
+    assert marks(watched)["ended_s"][-1] == 0
+    train(optimizer, model=model)
+    assert told(watched)[5:] == [("STEP", 2), ("FORWARD", 2), ("BACKWARD", 2), ("OPTIMIZER", 2)]
+    assert (marks(watched)["ended_s"] > 0).all()
+
+
+def test_each_call_in_an_evaluation_is_a_sign_of_life(watched: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = parts()
+    monkeypatch.setattr("monitor.telemetry.phases._SIGN_OF_LIFE_S", 0.0)
+
+    def fails(*_: object) -> None:
+        raise ValueError("no such token")
+
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+        failing = model.register_forward_pre_hook(fails)
+        with pytest.raises(ValueError, match="no such token"):
+            model(torch.ones(1, 2))
+        failing.remove()
+        model(torch.ones(1, 2))
+    # One for each call of the loop's, whatever modules it consists of and however it ended.
+    assert told(watched) == [("EVALUATION", 0)] * 3
+    assert not model._forward_hooks
+
+
+def test_evaluation_goes_on_between_its_batches_and_after_the_last(watched: Recorder) -> None:
+    model, optimizer = parts()
+    train(optimizer, model=model)
+    with torch.no_grad():
+        for batch in torch.utils.data.DataLoader(list(torch.ones(2, 2)), batch_size=1):
+            model(batch)
+    names = [name for name, _ in told(watched)[4:]]
+    assert names == ["STEP", "DATA_WAIT", "EVALUATION", "DATA_WAIT", "EVALUATION", "DATA_WAIT", "EVALUATION"]
+    train(optimizer, model=model)
+    assert told(watched)[11:] == [("FORWARD", 2), ("BACKWARD", 2), ("OPTIMIZER", 2)]
+
+
 def test_phase_under_way_is_told_as_such(watched: Recorder) -> None:
     model, optimizer = parts()
     seen: list[list[tuple[int, bool]]] = []
@@ -118,7 +162,9 @@ def test_other_threads_are_not_the_loop(watched: Recorder) -> None:
     assert told(watched) == []
 
 
-def test_collections_of_the_oldest_generation_are_recorded(watched: Recorder) -> None:
+def test_collections_of_the_oldest_generation_are_recorded(watched: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a loaded machine any collection may take a millisecond.
+    monkeypatch.setattr("monitor.telemetry.phases._SHORT_COLLECTION_S", 60.0)
     gc.collect(0)
     gc.collect(2)
     assert told(watched) == [("GARBAGE_COLLECTION", 0)]
