@@ -87,7 +87,9 @@ class _Collector(Collector):
             names = [self._job, state.node, str(state.rank)]
             up.add_metric(names, float(state.is_alive))
             step.add_metric(names, int(kept.records["step"].max()) if len(kept.records) else 0)
-            silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
+            # A job that is over makes no progress, and nobody need look.
+            if not state.has_finished:
+                silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
             table = self._watch.tables[state.rank]
             if table.last_step:
                 took.add_metric(names, table.last_step_s)

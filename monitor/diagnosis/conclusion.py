@@ -130,12 +130,15 @@ def conclude(
     stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
     standstill = Standstill(ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s())
     hangs = find_hangs(standstill, thresholds.hang)
+    # Of a job that is over, nothing but how it ended holds any more.
+    is_over = not ranks["alive"].any()
     late = late_steps(window.step_s())
     curves, measured = judge_measures(
-        past.curves, told.measures, len(ranks), late, communicators, nodes, thresholds.measure
+        past.curves, told.measures, len(ranks), late, communicators, nodes, now_s, thresholds.measure
     )
     parted = _parted(past.parted, window.pending.mismatches, communicators, nodes, now_s, window.newest, thresholds)
-    standing = _distinct((*hangs, *(one for one, _ in parted.values()), *slow, *measured, *findings.verdicts))
+    of_steps = () if is_over else (*(one for one, _ in parted.values()), *slow, *measured)
+    standing = _distinct((*hangs, *of_steps, *findings.verdicts))
     since_s = {
         (one.subject, one.syndrome): min(one.since_s, past.since_s.get((one.subject, one.syndrome), one.since_s))
         for one in standing
@@ -276,7 +279,12 @@ def _parted(
     thresholds: Thresholds,
 ) -> dict[tuple[Subject, Syndrome], tuple[Verdict, int]]:
     """Name collectives that went through though ranks called different things: a wrong result, or a deadlock to come."""
-    still = {key: entry for key, entry in standing.items() if entry[1] + thresholds.measure.held >= newest}
+    held = thresholds.measure
+    still = {
+        key: (verdict, step)
+        for key, (verdict, step) in standing.items()
+        if step + held.held >= newest or now_s - verdict.since_s < held.held_s
+    }
     for row in mismatches:
         calls = {int(row["lowest"]): (int(row["lowest_rank"]),), int(row["highest"]): (int(row["highest_rank"]),)}
         parting = Parting(int(row["communicator"]), int(row["number"]), calls)

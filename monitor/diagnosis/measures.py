@@ -22,6 +22,16 @@ _NAMES = {int(Measure.LOSS): "loss", int(Measure.GRADIENT_NORM): "gradient norm"
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """A verdict, and until which step and time it stands; that on replicas until those of its communicator are found to agree, too."""
+
+    verdict: Verdict
+    step: int
+    until_s: float
+    communicator: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Curves:
     """What is remembered of measures.
 
@@ -29,14 +39,14 @@ class Curves:
         pending: measures of steps not yet judged, dtype MEASURE.
         calm: for each measure, the logarithms of the medians of the last steps that were not odd.
         odd: for each measure, how many steps in a row were odd.
-        standing: verdicts, each with the step until which it stands.
+        standing: what was found and still stands.
         step: the newest step judged.
     """
 
     pending: np.ndarray
     calm: Mapping[int, tuple[float, ...]]
     odd: Mapping[int, int]
-    standing: tuple[tuple[Verdict, int], ...]
+    standing: tuple[Finding, ...]
     step: int
 
 
@@ -50,6 +60,7 @@ def judge_measures(
     late: float,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
+    now_s: float,
     thresholds: MeasureThresholds,
 ) -> tuple[Curves, tuple[Verdict, ...]]:
     """Take in new measures (dtype MEASURE) and return the verdicts that stand.
@@ -58,10 +69,11 @@ def judge_measures(
     come later than those of near ones, so a finding stands from when it is made.
     """
     pending = np.concatenate([curves.pending, told])
-    standing = {(one.subject, one.syndrome): (one, until) for one, until in curves.standing}
+    standing = {(one.verdict.subject, one.verdict.syndrome): one for one in curves.standing}
     curves = replace(curves, step=max(curves.step, int(told["step"].max(initial=0))))
+    until = (curves.step + thresholds.held, now_s + thresholds.held_s)
     for verdict in _not_finite(told, nodes):
-        standing[verdict.subject, verdict.syndrome] = (verdict, curves.step + thresholds.held)
+        standing[verdict.subject, verdict.syndrome] = Finding(verdict, *until)
     keep = np.ones(len(pending), bool)
     calm, odd = dict(curves.calm), dict(curves.odd)
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
@@ -77,16 +89,23 @@ def judge_measures(
             continue
         keep[at] = False
         found = _disagreement(rows, nodes) if is_checksum else _spike(rows, calm, odd, nodes, thresholds)
+        compared = int(rows["communicator"][0]) if is_checksum else 0
+        if compared:
+            # The newest comparison is what holds of these replicas.
+            standing = {
+                key: replace(one, communicator=0) if one.communicator == compared else one
+                for key, one in standing.items()
+            }
         for verdict in found:
             earlier = standing.get((verdict.subject, verdict.syndrome))
-            since_s = earlier[0].since_s if earlier else verdict.since_s
-            standing[verdict.subject, verdict.syndrome] = (
-                replace(verdict, since_s=since_s),
-                curves.step + thresholds.held,
-            )
-    still = tuple((one, until) for one, until in standing.values() if until >= curves.step)
+            since_s = earlier.verdict.since_s if earlier else verdict.since_s
+            finding = Finding(replace(verdict, since_s=since_s), *until, compared)
+            standing[verdict.subject, verdict.syndrome] = finding
+    still = tuple(
+        one for one in standing.values() if one.communicator or one.step >= curves.step or one.until_s >= now_s
+    )
     curves = Curves(pending[keep], calm, odd, still, curves.step)
-    return curves, tuple(one for one, _ in still)
+    return curves, tuple(one.verdict for one in still)
 
 
 def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:

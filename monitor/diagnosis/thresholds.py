@@ -107,7 +107,10 @@ class MeasureThresholds:
     sustained: int = 3
     """Steps of a spike after which a person should look; a single one mostly heals."""
     held: int = 10
-    """Steps for which a finding stands after the step that showed it."""
+    """Steps for which a finding stands at least after the step that showed it."""
+    held_s: float = 60.0
+    """Seconds for which it stands at least: policies want a verdict sustained, and whoever reads metrics comes every half minute. Replicas
+    that differ do so until they are compared again and agree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,4 +159,5 @@ class Thresholds:
             silent_s=self.hang.silent_s * factor,
         )
         slow = replace(self.slow, cost_s=self.slow.cost_s * factor, least_s=self.slow.least_s * factor)
-        return replace(self, hang=hang, slow=slow)
+        measure = replace(self.measure, held_s=self.measure.held_s * factor)
+        return replace(self, hang=hang, slow=slow, measure=measure)
