@@ -103,6 +103,16 @@ class Flag(IntEnum):
     """Nobody could tell when it ended: `ended_s` is only when it was last heard of."""
 
 
+class Ending(IntEnum):
+    """What a worker said of its end."""
+
+    NONE = 1
+    """Nothing: it runs, or a signal left it no time."""
+    FINISHED = 2
+    RAISED = 3
+    """An exception that nobody caught ended it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Communicator:
     """A process group: `identity` is what records call it; the same on all its ranks, for it follows from name and ranks."""
@@ -128,7 +138,7 @@ class RankRecords:
         records: whole records of dtype `RECORD`, oldest first, among them operations that have not ended.
         read_at_s: when they were read, by the node's monotonic clock.
         is_alive: whether the process exists.
-        has_finished: whether it said that it ends, as Python does by itself, after an error too; a signal leaves no time for it.
+        ending: what it said of its end.
         offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
         offset_error_s: how far that may be off; infinite until clocks are aligned.
     """
@@ -138,7 +148,7 @@ class RankRecords:
     records: np.ndarray
     read_at_s: float
     is_alive: bool = True
-    has_finished: bool = False
+    ending: Ending = Ending.NONE
     offset_s: float = 0.0
     offset_error_s: float = float("inf")
 

@@ -18,6 +18,7 @@ from monitor.daemon.contracts import Story
 from monitor.daemon.node_series import metrics_from_json, node_series
 from monitor.daemon.pages import told_story
 from monitor.daemon.watch import Watch
+from monitor.records import Ending
 from monitor.verdicts import Syndrome
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -88,7 +89,7 @@ class _Collector(Collector):
             up.add_metric(names, float(state.is_alive))
             step.add_metric(names, int(kept.records["step"].max()) if len(kept.records) else 0)
             # A job that is over makes no progress, and nobody need look.
-            if not state.has_finished:
+            if state.ending != Ending.FINISHED:
                 silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
             table = self._watch.tables[state.rank]
             if table.last_step:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from monitor.records import RECORD, Communicator, JobRecords, Kind, RankRecords
+from monitor.records import RECORD, Communicator, Ending, JobRecords, Kind, RankRecords
 from monitor.rows import as_bytes, joined
 
 _FIRST = 1
@@ -31,7 +31,7 @@ class RankState:
         pid: its process on that node.
         incarnation: of the writer of its records.
         is_alive: whether the process exists.
-        has_finished: whether it said that it ends in good order.
+        ending: what it said of its end.
         read_at_s: node's monotonic clock when its ring was last read.
         progress_at_s: the same clock when a reading last brought a record that was new or had changed.
         generation: of the job, as its ring has it; 0 where nobody counts them.
@@ -42,7 +42,7 @@ class RankState:
     pid: int
     incarnation: str
     is_alive: bool
-    has_finished: bool
+    ending: Ending
     read_at_s: float
     progress_at_s: float
     generation: int = 0
@@ -240,7 +240,7 @@ class History:
                     kept.records,
                     kept.state.read_at_s,
                     kept.state.is_alive,
-                    kept.state.has_finished,
+                    kept.state.ending,
                 )
                 for rank, kept in sorted(self.ranks.items())
             },

@@ -1,6 +1,6 @@
 """What daemons of the tree tell each other: the form on the wire, and nothing else.
 
-A summary is `KSM2`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
+A summary is `KSM3`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
 bytes each, as they lie in the rings, and the rows of digests. Nothing in it is executable, and every length is checked
 before it is believed.
 """
@@ -19,10 +19,10 @@ from monitor.daemon.digest_relay import Outbox, as_bytes, counts, from_bytes
 from monitor.daemon.record_history import History, RankState, thin
 from monitor.diagnosis.tables import Digest
 from monitor.errors import ProtocolViolation
-from monitor.records import RECORD, VERSION, Communicator
+from monitor.records import RECORD, VERSION, Communicator, Ending
 
 _HEAD = struct.Struct(">4sI")
-_MAGIC = b"KSM2"
+_MAGIC = b"KSM3"
 MAX_NBYTES = 1 << 30
 """More than this nobody sends: 80,000 ranks with 200 records each."""
 
@@ -133,7 +133,7 @@ def decode(data: bytes) -> Summary:
                 raise ProtocolViolation("the summary promises more records than it carries")
             records = np.frombuffer(data, RECORD, count, offset)
             offset += count * RECORD.itemsize
-            ranks.append((RankState(**entry), records))
+            ranks.append((RankState(**{**entry, "ending": Ending(entry["ending"])}), records))
         digests = []
         for rows in told["digests"]:
             digest, offset = from_bytes(data, offset, rows)

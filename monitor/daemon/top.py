@@ -87,7 +87,7 @@ def _ranks(told: Mapping[str, Any], heat: Mapping[str, Any], sick: set[int]) -> 
     for name in columns:
         table.add_column(name, justify="right" if name in ("rank", "step", "last") else "left", no_wrap=name != "doing")
     for rank in told["ranks"]:
-        mark = "bold red" if rank["rank"] in sick or not (rank["is_alive"] or rank["has_finished"]) else ""
+        mark = "bold red" if rank["rank"] in sick or not (rank["is_alive"] or rank["ending"] == "finished") else ""
         table.add_row(
             Text(str(rank["rank"]), style=mark),
             Text(rank["node"]),
@@ -115,7 +115,7 @@ def strip(cells: Sequence[float | None]) -> Text:
 
 def _doing(rank: Mapping[str, Any]) -> str:
     if not rank["is_alive"]:
-        return "has ended" if rank["has_finished"] else "is dead"
+        return {"finished": "has ended", "raised": "has failed"}.get(rank["ending"], "is dead")
     doing = []
     if rank["phase"] is not None:
         doing.append(f"{rank['phase']['name']} {_seconds(rank['phase']['age_s'])}")

@@ -279,7 +279,7 @@ def _ranks(
     """Return what there is to say of each rank at the moment of reading."""
     rows = np.zeros(len(reading.ranks), RANK)
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
-    rows["alive"], rows["finished"] = reading.column("is_alive"), reading.column("has_finished")
+    rows["alive"], rows["ending"] = reading.column("is_alive"), reading.column("ending")
     rows["offset_s"], rows["offset_error_s"] = reading.column("offset_s"), reading.column("offset_error_s")
     rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
     moved = cuts["moved_s"].copy()

@@ -20,7 +20,7 @@ from monitor.diagnosis.mismatches import first_parting
 from monitor.diagnosis.subjects import gather, group_subject, link_subject, rank_subject
 from monitor.diagnosis.thresholds import HangThresholds
 from monitor.diagnosis.waits import OpenOperation, Waits, wait_for
-from monitor.records import Communicator, Phase
+from monitor.records import Communicator, Ending, Phase
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 INFINITE = float("inf")
@@ -162,14 +162,17 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
 
     At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
     failed died of another's death, and so did who could still say that it ends while in an operation, if others could not; who said so and
-    was in no step had done its work. If all are gone and nobody's operations failed, someone ended the job as a whole.
+    was in no step had done its work. Who says that an exception of its own ended it comes before all who said nothing, for launchers kill
+    the others then; where most say so, it is the program. If all are gone otherwise and nobody's operations failed, someone ended the job
+    as a whole.
     """
     dead = {rank for rank, row in view.rows.items() if not row["alive"]}
     if not dead:
         return ()
     alive = {rank for rank, row in view.rows.items() if row["alive"]}
     witnesses = {rank for rank, row in view.rows.items() if row["failed"]}
-    if not alive and not witnesses:
+    raised = {rank for rank in dead - witnesses if view.rows[rank]["ending"] == Ending.RAISED}
+    if not alive and not witnesses and not raised:
         return ()
     waits = wait_for(view.job.frontiers, view.job.communicators, dead)
     missed = {
@@ -182,21 +185,26 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         for rank in operation.waiting:
             if rank in dead:
                 open_of[rank].append(view.name(operation))
-    killed = {rank for rank in dead if not view.rows[rank]["finished"]}
-    # Who ended by an error outside of any operation may well be the first: launchers then kill the others of its node.
-    failed = {rank for rank in dead - killed if open_of[rank]} if killed else set()
+    killed = {rank for rank in dead if view.rows[rank]["ending"] == Ending.NONE}
+    frontiers = view.job.frontiers
+    blocked = set(frontiers["rank"][(frontiers["open"] > 0) & ~frontiers["asynchronous"]].tolist())
+    victims = {rank for rank in dead - killed if (rank in blocked if rank in raised else open_of[rank])}
+    raised -= victims if killed else set()
+    if len(raised) > 1 and 2 * len(raised) > len(view.rows):
+        return (_program_ended(view, raised),)
     needed = []
-    for rank in sorted(dead - witnesses - failed or dead - witnesses or dead):
+    for rank in sorted(raised or dead - witnesses - (victims if killed else set()) or dead - witnesses or dead):
         waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
         is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
         row = view.rows[rank]
-        had_work = view.is_in_step(rank) or not row["marks_steps"] or not row["finished"]
-        if is_missed or open_of[rank] or (witnesses - {rank} and had_work):
+        had_work = view.is_in_step(rank) or not row["marks_steps"] or row["ending"] != Ending.FINISHED
+        if rank in raised or is_missed or open_of[rank] or (witnesses - {rank} and had_work):
             needed.append(rank)
     verdicts = []
     for subject in gather(needed, view.job.nodes):
         evidence = [
-            f"process of rank {rank} is gone, last heard of in step {view.rows[rank]['step']}"
+            f"process of rank {rank} {'was ended by an exception' if rank in raised else 'is gone'}, last heard of in step"
+            f" {view.rows[rank]['step']}"
             for rank in subject.ranks[:4]
         ]
         evidence += [f"it was in {name}" for rank in subject.ranks[:4] for name in open_of[rank][:1]]
@@ -209,6 +217,13 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         since_s = min(view.moved_s(rank) for rank in subject.ranks)
         verdicts.append(_verdict(subject, Syndrome.DEAD_PROCESS, since_s, evidence, 1.0, advice))
     return tuple(verdicts)
+
+
+def _program_ended(view: _View, raised: Collection[int]) -> Verdict:
+    step = max(int(view.rows[rank]["step"]) for rank in raised)
+    told = f"exceptions ended {len(raised)} of {len(view.rows)} processes, the last in step {step}"
+    since_s = min(view.moved_s(rank) for rank in raised)
+    return _verdict(Subject("job", ()), Syndrome.DEAD_PROCESS, since_s, (told,), 1.0, Advice.ALERT)
 
 
 def _partings(view: _View, chosen: np.ndarray) -> tuple[Verdict, ...]:

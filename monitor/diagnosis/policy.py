@@ -105,7 +105,7 @@ class Case:
         verdict: the newest.
         first_s: when it was first told.
         last_s: when it was last told.
-        lost_s: seconds the job has lost by it since `first_s`, while it stood.
+        lost_s: seconds the job has lost by it, while it stood; of a slowdown since `first_s`.
         alerted_s: when people were last told; -inf if never.
         acted: what was done, if anything.
     """
@@ -184,7 +184,9 @@ def _follow(
         key = (verdict.subject, verdict.syndrome)
         case = cases.get(key)
         if case is None:
-            cases[key] = Case(verdict, now_s, now_s)
+            # A standstill has cost all the time since it began, whoever looked; what a slowdown did is not known so surely.
+            lost_s = max(0.0, now_s - verdict.since_s) if math.isinf(verdict.cost_s_per_step) else 0.0
+            cases[key] = Case(verdict, now_s, now_s, lost_s)
             continue
         # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
         stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0

@@ -22,7 +22,7 @@ RANK = np.dtype(
     [
         ("rank", "<i4"),
         ("alive", "?"),
-        ("finished", "?"),  # whether it said that it ends
+        ("ending", "u1"),  # Ending: what it said of its end
         ("marks_steps", "?"),  # whether it ever told a STEP phase
         ("in_step", "?"),
         ("heard_from", "<i4"),  # of whom it received a message since its last whole step ended, -1 if of nobody

@@ -15,7 +15,9 @@ import atexit
 import logging
 import os
 import socket
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 
 import torch.distributed as dist
 
@@ -46,15 +48,25 @@ class Attachment:
         self.recorder = Recorder(identity, native)
         self.phases = AutomaticPhases(self.recorder)
         self.process = os.getpid()
+        self._former_hook, sys.excepthook = sys.excepthook, self._on_exception
         # So that processes that this one starts, which inherit its rank, do not take its ring from it.
         os.environ[ATTACHED_VARIABLE] = str(self.process)
 
     def remove(self) -> None:
         """Take away the hooks and stop recording."""
         self.phases.remove()
+        # Whoever has put a hook of its own in place calls on to ours.
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._former_hook
         if self.process == os.getpid():
             self.recorder.close()
             os.environ.pop(ATTACHED_VARIABLE, None)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Note that the process ends by an exception; a person who interrupts it is none."""
+        if issubclass(kind, Exception) and self.process == os.getpid():
+            self.recorder.raised()
+        self._former_hook(kind, error, trace)
 
 
 def attach(

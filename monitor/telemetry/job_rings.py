@@ -36,7 +36,7 @@ class JobRings:
             is_alive = reader.is_alive()
             records = reader.last(count)
             ranks[reader.identity.rank] = RankRecords(
-                reader.identity.rank, reader.identity.node, records, time.monotonic(), is_alive, reader.has_finished
+                reader.identity.rank, reader.identity.node, records, time.monotonic(), is_alive, reader.ending
             )
             communicators |= reader.communicators()
         return JobRecords(ranks, communicators)

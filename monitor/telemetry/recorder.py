@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from monitor.records import Communicator, Kind, Measure, Phase
+from monitor.records import Communicator, Ending, Kind, Measure, Phase
 from monitor.telemetry.ring import Identity, Ring
 from monitor.telemetry.ring_files import create_ring
 
@@ -49,6 +49,7 @@ class Recorder:
         self._step_position = -1
         self._updated_s = 0.0
         self._counts_itself = True
+        self._ending = Ending.FINISHED
         if self._native is not None:
             self._native.open(self.ring, self.describe)
 
@@ -143,10 +144,15 @@ class Recorder:
         return communicator.identity, communicator.ranks
 
     def close(self) -> None:
-        """Say that the process ends in good order, and stop."""
+        """Say how the process ends, and stop."""
         if self._native is not None:
             self._native.close()
-        self.ring.finish()
+        self.ring.finish(self._ending)
+
+    def raised(self) -> None:
+        """Say that an exception ends the process."""
+        self._ending = Ending.RAISED
+        self.ring.finish(self._ending)
 
     def _begin_step(self, number: int, at_s: float) -> None:
         self.ring.step = number

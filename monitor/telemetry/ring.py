@@ -16,7 +16,7 @@ Format, version 1. Native byte order, which is little-endian wherever this runs.
     48    u64    generation of the job, 0 where nobody counts them
     56    f64    monotonic seconds at which the ring was created
     64    u32    live: optimizer step under way, from 1; 0: before the first
-    68    u32    live: 1 running, 2 ended in good order
+    68    u32    live: 1 running, 2 ended in good order, 3 ended by an exception
     72    3 u64  lane of operations: offset, capacity in records (a power of two, at least 256), live: position
     96    3 u64  lane of phases and measures: the same
     120   3 u64  communicator table: offset, capacity in bytes, live: bytes used
@@ -50,12 +50,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monitor.errors import RingUnwritable
-from monitor.records import RECORD, Communicator
+from monitor.records import RECORD, Communicator, Ending
 
 VERSION = 1
 MAGIC = b"keepstep-ring\0\0\0"
 HEADER_NBYTES = 4096
-RUNNING, FINISHED = 1, 2
 STEP_OFFSET = 64
 STATE_OFFSET = 68
 JOB_OFFSET = 256
@@ -215,7 +214,7 @@ class Ring:
             memory, 0, MAGIC, VERSION, HEADER_NBYTES, RECORD.itemsize, os.getpid(), process_started(os.getpid()) or 0,
             identity.rank, identity.world_size, identity.generation, time.monotonic(),
         )  # fmt: skip
-        _U32.pack_into(memory, STATE_OFFSET, RUNNING)
+        _U32.pack_into(memory, STATE_OFFSET, Ending.NONE)
         for region in sizes.regions:
             LANE.pack_into(memory, region.counter_offset - 16, region.offset, region.capacity, 0)
         for offset, name in ((JOB_OFFSET, identity.job), (NODE_OFFSET, identity.node)):
@@ -249,9 +248,9 @@ class Ring:
         _U64.pack_into(self._memory, self._table.counter_offset, used + len(encoded))
         return True
 
-    def finish(self) -> None:
-        """Say that the process ends in good order. The file stays, for whoever wants to read it."""
-        _U32.pack_into(self._memory, STATE_OFFSET, FINISHED)
+    def finish(self, ending: Ending = Ending.FINISHED) -> None:
+        """Say how the process ends. The file stays, for whoever wants to read it."""
+        _U32.pack_into(self._memory, STATE_OFFSET, ending)
 
     def close(self) -> None:
         """Unmap. The file stays."""

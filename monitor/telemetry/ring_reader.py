@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from monitor.errors import RingUnreadable
-from monitor.records import RECORD, Communicator
+from monitor.records import RECORD, Communicator, Ending
 from monitor.rows import as_bytes, joined
 from monitor.telemetry.ring import (
-    FINISHED,
     FIXED,
     HEADER_NBYTES,
     JOB_OFFSET,
@@ -141,9 +140,9 @@ class RingReader:
         return int(_STATES.unpack_from(self._memory, STEP_OFFSET)[0])
 
     @property
-    def has_finished(self) -> bool:
-        """Whether the process said that it ends in good order."""
-        return int(_STATES.unpack_from(self._memory, STEP_OFFSET)[1]) == FINISHED
+    def ending(self) -> Ending:
+        """What the process said of its end."""
+        return Ending(_STATES.unpack_from(self._memory, STEP_OFFSET)[1])
 
     def is_alive(self) -> bool:
         """Whether the writer exists: that very process, not a later one with its id. Stopped is alive; a zombie is not."""

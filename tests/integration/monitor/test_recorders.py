@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from monitor.records import DTYPES, Flag, JobRecords, Kind, Measure, Operation, Phase
+from monitor.records import DTYPES, Ending, Flag, JobRecords, Kind, Measure, Operation, Phase
+from monitor.telemetry.job_rings import JobRings
 from tests.integration.monitor.jobs import Job, is_pair, names, operations
 from tests.integration.monitor.scenarios import PATHS
 
@@ -150,7 +151,7 @@ def test_hung_stopped_and_killed_ranks_still_tell_where_they_are(tmp_path: Path)
         job.workers[3].wait()
         told = job.rings.read(100)
         assert not told.ranks[3].is_alive
-        assert not told.ranks[3].has_finished
+        assert told.ranks[3].ending == Ending.NONE
         assert unended(told, 3) == [waiting]
 
         # The partner that rank 0 waits for breaks its connection: the operation ends, as a failure.
@@ -192,6 +193,24 @@ def test_odd_calls_go_on_as_if_nobody_watched(tmp_path: Path) -> None:
         assert (called["ended_s"] > 0).all()
 
 
+def test_worker_says_whether_an_exception_ended_it(tmp_path: Path) -> None:
+    ends = ["raise ValueError('no such batch')", "raise SystemExit(3)", "raise KeyboardInterrupt"]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import monitor; monitor.attach(job='test', rank={rank}); {end}"],
+            env={**os.environ, "KEEPSTEP_MONITOR_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank, end in enumerate(ends)
+    ]  # fmt: skip
+    said = [worker.communicate(timeout=60)[1] for worker in workers]
+    rings = JobRings(tmp_path / "test")
+    endings = [told.ending for _, told in sorted(rings.read(1).ranks.items())]
+    rings.close()
+    assert endings == [Ending.RAISED, Ending.FINISHED, Ending.FINISHED]
+    assert "no such batch" in said[0]
+
+
 def entry_point(directory: Path) -> Path:
     """Make a distribution with our entry point, as installing this project does."""
     about = directory / "keepstep_test-0.dist-info"
@@ -216,7 +235,7 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
         job.proceed()
         job.finish()
         after = job.rings.read(1)
-    assert after.ranks[0].has_finished
+    assert after.ranks[0].ending == Ending.FINISHED
     assert not after.ranks[0].is_alive
 
     records = told.ranks[0].records

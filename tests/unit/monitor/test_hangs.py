@@ -232,7 +232,7 @@ step 13 at 6.0
 world all_reduce 4k failed  0.30-0.32  .
 steps 14-60 every 0.5
 world all_reduce 4k         6.80-6.90  6.81-6.90
-ended 1
+finished 1
 read 33.0
 """)
     finished, past, now_s = one.dead, NO_PAST, 0.5

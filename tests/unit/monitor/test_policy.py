@@ -52,6 +52,13 @@ def test_hang_is_acted_upon_as_soon_as_it_is_sustained() -> None:
     assert done == [(1.0, ActionKind.RESTART_WORKER)]
 
 
+def test_hang_is_told_with_all_the_time_that_it_has_cost_though_it_was_found_late() -> None:
+    hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER)
+    state, _ = decide(POLICY, PolicyState(), [hang], NODES, 1.0, 69.0)
+    _, (action,) = decide(POLICY, state, [hang], NODES, 1.0, 70.0)
+    assert action.reason == "70 s lost so far"
+
+
 def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
     hang = verdict(syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER)
     done = kinds(POLICY, [(float(now), [hang]) for now in range(200)])

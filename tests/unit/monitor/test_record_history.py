@@ -11,9 +11,9 @@ from monitor.daemon.digest_relay import Outbox
 from monitor.daemon.record_history import History, RankState, thin
 from monitor.daemon.summary import NodeFacts, decode, encode, summarize
 from monitor.errors import ProtocolViolation
-from monitor.records import RECORD, Communicator, Kind, Operation, Phase
+from monitor.records import RECORD, Communicator, Ending, Kind, Operation, Phase
 
-STATE = RankState(3, "node-a", 41, "first", True, False, 10.0, 0.0)
+STATE = RankState(3, "node-a", 41, "first", True, Ending.NONE, 10.0, 0.0)
 
 
 def operations(count: int, first: int = 1, ended: bool = True, communicator: int = 7) -> np.ndarray:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from monitor.daemon.ring_source import RingSource
 from monitor.errors import RingUnreadable, RingUnwritable
-from monitor.records import RECORD, Communicator, Flag, Kind, Operation, Phase
+from monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import MAGIC, Identity, Ring, Sizes, process_started, ranks_of, runs
 from monitor.telemetry.ring_files import Sweeper, base_directory, create_ring, job_directory, ring_paths
@@ -194,7 +194,7 @@ def test_ring_of_a_killed_process_is_readable_and_known_to_be_dead() -> None:
     told = JobRings(job_directory("job")).read(10).ranks[0]
     assert told.records[["number", "ended_s"]].tolist() == [(41, 2.0), (42, 0.0)]
     assert not told.is_alive
-    assert not told.has_finished
+    assert told.ending == Ending.NONE
     assert child.wait() == -signal.SIGKILL
 
 
@@ -208,7 +208,7 @@ def test_another_process_with_the_same_id_is_not_taken_for_the_writer(ring: Ring
 def test_stopped_process_is_alive_and_finished_one_says_so(ring: Ring) -> None:
     reader = RingReader(ring.path)
     ring.finish()
-    assert reader.has_finished
+    assert reader.ending == Ending.FINISHED
     child = multiprocessing.get_context("fork").Process(target=signal.pause)
     child.start()
     assert child.pid is not None

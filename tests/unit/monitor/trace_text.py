@@ -9,7 +9,7 @@ pair send 1k ->1    0.61-0.62  .          .          .
 pair receive 1k <-0 .          0.55-0.62  .          .
 loss                2.5        2.5        2.5        2.5
 step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did not begin
-dead 2                            ended 2: the same, and it had said that it ends
+dead 2                            finished 2, raised 2: the same, and it had said that it ends, or that an exception ends it
 read 20.0                         when the rings are read, by the job's clock
 expect non-communication hang: rank 1
 """
@@ -27,6 +27,7 @@ from monitor.records import (
     DTYPES,
     RECORD,
     Communicator,
+    Ending,
     Flag,
     JobRecords,
     Kind,
@@ -50,7 +51,7 @@ class Trace:
     rows: dict[int, list[tuple[float, np.ndarray]]] = field(default_factory=lambda: defaultdict(list))
     numbers: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
     dead: set[int] = field(default_factory=set)
-    finished: set[int] = field(default_factory=set)
+    endings: dict[int, Ending] = field(default_factory=dict)
     read_s: float = 0.0
     read_of: dict[int, float] = field(default_factory=dict)
     expected: list[str] = field(default_factory=list)
@@ -121,7 +122,7 @@ class Trace:
                 records,
                 seen_s - offset_s,
                 rank not in self.dead,
-                rank in self.dead & self.finished,
+                self.endings.get(rank, Ending.NONE) if rank in self.dead else Ending.NONE,
                 offset_s,
                 1e-6 if self.offsets_s else float("inf"),
             )
@@ -166,9 +167,9 @@ def parse(text: str) -> Trace:
                 steps, every_s, at_s = (int(number), int(number)), 0.0, float(begin)
             case ["dead", *ranks]:
                 trace.dead |= set(map(int, ranks))
-            case ["ended", *ranks]:
+            case ["finished" | "raised" as how, *ranks]:
                 trace.dead |= set(map(int, ranks))
-                trace.finished |= set(map(int, ranks))
+                trace.endings |= dict.fromkeys(map(int, ranks), Ending[how.upper()])
             case ["read", time]:
                 trace.read_s = float(time)
             case ["unread", rank, "since", time]:
