@@ -67,7 +67,7 @@ def main(context: click.Context) -> None:
     context.obj = _runtime
 
 
-def _runtime(store: str | None, job: str) -> Runtime | None:
+def _runtime(store: str | None, job: str) -> Runtime:
     from elastic.eyes import runtime
 
     return runtime(store, job)

@@ -51,7 +51,10 @@ def registered(job: str, store: str) -> Iterator[None]:
                 f"choose another --job name, or join it with --store {other.store}"
             )
     path = _path(job)
-    path.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
+    # Monitors look every other second, and are to find it whole.
+    beside = path.with_suffix(f".{os.getpid()}.tmp")
+    beside.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
+    os.replace(beside, path)
     try:
         yield
     finally:
@@ -62,7 +65,10 @@ def local_jobs() -> tuple[LocalJob, ...]:
     """Return the jobs whose keeper is alive."""
     found = []
     for path in sorted((runtime_directory() / "jobs").glob("*.json")):
-        entry = LocalJob(**json.loads(path.read_text()))
+        try:
+            entry = LocalJob(**json.loads(path.read_text()))
+        except FileNotFoundError:
+            continue  # It has just ended.
         if psutil.pid_exists(entry.pid):
             found.append(entry)
         else:

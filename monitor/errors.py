@@ -27,5 +27,9 @@ class MonitorUnreachable(MonitorError):
     """A monitor daemon or a doctor could not be reached in time, refused us, or answered what is no answer."""
 
 
+class RuntimeUnreachable(MonitorError):
+    """What runs the job (its coordinator) does not answer: it is away, or has ended with the job."""
+
+
 class ProtocolViolation(MonitorError):
     """What came over a connection is not what keepstep's monitors say to each other."""

@@ -46,7 +46,10 @@ _SECRET = click.option(
 @click.option("--gather-only", is_flag=True, help="Do not read this node's own ranks: another daemon here does.")
 @click.option("--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost.")
 @click.option(
-    "--store", metavar="URL", help="The job's coordinator: for what the page shows of the job, verdicts, --act."
+    "--store",
+    metavar="URL",
+    help="The job's coordinator: for what the page shows of the job, verdicts, --act. "
+    "Default: that of the job of this name on this machine, once there is one.",
 )
 @click.option(
     "--act",
@@ -82,7 +85,7 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
 
 
 def _run(
-    find_runtime: Callable[[str | None, str], Runtime | None] | None,
+    find_runtime: Callable[[str | None, str], Runtime] | None,
     *,
     job: str,
     node: str | None,
@@ -118,9 +121,7 @@ def _run(
     policy = Policy(Mode[act.upper()])
     runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
     if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
-        raise MonitorError(
-            f"--act {act} is for the topmost monitor of a job of `keepstep run`: give --store, and no --relay"
-        )
+        raise MonitorError(f"--act {act} is for the topmost monitor of a job of `keepstep run`: give no --relay")
     parts = assemble(
         job,
         name,

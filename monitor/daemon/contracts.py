@@ -91,7 +91,11 @@ class Alignment(Protocol):
 
 
 class VerdictPublisher(Protocol):
-    """Takes the verdicts that hold to where decisions are made (`elastic`: the coordinator)."""
+    """Takes the verdicts that hold to where decisions are made (`elastic`: the coordinator).
+
+    Like `Enforcer` and `StoryTeller` it may raise RuntimeUnreachable, which is no fault of the monitor's: a job ends, and its coordinator
+    with it.
+    """
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
         """Publish all verdicts that hold now, after every diagnosis whose verdicts differ from the last.
@@ -193,7 +197,7 @@ class StoryTeller(Protocol):
     """Where the story comes from, for jobs that keepstep runs; other jobs have none."""
 
     def story(self) -> Story | None:
-        """Return the story as far as it is known; None if there is no such job."""
+        """Return the story as far as it is known; None while there is no such job: it may begin later, or again."""
 
     def close(self) -> None:
         """Let go of connections."""

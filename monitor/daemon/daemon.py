@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,9 +44,9 @@ from monitor.daemon.stacks import dump
 from monitor.daemon.state_file import Remembered, keep, recall
 from monitor.daemon.verdict_log import HANGS, Entry
 from monitor.daemon.watch import FAULT, Limits, Turn, Watch
-from monitor.diagnosis.places import placed
-from monitor.diagnosis.policy import Action, ActionKind, Policy, decide, undone
-from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
+from monitor.diagnosis.places import begun_since, placed
+from monitor.diagnosis.policy import Action, ActionKind, Mode, Policy, decide, undone
+from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation, RuntimeUnreachable
 from monitor.records import JobRecords
 from monitor.verdicts import Verdict
 
@@ -120,6 +121,14 @@ class Parts:
     children: Callable[[], Sequence[str]] = tuple
 
 
+class _Standing(Enum):
+    """How it stands with the job's own runtime."""
+
+    ABSENT = "there is no such job there"
+    UNREACHABLE = "it does not answer"
+    PRESENT = "it tells of the job"
+
+
 class Daemon:
     """See the module. `run` does everything and returns when it is cancelled or `stop` was called."""
 
@@ -134,6 +143,9 @@ class Daemon:
         self._settings = settings
         self._parts = parts
         self._story: Story | None = None
+        self._standing: _Standing | None = None
+        # As the runtime has them, of which generation: they hold on while it is away.
+        self._places: tuple[int, Mapping[int, str]] = (0, {})
         # Nothing yet: what an earlier daemon published may not hold any more.
         self._told: tuple[int, tuple[Verdict, ...]] | None = None
         remembered = recall(settings.state, time.monotonic(), time.time())
@@ -263,15 +275,19 @@ class Daemon:
 
     async def _tell_and_act(self, turn: Turn) -> None:
         """Publish what holds, and do about it what the policy says."""
-        verdicts, nodes = turn.current, turn.nodes
-        if self._parts.teller is not None:
-            if self._story is None or self._story.generation != turn.generation:
-                return  # Ranks are placed anew: what holds of the old ones helps nobody.
-            nodes = self._story.places()
-            verdicts = placed(verdicts, nodes)
+        verdicts, nodes, story = turn.current, turn.nodes, self._story
+        # Where ranks are placed anew, the runtime is to do nothing about the old ones. People are told all the same: a job that hangs
+        # while its coordinator is away, or that another one is asked about, hangs.
+        is_of_now = self._parts.teller is None or (story is not None and story.generation == turn.generation)
+        if story is not None and is_of_now:
+            self._places = story.generation, story.places()
+            verdicts = begun_since(story.began_at_s - time.time() + turn.now_s, verdicts)
+        generation, places = self._places
+        if places and generation == turn.generation:
+            nodes, verdicts = places, placed(verdicts, places)
         publisher = self._parts.publisher
         told = (turn.generation if verdicts else 0, verdicts)
-        if publisher is not None and told != self._told:
+        if publisher is not None and is_of_now and told != self._told:
 
             def publish() -> bool:
                 publisher.publish(verdicts, turn.generation, turn.now_s)
@@ -279,10 +295,11 @@ class Daemon:
 
             if await self._talk("publisher", publish):
                 self._told = told
-        if self._parts.policy is not None:
-            self._policy_state, actions = decide(
-                self._parts.policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s
-            )
+        policy = self._parts.policy
+        if policy is not None:
+            if not is_of_now and policy.mode in (Mode.RESTART, Mode.REPLACE):
+                policy = replace(policy, mode=Mode.ALERT)
+            self._policy_state, actions = decide(policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s)
             for action in actions:
                 await self._act(action, turn.generation)
 
@@ -360,8 +377,36 @@ class Daemon:
 
     async def _ask_story(self) -> None:
         teller = self._parts.teller
-        if teller is not None:
-            self._story = await self._talk("story", teller.story)
+        if teller is None:
+            return
+        told = await self._talk("story", lambda: (teller.story(),))
+        self._story = told[0] if told is not None else None
+        if told is None:
+            return
+        if self._story is not None:
+            self._stands(
+                _Standing.PRESENT, logging.INFO, "its coordinator tells of generation %d", self._story.generation
+            )
+            return
+        self._places = (0, {})
+        policy = self._parts.policy
+        if self._standing is not None:
+            self._stands(
+                _Standing.ABSENT, logging.INFO, "it has ended, and its coordinator with it; looking for the next"
+            )
+        elif policy is not None and policy.mode in (Mode.RESTART, Mode.REPLACE):
+            self._stands(
+                _Standing.ABSENT,
+                logging.WARNING,
+                "no coordinator of it was found here yet, so people are told and no more is done until there is one; "
+                "--store names one elsewhere",
+            )
+
+    def _stands(self, standing: _Standing, level: int, text: str, *facts: object) -> None:
+        """Say how it stands with the job's runtime, if that is news."""
+        if standing is not self._standing:
+            self._standing = standing
+            _LOG.log(level, f"job %s: {text}", self.job, *facts)
 
     async def _keep_stacks(self, entry: Entry) -> None:
         """Look at the suspects while they hang."""
@@ -390,6 +435,14 @@ class Daemon:
         """Call what may block on the thread for that; count it if it fails."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._talk_thread, call)
+        except RuntimeUnreachable as error:
+            self._stands(
+                _Standing.UNREACHABLE,
+                logging.WARNING,
+                "%s; until it answers, people are told and no more is done",
+                error,
+            )
+            return None
         except Exception:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
             if self._watch.count_fault(part):
                 _LOG.exception(FAULT, part, self._watch.faults[part])

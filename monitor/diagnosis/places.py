@@ -18,6 +18,11 @@ def placed(verdicts: Iterable[Verdict], places: Mapping[int, str]) -> tuple[Verd
     return _gathered([replace(verdict, subject=_placed(verdict.subject, places)) for verdict in verdicts], places)
 
 
+def begun_since(began_s: float, verdicts: Iterable[Verdict]) -> tuple[Verdict, ...]:
+    """Return the verdicts whose trouble began after the job did, by the same clock: rings of an earlier run may still lie there."""
+    return tuple(verdict for verdict in verdicts if verdict.since_s >= began_s)
+
+
 def _gathered(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
     """Return one verdict of a node instead of those of all its ranks, if it has several and they stand still all alike."""
     alike: dict[tuple[str, Syndrome], list[Verdict]] = defaultdict(list)

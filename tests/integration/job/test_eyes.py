@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,9 +81,9 @@ def native_recorder() -> None:
 
 
 @contextmanager
-def monitored(store: str, *options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A real `keepstep monitor` of the job for as long as the context lasts."""
-    command = [sys.executable, "-m", "elastic.cli", "monitor", "--store", store, "--job", "job", "--port", "0"]
+    command = [sys.executable, "-m", "elastic.cli", "monitor", "--job", "job", "--port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -114,7 +115,7 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
         "job", [str(script), str(enough), "1"], nnodes="2:2", workers=1, log=tmp_path / "agents", last_call_s=60.0
     )
     said = tmp_path / "monitor.log"
-    with running, monitored(running.url, "--act", "restart", log=said):
+    with running, monitored("--store", running.url, "--act", "restart", log=said):
         running.start("a", "--monitor")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b", "--monitor")
@@ -138,6 +139,43 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
 
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+def test_a_monitor_that_was_there_before_a_job_of_this_machine_acts_for_each_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
+    native_recorder()
+    script, enough, said = tmp_path / "train.py", tmp_path / "enough", tmp_path / "monitor.log"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "elastic.cli", "run", "--nproc-per-node", "2", "--monitor", "--job", "job"]
+
+    def until_said(text: str, times: int) -> None:
+        deadline_s = time.monotonic() + 60
+        while said.read_text().count(text) < times:
+            assert time.monotonic() < deadline_s, said.read_text()
+            time.sleep(0.05)
+
+    with monitored("--act", "restart", log=said):
+        until_said("no coordinator of it was found here yet", 1)
+        # In the second run rank 1 hangs, and nothing but the monitor ends its loop.
+        for run, hanging, awaited in ((1, "none", "tells of generation 1"), (2, "1", "restart worker: rank 1 on ")):
+            enough.unlink(missing_ok=True)
+            with (tmp_path / f"run-{run}.log").open("wb") as output:
+                job = subprocess.Popen([*command, str(script), str(enough), hanging], stdout=output, stderr=output)
+            try:
+                until_said(awaited, 1)
+                enough.touch()
+                assert job.wait(120) == 0, (tmp_path / f"run-{run}.log").read_text()
+            finally:
+                job.terminate()
+                job.wait()
+            until_said("it has ended, and its coordinator with it", run)
+    assert "Traceback" not in said.read_text()
+    assert "ERROR" not in said.read_text()
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
 def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,7 +190,7 @@ def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_pl
         "job", [str(script), str(enough), "2", "3"], nnodes="1:2", workers=2, log=tmp_path / "agents", last_call_s=60.0
     )
     said = tmp_path / "monitor.log"
-    with running, monitored(running.url, "--act", "replace", log=said):
+    with running, monitored("--store", running.url, "--act", "replace", log=said):
         running.start("a", "--monitor")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b", "--monitor")

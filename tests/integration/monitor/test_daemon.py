@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monitor.daemon.access import bearer_token
+from monitor.daemon.contracts import Story
 from monitor.daemon.daemon import Parts
 from monitor.daemon.probes import NodeProbe
 from monitor.diagnosis.policy import ActionKind, Mode, Policy
-from monitor.errors import MonitorError
+from monitor.errors import MonitorError, RuntimeUnreachable
 from tests.integration.monitor.parts import PLAN, Enforcer, Probe, Publisher, Says, Teller, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
@@ -121,6 +123,83 @@ def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_othe
         )  # fmt: skip
         assert others == []
         assert "keepstep.policy.acted" in (tmp_path / "events.jsonl").read_text()
+
+    asyncio.run(check())
+
+
+def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Away(Teller):
+        def story(self) -> Story:
+            if self.generation < 0:
+                raise RuntimeUnreachable("no answer from etcd at h:1")
+            return super().story()
+
+    def told(kind: ActionKind) -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{kind}:")]
+
+    async def check() -> None:
+        enforcer, publisher, teller = Enforcer(), Publisher(), Away(generation=-1)
+        parts = Parts(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), Says(verdict(2, since_s=time.monotonic() - 4)),
+            publisher=publisher, teller=teller, policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+        )  # fmt: skip
+        async with running(settings(), parts) as url:
+
+            async def has_alerted() -> bool:
+                return bool(told(ActionKind.ALERT))
+
+            await until(has_alerted)
+            assert "rank 2 on node-a" in told(ActionKind.ALERT)[0]
+            assert (enforcer.asked, publisher.published) == ([], [])
+            teller.generation = 0
+
+            async def has_asked() -> bool:
+                return bool(enforcer.asked)
+
+            await until(has_asked)
+            # Its name for the node, and its places hold on when it is away again.
+            assert enforcer.asked[0][0].subject.node == "a"
+            teller.generation = -1
+
+            async def says_so() -> bool:
+                return caplog.text.count("until it answers") == 2
+
+            await until(says_so)
+            assert (await (await get(url, "/v1/overview")).json())["faults"] == {}
+        assert len(told(ActionKind.ALERT)) == 1
+        assert "Traceback" not in caplog.text
+
+    with caplog.at_level("INFO"):
+        asyncio.run(check())
+
+
+def test_what_an_earlier_run_left_behind_is_not_done_to_the_next() -> None:
+    class Next(Teller):
+        def story(self) -> Story:
+            return replace(super().story(), began_at_s=time.time() - 2)
+
+    async def check() -> None:
+        enforcer, says = Enforcer(), Says(verdict(2, since_s=time.monotonic() - 4))
+        parts = Parts(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), says,
+            teller=Next(generation=0), policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+        )  # fmt: skip
+        async with running(settings(), parts):
+
+            async def has_concluded() -> bool:
+                return len(says.told) > 5
+
+            await until(has_concluded)
+            assert enforcer.asked == []
+            says.verdicts = (verdict(3, since_s=time.monotonic()),)
+
+            async def has_asked() -> bool:
+                return bool(enforcer.asked)
+
+            await until(has_asked)
+        assert [action.ranks for action, _ in enforcer.asked] == [(3,)]
 
     asyncio.run(check())
 
