@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,9 @@ class LocalJob:
 
 def runtime_directory() -> Path:
     """Return this user's private directory for sockets and registrations, making it if need be."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
+    path = _place()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise UsageError(f"{path} belongs to another user; set XDG_RUNTIME_DIR to a directory of your own")
+    _refuse_foreign(path)
     return path
 
 
@@ -62,9 +60,13 @@ def registered(job: str, store: str) -> Iterator[None]:
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose keeper is alive."""
+    """Return the jobs whose keeper is alive. Nothing is made: whoever looks need not be allowed to write."""
+    directory = _place()
+    if not directory.exists():
+        return ()
+    _refuse_foreign(directory)
     found = []
-    for path in sorted((runtime_directory() / "jobs").glob("*.json")):
+    for path in sorted((directory / "jobs").glob("*.json")):
         try:
             entry = LocalJob(**json.loads(path.read_text()))
         except FileNotFoundError:
@@ -72,8 +74,19 @@ def local_jobs() -> tuple[LocalJob, ...]:
         if psutil.pid_exists(entry.pid):
             found.append(entry)
         else:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
     return tuple(found)
+
+
+def _place() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
+
+
+def _refuse_foreign(directory: Path) -> None:
+    if directory.stat().st_uid != os.getuid():
+        raise UsageError(f"{directory} belongs to another user; set XDG_RUNTIME_DIR to a directory of your own")
 
 
 def _path(job: str) -> Path:
