@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ from monitor.daemon.service import application
 from monitor.daemon.stacks import dump
 from monitor.daemon.state_file import Remembered, keep, recall
 from monitor.daemon.verdict_log import HANGS, Entry
-from monitor.daemon.watch import FAULT, Limits, Turn, Watch
+from monitor.daemon.watch import Limits, Turn, Watch
 from monitor.diagnosis.places import begun_since, placed
 from monitor.diagnosis.policy import Action, ActionKind, Mode, Policy, decide, undone
 from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation, RuntimeUnreachable
@@ -260,15 +261,13 @@ class Daemon:
         if turn is None:
             return
         for entry in turn.changes.opened:
-            if self._events is not None:
-                self._events.opened(entry)
+            self._write(partial(EventFile.opened, entry=entry))
             if entry.verdict.syndrome in HANGS:
                 task = asyncio.create_task(self._keep_stacks(entry))
                 self._dumping.add(task)
                 task.add_done_callback(self._dumping.discard)
         for entry in turn.changes.closed:
-            if self._events is not None:
-                self._events.closed(entry)
+            self._write(partial(EventFile.closed, entry=entry))
         if turn.changes.opened or turn.changes.closed:
             await self._remember()
         await self._tell_and_act(turn)
@@ -316,8 +315,16 @@ class Daemon:
             outcome = "asked for"
             await self._remember()
         _LOG.warning("%s; %s", action, outcome)
-        if self._events is not None:
-            self._events.acted(action, outcome, time.time())
+        self._write(partial(EventFile.acted, action=action, outcome=outcome, wall_s=time.time()))
+
+    def _write(self, event: Callable[[EventFile], None]) -> None:
+        """Append to the event file, if there is one; what cannot be written is counted, for the log and the page still have it."""
+        if self._events is None:
+            return
+        try:
+            event(self._events)
+        except OSError as error:
+            self._watch.fault("event file", error)
 
     async def _ask_children(self) -> None:
         """Ask every daemon below for what is new, all at once."""
@@ -413,8 +420,7 @@ class Daemon:
         for rank in entry.verdict.subject.ranks[:_RANKS_TO_DUMP]:
             found = await self.stacks(rank)
             await self.ask(lambda watch, rank=rank, found=found: watch.keep_stacks(entry.number, rank, found))  # type: ignore[misc]
-            if self._events is not None:
-                self._events.stacks(entry, rank, found, time.time())
+            self._write(partial(EventFile.stacks, entry=entry, rank=rank, stacks=found, wall_s=time.time()))
         await self._remember()
 
     async def _remember(self) -> None:
@@ -443,9 +449,8 @@ class Daemon:
                 error,
             )
             return None
-        except Exception:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
-            if self._watch.count_fault(part):
-                _LOG.exception(FAULT, part, self._watch.faults[part])
+        except Exception as error:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
+            self._watch.fault(part, error)
             return None
 
     async def _close_parts(self) -> None:

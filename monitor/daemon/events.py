@@ -2,7 +2,8 @@
 takes it as it is.
 
 The fields are those of OpenTelemetry's log data model: timestamp, severity, event name, body, attributes, resource. A file
-that has grown to its limit is renamed to `NAME.1`, replacing the one before.
+that has grown to its limit is renamed to `NAME.1`, replacing the one before; one that somebody else renames, as logrotate does, is left to
+them, and the next event begins a new one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from monitor.daemon.verdict_log import HANGS, Entry
 from monitor.diagnosis.policy import Action
+from monitor.errors import MonitorError
 from monitor.verdicts import Syndrome
 
 _LIMIT_NBYTES = 64 * 2**20
@@ -25,7 +27,11 @@ _GRAVE = HANGS | {Syndrome.DEAD_PROCESS, Syndrome.DEVICE_ERROR, Syndrome.SILENT_
 
 
 class EventFile:
-    """The file, open for appending until `close`."""
+    """The file, open for appending until `close`.
+
+    Raises:
+        MonitorError: there can be no such file.
+    """
 
     def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
         self._path = path
@@ -36,13 +42,21 @@ class EventFile:
             "host.name": socket.gethostname(),
             "keepstep.job": job,
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        # Whether the last write broke off in the middle of a line.
+        self._is_torn = False
+        try:
+            self._descriptor = _open(path)
+        except OSError as error:
+            raise MonitorError(f"events cannot be appended to {path} ({error.strerror}); name another file") from error
 
     def write(
         self, name: str, severity: tuple[int, str], body: str, attributes: Mapping[str, Any], wall_s: float
     ) -> None:
-        """Append one event and hand it to the operating system at once: the next thing that happens may be the node's end."""
+        """Append one event and hand it to the operating system at once: the next thing that happens may be the node's end.
+
+        Raises:
+            OSError: it cannot be written; the next one is tried afresh.
+        """
         record = {
             "timestamp": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
             "time_unix_nano": str(int(wall_s * 1e9)),
@@ -53,12 +67,18 @@ class EventFile:
             "attributes": dict(attributes),
             "resource": self._resource,
         }
-        if self._file.tell() >= self._limit_nbytes:
-            self._file.close()
+        if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
             os.replace(self._path, self._path.with_name(self._path.name + ".1"))
-            self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
+        if not self._is_in_place():
+            anew = _open(self._path)
+            os.close(self._descriptor)
+            self._descriptor, self._is_torn = anew, False
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        rest = b"\n" + line if self._is_torn else line
+        while rest:
+            written = os.write(self._descriptor, rest)
+            rest = rest[written:]
+            self._is_torn = bool(rest)
 
     def opened(self, entry: Entry) -> None:
         """Tell of a verdict that began to hold."""
@@ -99,7 +119,19 @@ class EventFile:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        os.close(self._descriptor)
+
+    def _is_in_place(self) -> bool:
+        """Whether the file of that name is the one that is open."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def _attributes(entry: Entry) -> dict[str, Any]:

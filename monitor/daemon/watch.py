@@ -30,12 +30,13 @@ from monitor.daemon.verdict_log import Changes, VerdictLog, advance
 from monitor.diagnosis.digest import FORGETFUL, Memory, digest
 from monitor.diagnosis.metrics import NodeMetrics
 from monitor.diagnosis.tables import EMPTY, Digest
+from monitor.errors import MonitorError
 from monitor.records import JobRecords, Kind, Phase, RankRecords
 from monitor.verdicts import Verdict
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
-FAULT = "the monitor's %s failed (%d times so far); monitoring goes on without it"
+_FAULT = "the monitor's %s failed (%d times so far); monitoring goes on without it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,15 +332,17 @@ class Watch:
         """Return what a part returns; if it raises, log and count that, and return `otherwise`: the rest goes on."""
         try:
             return call()
-        except Exception:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
-            if self.count_fault(part):
-                _LOG.exception(FAULT, part, self.faults[part])
+        except Exception as error:  # noqa: BLE001 - a part that fails must not take the others along; it is logged and counted
+            self.fault(part, error)
             return otherwise
 
-    def count_fault(self, part: str) -> bool:
-        """Count a failure; return whether to log it: at every power of two, for what fails may fail twice a second."""
+    def fault(self, part: str, error: Exception) -> None:
+        """Count a failure, and log it at every power of two, for what fails may fail twice a second."""
         count = self.faults[part] = self.faults.get(part, 0) + 1
-        return count & (count - 1) == 0
+        if count & (count - 1) == 0:
+            # What our own errors and the operating system's say is enough; of others one wants to know where.
+            is_plain = isinstance(error, MonitorError | OSError)
+            _LOG.error(_FAULT + ": %s", part, count, error, exc_info=None if is_plain else error)
 
     def _hear(self, state: RankState, records: np.ndarray) -> None:
         if state.node != self.node:

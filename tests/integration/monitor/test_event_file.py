@@ -1,0 +1,93 @@
+"""The event file where it cannot be written, and where somebody moves it away."""
+
+import asyncio
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from monitor.daemon.daemon import Parts
+from monitor.daemon.events import EventFile
+from monitor.daemon.verdict_log import Entry
+from monitor.diagnosis.policy import Policy
+from monitor.errors import MonitorError
+from tests.integration.monitor.parts import PLAN, Probe, Says, settings
+from tests.integration.monitor.running import get, running, until
+from tests.integration.monitor.sample import SampleReader, verdict
+
+ENTRY = Entry(1, verdict(2), 1.0, 2.0, 3.0)
+
+
+def names(path: Path) -> list[str]:
+    return [json.loads(line)["event_name"] for line in path.read_text().splitlines()]
+
+
+def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        says = Says(verdict(2, since_s=time.monotonic() - 4))
+        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=Policy(sustained_s=0.0))
+        async with running(settings(events=Path("/dev/full")), parts) as url:
+
+            async def has_tried_all() -> bool:
+                told = await (await get(url, "/v1/overview")).json()
+                # Its opening, what was done about it, and its stacks.
+                return told["faults"].get("event file", 0) >= 3 and bool(told["verdicts"][0]["stacks"])
+
+            await until(has_tried_all)
+
+    asyncio.run(check())
+    assert "No space left on device" in caplog.text
+    assert "Traceback" not in caplog.text
+
+
+def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(tmp_path: Path) -> None:
+    path, moved = tmp_path / "events.jsonl", tmp_path / "events.jsonl-20260101"
+    events = EventFile(path, "run7", "node-a")
+    events.opened(ENTRY)
+    path.rename(moved)
+    events.closed(ENTRY)
+    assert (names(moved), names(path)) == (["keepstep.verdict.opened"], ["keepstep.verdict.closed"])
+    # Renamed and made anew, as logrotate's `create` does.
+    path.unlink()
+    path.touch()
+    events.opened(ENTRY)
+    assert names(path) == ["keepstep.verdict.opened"]
+    events.close()
+
+
+def test_a_file_that_has_grown_to_its_limit_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventFile(path, "run7", "node-a", limit_nbytes=1)
+    events.opened(ENTRY)
+    events.closed(ENTRY)
+    events.close()
+    assert names(tmp_path / "events.jsonl.1") == ["keepstep.verdict.opened"]
+    assert names(path) == ["keepstep.verdict.closed"]
+
+
+def test_half_a_line_does_not_take_the_next_one_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventFile(path, "run7", "node-a")
+    real, left = os.write, [10]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if not left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data[: left.pop()])
+
+    with monkeypatch.context() as limited:
+        limited.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            events.opened(ENTRY)
+    events.closed(ENTRY)
+    events.close()
+    assert json.loads(path.read_text().splitlines()[1])["event_name"] == "keepstep.verdict.closed"
+
+
+@pytest.mark.parametrize("path", ["/tmp", "/proc/none/events.jsonl"])
+def test_a_place_where_no_file_can_be_is_refused(path: str) -> None:
+    with pytest.raises(MonitorError, match=path):
+        EventFile(Path(path), "run7", "node-a")
