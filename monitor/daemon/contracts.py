@@ -30,6 +30,8 @@ class Reading:
         pid: the process that writes it.
         incarnation: tells one writer from the next of the same rank; record positions begin anew with it.
         generation: of the job, as the ring has it; 0 where nobody counts them.
+        world_size: number of ranks, as the ring has it; 0: not known.
+        created_s: node's monotonic clock when the ring was created.
     """
 
     records: RankRecords
@@ -37,6 +39,8 @@ class Reading:
     pid: int
     incarnation: str
     generation: int = 0
+    world_size: int = 0
+    created_s: float = 0.0
 
 
 class JobReader(Protocol):

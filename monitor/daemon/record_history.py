@@ -35,6 +35,8 @@ class RankState:
         read_at_s: node's monotonic clock when its ring was last read.
         progress_at_s: the same clock when a reading last brought a record that was new or had changed.
         generation: of the job, as its ring has it; 0 where nobody counts them.
+        world_size: number of ranks, as its ring has it; 0: not known.
+        created_at_s: wall clock when its ring was created; nodes of different clocks have no other in common.
     """
 
     rank: int
@@ -46,6 +48,24 @@ class RankState:
     read_at_s: float
     progress_at_s: float
     generation: int = 0
+    world_size: int = 0
+    created_at_s: float = 0.0
+
+
+def is_left_over(state: RankState, newest: RankState | None) -> bool:
+    """Return whether a rank is of an earlier launch or generation than the newest, whose ranks are of another number, and has died.
+
+    A node that a job left, or that its next launch does without, has no newer rings that would tell. Generations do not: torchrun
+    counts them on each node by itself.
+    """
+    if newest is None or state.is_alive or state.created_at_s >= newest.created_at_s:
+        return False
+    return 0 < state.world_size != newest.world_size > 0
+
+
+def newest_of(states: Iterable[RankState]) -> RankState | None:
+    """Return the rank whose ring was created last; a living one, if there is any."""
+    return max(states, key=lambda state: (state.is_alive, state.created_at_s), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,11 @@ class RingSource:
             lanes = _lanes(job, self._rings.incarnations())
         self._count = self._wanted(lanes)
         incarnations = self._rings.incarnations()
-        processes = self._rings.processes()
+        processes, created_s = self._rings.processes(), self._rings.created_s()
         communicators = tuple(job.communicators.values())
-        generation = self._rings.generation()
+        generation, size = self._rings.generation(), self._rings.world_size()
         return [
-            Reading(told, communicators, processes[rank], incarnations[rank], generation)
+            Reading(told, communicators, processes[rank], incarnations[rank], generation, size, created_s[rank])
             for rank, told in job.ranks.items()
         ]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from monitor.daemon.contracts import Diagnosis, JobReader, Probe, Reading
 from monitor.daemon.digest_relay import Inbox, Outbox, without
 from monitor.daemon.matrices import Delays, delays
 from monitor.daemon.node_series import metrics_from_json, metrics_to_json
-from monitor.daemon.record_history import History, RankHistory, RankState
+from monitor.daemon.record_history import History, RankHistory, RankState, is_left_over, newest_of
 from monitor.daemon.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
 from monitor.daemon.summary import NodeFacts, Summary, summarize
 from monitor.daemon.verdict_log import Changes, VerdictLog, advance
@@ -130,22 +131,13 @@ class Watch:
             reader = self._reader
             nothing: tuple[Reading, ...] = ()
             readings = self.guarded("reader", lambda: tuple(reader.read()), nothing)
-            for reading in readings:
-                told = reading.records
-                state = RankState(
-                    told.rank,
-                    self.node,
-                    reading.pid,
-                    reading.incarnation,
-                    told.is_alive,
-                    told.ending,
-                    told.read_at_s,
-                    0.0,
-                    reading.generation,
-                )
-                self._hear(state, told.records)
+            states = [self._state(reading) for reading in readings]
+            newest = self._newest(states)
+            told = [pair for pair in zip(states, readings, strict=True) if not is_left_over(pair[0], newest)]
+            for state, reading in told:
+                self._hear(state, reading.records.records)
                 self._history.learn(reading.communicators)
-            self._local = tuple(reading.records.rank for reading in readings)
+            self._local = tuple(state.rank for state, _ in told)
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
         unknown: NodeMetrics | None = None
         metrics = self.guarded("probes", lambda: self._probe.sample(workers), unknown)
@@ -207,17 +199,22 @@ class Watch:
     def hear(self, url: str, summary: Summary) -> None:
         """Take in what the daemon at `url` told."""
         self._history.begin()
-        twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
+        newest = self._newest([state for state, _ in summary.ranks])
+        unwanted = {
+            state.rank for state, _ in summary.ranks if self._knows_better(state) or is_left_over(state, newest)
+        }
         for state, records in summary.ranks:
-            if state.rank not in twice:
+            if state.rank not in unwanted:
                 self._hear(state, records)
         self._history.learn(summary.communicators)
         self.nodes.update({facts.node: facts for facts in summary.nodes})
-        if not self.below.heard(url, summary, [rank for rank in summary.present if rank not in twice], self._now_s()):
+        if not self.below.heard(
+            url, summary, [rank for rank in summary.present if rank not in unwanted], self._now_s()
+        ):
             self._inbox.drop(url)
-        self._inbox.add(url, (without(one, twice) for one in summary.digests))
-        if not twice.isdisjoint(self._local):
-            named = ", ".join(map(str, sorted(twice & set(self._local))))
+        self._inbox.add(url, (without(one, unwanted) for one in summary.digests))
+        if not unwanted.isdisjoint(self._local):
+            named = ", ".join(map(str, sorted(unwanted & set(self._local))))
             reason = f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
             self.below.missed(url, reason)
         self._forget()
@@ -351,12 +348,34 @@ class Watch:
         changed = self._history.merge(state, records)
         if known is not None and known is not self._history.ranks[state.rank]:
             # Its steps begin anew, often with a new generation of the job. Digests of the old ones would be taken for it.
-            self._told.clear()
-            self._inbox.clear()
-            self._outbox.clear()
+            self._drop_digests()
         if known is not self._history.ranks[state.rank] or state.rank not in self.tables:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
+
+    def _state(self, reading: Reading) -> RankState:
+        told = reading.records
+        return RankState(
+            told.rank,
+            self.node,
+            reading.pid,
+            reading.incarnation,
+            told.is_alive,
+            told.ending,
+            told.read_at_s,
+            0.0,
+            reading.generation,
+            reading.world_size,
+            time.time() - self._now_s() + reading.created_s,
+        )
+
+    def _newest(self, told: Iterable[RankState]) -> RankState | None:
+        return newest_of(chain((kept.state for kept in self._history.ranks.values()), told))
+
+    def _drop_digests(self) -> None:
+        self._told.clear()
+        self._inbox.clear()
+        self._outbox.clear()
 
     def _knows_better(self, state: RankState) -> bool:
         """Return whether a rank is read on this node itself, or what is told of it is of a dead process and another node has a living one.
@@ -394,15 +413,21 @@ class Watch:
         return digested
 
     def _forget(self) -> None:
-        """Forget ranks and nodes that nobody tells of any more."""
+        """Forget ranks and nodes that nobody tells of any more, and ranks that a newer launch has left over."""
         ranks, nodes = self.below.lately(self._now_s() - self._limits.forget_s)
         ranks.update(self._local)
         nodes.add(self.node)
-        gone = set(self._history.ranks) - ranks
+        newest = self._newest(())
+        gone = {
+            rank for rank, kept in self._history.ranks.items() if rank not in ranks or is_left_over(kept.state, newest)
+        }
         if gone:
-            self._history.keep_only(ranks)
+            self._history.keep_only(self._history.ranks.keys() - gone)
+            self._local = tuple(rank for rank in self._local if rank not in gone)
             for rank in gone:
                 self.tables.pop(rank, None)
+            # What they told before would be taken for news of ranks that are there.
+            self._drop_digests()
         for name in set(self.nodes) - nodes:
             del self.nodes[name]
         self._clocks.keep_only(self.nodes_of_ranks())

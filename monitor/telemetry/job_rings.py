@@ -1,4 +1,11 @@
-"""All rings of one job on this node, as the monitor reads them again and again."""
+"""All rings of one job on this node, as the monitor reads them again and again.
+
+What an earlier launch of the same name, or an earlier generation, has left and nobody has replaced lies beside the rings of the present
+one: ranks that exist no more, with later steps perhaps, and with a higher generation if that launch was restarted more often. The ring
+that was created last tells them apart. It is of the present launch, and so are those of its generation and number of ranks whose
+processes were alive when its own process started: a launcher starts a node's workers at once, and whatever it replaced was dead by
+then. A worker that died later, or all of them, stay in sight. Of when a process died its ring tells little: not before its last record.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ from pathlib import Path
 from monitor.errors import RingUnreadable
 from monitor.records import Communicator, JobRecords, RankRecords
 from monitor.telemetry.ring_files import ring_paths
-from monitor.telemetry.ring_reader import RingReader
+from monitor.telemetry.ring_reader import Records, RingReader
 
 _log = logging.getLogger(__name__)
 
@@ -24,17 +31,27 @@ class JobRings:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._readers: dict[Path, RingReader] = {}
+        self._present: list[RingReader] = []
         self._refused: dict[Path, int] = {}
 
     def read(self, count: int) -> JobRecords:
-        """Return the last `count` records of each lane of each rank of the newest generation that has a ring here."""
+        """Return the last `count` records of each lane of each rank of the present launch and generation."""
         self._refresh()
+        self._present = []
+        # Where the directory outlives a restart of the node, so do rings that were created later than now.
+        rings = [reader for reader in self._readers.values() if reader.created_s <= time.monotonic()]
+        newest = max(rings, key=lambda reader: reader.created_s, default=None)
         ranks: dict[int, RankRecords] = {}
         communicators: dict[int, Communicator] = {}
-        for reader in self._newest():
+        for reader in rings:
+            if newest is None or _launched_as(reader) != _launched_as(newest):
+                continue
             # In this order: a process that was dead before its records were read tells nothing more.
             is_alive = reader.is_alive()
             records = reader.last(count)
+            if not is_alive and _last_sign_s(reader, records) < newest.process_started_s:
+                continue
+            self._present.append(reader)
             ranks[reader.identity.rank] = RankRecords(
                 reader.identity.rank, reader.identity.node, records, time.monotonic(), is_alive, reader.ending
             )
@@ -43,29 +60,33 @@ class JobRings:
 
     def processes(self) -> dict[int, int]:
         """Return the process id of each rank, as of the last `read`."""
-        return {reader.identity.rank: reader.process for reader in self._newest()}
+        return {reader.identity.rank: reader.process for reader in self._present}
 
     def incarnations(self) -> dict[int, str]:
         """Return for each rank what tells its ring from the one that the same rank had before."""
         return {
             reader.identity.rank: f"{reader.process}-{reader.process_started}-{reader.created_s:.6f}"
-            for reader in self._readers.values()
+            for reader in self._present
         }
+
+    def created_s(self) -> dict[int, float]:
+        """Return when each rank's ring was created, in monotonic seconds."""
+        return {reader.identity.rank: reader.created_s for reader in self._present}
 
     def generation(self) -> int:
         """Return the generation of the rings that were read last; 0 if there are none, or nobody counts generations."""
-        return max((reader.identity.generation for reader in self._readers.values()), default=0)
+        return self._present[0].identity.generation if self._present else 0
+
+    def world_size(self) -> int:
+        """Return the number of ranks that the rings that were read last tell; 0 if there are none, or they do not know."""
+        return self._present[0].identity.world_size if self._present else 0
 
     def close(self) -> None:
         """Let all rings go."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
-
-    def _newest(self) -> list[RingReader]:
-        """Return the rings of the newest generation; a process that lives through several leaves one for each."""
-        newest = self.generation()
-        return [reader for reader in self._readers.values() if reader.identity.generation == newest]
+        self._present.clear()
 
     def _refresh(self) -> None:
         paths = ring_paths(self.directory)
@@ -88,3 +109,14 @@ class JobRings:
                 known = self._readers.pop(path, None)
             if known is not None:
                 known.close()
+
+
+def _launched_as(reader: RingReader) -> tuple[int, int]:
+    """Return what rings of one generation of one launch have in common; a process that lives through several leaves a ring for each."""
+    return reader.identity.generation, reader.identity.world_size
+
+
+def _last_sign_s(reader: RingReader, records: Records) -> float:
+    """Return when, at least, a process was still alive, in monotonic seconds."""
+    times = [float(records[name].max()) for name in ("enqueued_s", "ended_s")] if len(records) else []
+    return max([reader.created_s, *times])

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,12 @@ class RingReader:
     def ending(self) -> Ending:
         """What the process said of its end."""
         return Ending(_STATES.unpack_from(self._memory, STEP_OFFSET)[1])
+
+    @property
+    def process_started_s(self) -> float:
+        """When the writer's process started, in monotonic seconds."""
+        suspended_s = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+        return self.process_started / os.sysconf("SC_CLK_TCK") - suspended_s
 
     def is_alive(self) -> bool:
         """Whether the writer exists: that very process, not a later one with its id. Stopped is alive; a zombie is not."""

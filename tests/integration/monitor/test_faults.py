@@ -52,6 +52,9 @@ def test_stopped_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         job.proceed()
         job.workers[1].send_signal(signal.SIGSTOP)
 
+    # What an earlier launch of the same name left, of more ranks and restarted once, is in nobody's way.
+    with Job(tmp_path, "trains", RANKS + 1, TORCHELASTIC_RESTART_COUNT="1") as earlier:
+        earlier.expect("ready")
     assert verdicts(tmp_path, monkeypatch, stop) == {"non-communication hang: rank 1 on here"}
 
 

@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,8 @@ from monitor.daemon.access import bearer_token
 from monitor.daemon.assembly import diagnose
 from monitor.daemon.clocks import Clock, encode_clocks
 from monitor.daemon.daemon import Parts, Settings
+from monitor.daemon.watch import Watch
+from monitor.records import Phase
 from monitor.telemetry.clocks import align
 from monitor.verdicts import Syndrome
 from tests.integration.monitor.parts import PLAN, Probe, Says, settings
@@ -119,6 +122,59 @@ def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
             assert all(rows.get(1, True) for rows in alive)
 
     asyncio.run(check())
+
+
+def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhere() -> None:
+    """The next launch is on one node of the two, of half as many ranks, and of fewer steps."""
+
+    class Launched(SampleReader):
+        def __init__(self, plan: Plan, begin_s: float, node: str, ranks: list[int]) -> None:
+            super().__init__(plan, begin_s, node, ranks)
+            self.created_s, self.size, self.alive = begin_s, plan.ranks, True
+
+        def read(self) -> Any:
+            return [
+                replace(
+                    one, records=replace(one.records, is_alive=self.alive), world_size=self.size,
+                    created_s=self.created_s, incarnation=str(self.created_s),
+                )
+                for one in super().read()
+            ]  # fmt: skip
+
+    now_s = time.monotonic()
+    whole = Plan(ranks=4, steps=400, step_s=0.1)
+    old = [Launched(whole, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))]
+    new = Launched(Plan(ranks=2, steps=400, step_s=0.1), now_s - 5, "a", [0, 1])
+    below = {one.node: Watch(one.node, one, Probe(), None) for one in old}
+    root = Watch("root", None, Probe(), diagnose)
+
+    def told(readers: Sequence[Launched], order: Sequence[str]) -> tuple[list[int], int]:
+        for reader in readers:
+            below[reader.node] = Watch(reader.node, reader, Probe(), None)
+        for node in order:
+            below[node].read()
+            below[node].digest()
+            root.hear(node, below[node].summary(*root.below.cursor(node), 256))
+        root.digest()
+        turn = root.diagnose()
+        assert turn is not None
+        assert turn.verdicts == ()
+        return [kept.state.rank for kept in root.ranks()], root.heat(40, 64, Phase.STEP).steps[-1]
+
+    ranks, newest = told(old, "ab")
+    assert (ranks, newest > 100) == ([0, 1, 2, 3], True)
+    for one in old:
+        one.alive = False
+    for order in ("ab", "ba"):
+        ranks, newest = told([new], order)
+        assert (ranks, newest < 60) == ([0, 1], True)
+        assert set(root.tables) == {0, 1}
+    # Nor do they come back when all ranks of the new launch have died.
+    new.alive = False
+    below["a"].read()
+    root.hear("a", below["a"].summary(*root.below.cursor("a"), 256))
+    root.hear("b", below["b"].summary(*root.below.cursor("b"), 256))
+    assert [kept.state.rank for kept in root.ranks()] == [0, 1]
 
 
 def test_daemon_that_reads_what_its_child_reads_says_so() -> None:

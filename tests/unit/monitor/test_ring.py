@@ -281,6 +281,43 @@ def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
     assert set(rings.processes()) == {0, 1}
 
 
+def launched(rank: int, generation: int, world_size: int, before_s: float = 0.0, *, dead: bool = False) -> None:
+    """Leave a ring that was created so long before this process started; now, by default."""
+    made = create_ring(Identity("job", rank, "node-a", generation, world_size), SMALL)
+    if before_s:
+        damaged(made, 56, struct.pack("<d", RingReader(made.path).process_started_s - before_s))
+    if dead:
+        damaged(made, 28, struct.pack("<I", 2**31 - 1))
+    made.close()
+
+
+def test_ranks_that_an_earlier_launch_left_are_left_out_and_those_that_died_since_are_not() -> None:
+    launched(5, 9, 8, before_s=50.0, dead=True)  # It was restarted more often.
+    launched(4, 1, 8, before_s=50.0, dead=True)
+    launched(3, 1, 2, before_s=50.0, dead=True)  # Its ranks lay elsewhere.
+    launched(2, 1, 8, before_s=50.0)  # Its process was left behind.
+    for rank in (0, 1):
+        launched(rank, 1, 2, dead=rank == 1)
+    rings = JobRings(job_directory("job"))
+    assert {rank: one.is_alive for rank, one in rings.read(5).ranks.items()} == {0: True, 1: False}
+    assert set(rings.processes()) == set(rings.incarnations()) == {0, 1}
+    assert (rings.generation(), rings.world_size()) == (1, 2)
+    launched(0, 1, 2, dead=True)
+    assert set(rings.read(5).ranks) == {0, 1}
+
+
+def test_rank_that_was_killed_before_the_last_one_had_its_ring_stays_in_sight() -> None:
+    launched(0, 1, 2, dead=True)
+    launched(1, 1, 2)
+    assert set(JobRings(job_directory("job")).read(5).ranks) == {0, 1}
+
+
+def test_rings_from_before_the_node_restarted_hide_nobody() -> None:
+    launched(0, 1, 2)
+    launched(1, 4, 2, before_s=-1e6, dead=True)
+    assert set(JobRings(job_directory("job")).read(5).ranks) == {0}
+
+
 def test_only_this_user_may_read_or_write(ring: Ring, base: Path) -> None:
     assert ring.path.stat().st_mode & 0o777 == 0o600
     assert ring.path.parent.stat().st_mode & 0o777 == 0o700
