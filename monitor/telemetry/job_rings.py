@@ -15,6 +15,7 @@ from pathlib import Path
 
 from monitor.errors import RingUnreadable
 from monitor.records import Communicator, JobRecords, RankRecords
+from monitor.telemetry.ring import Identity
 from monitor.telemetry.ring_files import ring_paths
 from monitor.telemetry.ring_reader import Records, RingReader
 
@@ -44,7 +45,7 @@ class JobRings:
         ranks: dict[int, RankRecords] = {}
         communicators: dict[int, Communicator] = {}
         for reader in rings:
-            if newest is None or _launched_as(reader) != _launched_as(newest):
+            if newest is None or not _are_of_one_launch(reader.identity, newest.identity):
                 continue
             # In this order: a process that was dead before its records were read tells nothing more.
             is_alive = reader.is_alive()
@@ -111,9 +112,10 @@ class JobRings:
                 known.close()
 
 
-def _launched_as(reader: RingReader) -> tuple[int, int]:
-    """Return what rings of one generation of one launch have in common; a process that lives through several leaves a ring for each."""
-    return reader.identity.generation, reader.identity.world_size
+def _are_of_one_launch(one: Identity, other: Identity) -> bool:
+    """Return whether generation and number of ranks agree, where both are known; who lives through generations leaves a ring for each."""
+    sizes = {one.world_size, other.world_size} - {0}
+    return one.generation == other.generation and len(sizes) <= 1
 
 
 def _last_sign_s(reader: RingReader, records: Records) -> float:
