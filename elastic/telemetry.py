@@ -65,7 +65,7 @@ def reopen(assignment: Assignment) -> None:
 
 
 def environment(assignment: Assignment) -> Mapping[str, str]:
-    """Return the variables by which a program that imports PyTorch records itself."""
+    """Return the variables by which a program that enters a process group of PyTorch records itself."""
     return {"KEEPSTEP_MONITOR": "1", "KEEPSTEP_JOB": assignment.job, "KEEPSTEP_NODE": assignment.node}
 
 

@@ -1,8 +1,12 @@
 """Attaching the recorder to this process, whoever launched it.
 
-Three ways, with the same effect: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which
-`import torch` acts upon in every worker, by the entry point that PyTorch offers to extensions (`keepstep_monitor`; PyTorch 2.5 and
-later, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m monitor.run script.py`.
+Three ways: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which `import torch` acts
+upon, by the entry point that PyTorch offers to extensions (`keepstep_monitor`; PyTorch 2.5 and later, unless
+TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m monitor.run script.py`.
+
+By KEEPSTEP_MONITOR a process is recorded once it has entered the default process group: nothing else tells workers, and their ranks,
+from what runs in the same environment. Under `srun torchrun`, Slurm's variables are those of torchrun's agent; the parent of
+`torch.multiprocessing.spawn` has no rank at all; data loaders' processes have the worker's.
 
 Who the worker is comes from the default process group if there is one, else from what launchers set: RANK and WORLD_SIZE, Slurm's or
 Open MPI's variables; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's job id; the node from KEEPSTEP_NODE or the host's name; the
@@ -11,13 +15,15 @@ generation from torchrun's restart count.
 
 from __future__ import annotations
 
-import atexit
+import functools
 import logging
 import os
 import socket
 import sys
 from collections.abc import Mapping
+from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +31,7 @@ from monitor.errors import MonitorError, RecorderUnavailable
 from monitor.telemetry.native import NativeRecorder
 from monitor.telemetry.phases import AutomaticPhases
 from monitor.telemetry.recorder import Recorder
-from monitor.telemetry.ring import Identity
+from monitor.telemetry.ring import Identity, process_started
 
 _log = logging.getLogger(__name__)
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -49,8 +55,8 @@ class Attachment:
         self.phases = AutomaticPhases(self.recorder)
         self.process = os.getpid()
         self._former_hook, sys.excepthook = sys.excepthook, self._on_exception
-        # So that processes that this one starts, which inherit its rank, do not take its ring from it.
-        os.environ[ATTACHED_VARIABLE] = str(self.process)
+        # So that processes that this one starts, and that take themselves for its rank, do not take its ring from it.
+        os.environ[ATTACHED_VARIABLE] = f"{identity.rank} {self.process} {process_started(self.process)}"
 
     def remove(self) -> None:
         """Take away the hooks and stop recording."""
@@ -98,7 +104,30 @@ def attach(
                 identity.world_size,
             )
         )
+        # Not by `atexit`, which processes that `multiprocessing` has forked do not heed.
+        Finalize(None, detach, exitpriority=0)
     return _attached.recorder
+
+
+def attach_at_initialization() -> None:
+    """Record this process once `init_process_group` has told its rank; what goes wrong then is logged. Called while PyTorch is imported."""
+    if not dist.is_available():
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        try:
+            if not _is_anothers(os.environ, dist.get_rank()):
+                attach()
+        except Exception as error:  # noqa: BLE001 - a monitor that fails must leave the job running
+            _log.warning("rank %d is not recorded: %s", dist.get_rank(), error)
+
+    # Modules of PyTorch have it by name already, of which `init_device_mesh` calls it.
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("init_process_group") is original:
+            setattr(module, "init_process_group", init_process_group)  # noqa: B010 - not every module has it
 
 
 def detach() -> None:
@@ -129,6 +158,15 @@ def identify(environment: Mapping[str, str]) -> Identity:
     )
 
 
+def _is_anothers(environment: Mapping[str, str], rank: int) -> bool:
+    """Return whether a process that lives is recorded as this rank, and has handed its environment down to this one."""
+    marked = [int(field) for field in environment.get(ATTACHED_VARIABLE, "").split() if field.isdecimal()]
+    if len(marked) != 3 or marked[0] != rank or marked[1] == os.getpid():
+        return False
+    # Environments outlive processes: a job may submit the next one.
+    return process_started(marked[1]) == marked[2]
+
+
 def _first_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
     for name in names:
         if environment.get(name, "").isdecimal():
@@ -143,4 +181,3 @@ def _detach_child() -> None:
 
 
 os.register_at_fork(after_in_child=_detach_child)
-atexit.register(detach)

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from monitor.records import DTYPES, Ending, Flag, JobRecords, Kind, Measure, Operation, Phase
+from monitor.telemetry.attachment import ATTACHED_VARIABLE, _is_anothers
 from monitor.telemetry.job_rings import JobRings
+from monitor.telemetry.ring import process_started
 from tests.integration.monitor.jobs import Job, is_pair, names, operations
 from tests.integration.monitor.scenarios import PATHS
 
@@ -272,6 +274,58 @@ def test_process_that_is_no_worker_is_not_attached(tmp_path: Path) -> None:
     code = "import torch, monitor.telemetry.attachment; assert monitor.telemetry.attachment.current() is None"
     run_python(code, tmp_path, tmp_path / "site", KEEPSTEP_MONITOR_DIR=str(tmp_path / "rings"))
     assert not (tmp_path / "rings").exists()
+
+
+JOIN = """
+import sys, torch, torch.distributed as dist
+def join(rank, store):
+    if store:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    else:
+        dist.init_device_mesh("cpu", (2,))
+    dist.all_reduce(torch.ones(4))
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    way, store = sys.argv[1:]
+    if way == "torchrun":
+        join(0, "")
+    else:
+        torch.multiprocessing.start_processes(join, (store,), nprocs=2, start_method=way)
+"""
+
+
+@pytest.mark.parametrize("way", ["torchrun", "spawn", "fork"])
+def test_workers_are_recorded_and_not_what_launches_them(tmp_path: Path, way: str) -> None:
+    """Slurm's variables are torchrun's agent's; who spawns processes has no rank, and PyTorch is imported before they have theirs."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "join.py").write_text(JOIN)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if way == "torchrun" else []
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4711"} if way == "torchrun" else {}
+    subprocess.run(
+        [sys.executable, *launcher, "join.py", way, str(tmp_path / "store")],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "RANK"}, **slurm, "KEEPSTEP_MONITOR": "1",
+            "KEEPSTEP_JOB": "x", "KEEPSTEP_MONITOR_DIR": str(tmp_path / "rings"), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(entry_point(tmp_path / "site")), str(Path(__file__).parents[3])]),
+        },
+        cwd=tmp_path, check=True, timeout=60,
+    )  # fmt: skip
+    rings = JobRings(tmp_path / "rings" / "x")
+    told, size = rings.read(100), rings.world_size()
+    rings.close()
+    assert (set(told.ranks), size) == ({0, 1}, 2)
+    for one in told.ranks.values():
+        assert one.has_finished
+        assert "ALL_REDUCE" in names(operations(one.records))
+
+
+def test_rank_is_anothers_only_while_that_one_lives() -> None:
+    parent = os.getppid()
+    assert _is_anothers({ATTACHED_VARIABLE: f"3 {parent} {process_started(parent)}"}, 3)
+    assert not _is_anothers({ATTACHED_VARIABLE: f"3 {parent} {process_started(parent)}"}, 4)
+    assert not _is_anothers({ATTACHED_VARIABLE: f"3 {parent} 1"}, 3)
+    assert not _is_anothers({ATTACHED_VARIABLE: f"3 {os.getpid()} {process_started(os.getpid())}"}, 3)
+    assert not _is_anothers({}, 3)
 
 
 def test_users_own_module_of_our_name_does_not_break_pytorch(tmp_path: Path) -> None:
