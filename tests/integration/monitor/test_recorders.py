@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import keepstep_monitor
 from monitor.records import DTYPES, Ending, Flag, JobRecords, Kind, Measure, Operation, Phase
+from monitor.telemetry import attachment
 from monitor.telemetry.attachment import ATTACHED_VARIABLE, _is_anothers
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import process_started
@@ -326,6 +328,29 @@ def test_rank_is_anothers_only_while_that_one_lives() -> None:
     assert not _is_anothers({ATTACHED_VARIABLE: f"3 {parent} 1"}, 3)
     assert not _is_anothers({ATTACHED_VARIABLE: f"3 {os.getpid()} {process_started(os.getpid())}"}, 3)
     assert not _is_anothers({}, 3)
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        (" True", "asked"),
+        ("yes", "asked"),
+        ("ON", "asked"),
+        ("off", ""),
+        ("False", ""),
+        ("", ""),
+        ("2", "set it to 1"),
+    ],
+)
+def test_switch_is_understood_or_complained_about(
+    told: str, outcome: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(attachment, "attach_at_initialization", lambda: asked.append("asked"))
+    monkeypatch.setenv("KEEPSTEP_MONITOR", told)
+    keepstep_monitor.attach_if_asked()
+    said = asked + [record.getMessage() for record in caplog.records]
+    assert [outcome in one for one in said] == [True] * bool(outcome)
 
 
 def test_users_own_module_of_our_name_does_not_break_pytorch(tmp_path: Path) -> None:
