@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from monitor.daemon.access import bearer_token
+from monitor.daemon.children_file import ChildrenFile
 from monitor.daemon.job_secret import job_secret
 from monitor.errors import MonitorError
 
@@ -149,23 +149,9 @@ def _run(
     asyncio.run(serve())
 
 
-def _children(urls: Sequence[str], file: Path | None) -> Callable[[], Sequence[str]]:
-    """Return what tells the daemons below: those named, and those in a file, which is read again when it changes."""
-    if file is None:
+def _children(urls: Sequence[str], path: Path | None) -> Callable[[], Sequence[str]]:
+    """Return what tells the daemons below: those named, and those in a file."""
+    if path is None:
         return lambda: tuple(urls)
-    if not file.exists():
-        raise MonitorError(f"--children-file {file} does not exist")
-    read_at_ns, known = 0, tuple[str, ...]()
-
-    def listed() -> Sequence[str]:
-        nonlocal read_at_ns, known
-        try:
-            changed_at_ns = os.stat(file).st_mtime_ns
-            if changed_at_ns != read_at_ns:
-                lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
-                known, read_at_ns = tuple(line for line in lines if line), changed_at_ns
-        except FileNotFoundError:
-            pass  # Being replaced: the list as it was is still good.
-        return tuple(dict.fromkeys((*urls, *known)))
-
-    return listed
+    file = ChildrenFile(path)
+    return lambda: tuple(dict.fromkeys((*urls, *file.urls())))
