@@ -1,4 +1,4 @@
-"""`keepstep monitor` and `keepstep top`."""
+"""`keepstep monitor`, `keepstep monitor analyze` and `keepstep top`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +17,14 @@ import click
 from monitor.daemon.access import bearer_token
 from monitor.daemon.children_file import ChildrenFile
 from monitor.daemon.job_secret import job_secret
-from monitor.errors import MonitorError
+from monitor.errors import DumpUnreadable, MonitorError
 
 if TYPE_CHECKING:
     from monitor.daemon.contracts import Runtime
 
 PORT = 8433
+_EXIT_FOUND = 1
+_EXIT_UNREADABLE = 2
 _JOB = click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
 _SECRET = click.option(
     "--secret-file",
@@ -70,6 +74,26 @@ def monitor(context: click.Context, /, **options: Any) -> None:
     """
     if context.invoked_subcommand is None:
         _run(context.obj, **options)
+
+
+@monitor.command()
+@click.argument("dumps", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DUMPS...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; verdicts in it are as in --events.")
+def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
+    """Say from PyTorch's Flight Recorder dumps why a job hung.
+
+    DUMPS are files, one of each rank, whose names end in the rank's number (such as /tmp/nccl_trace_rank_*), or directories of nothing
+    else. Exit status: 0 if nothing is found, 1 if something is, 2 if a file is no dump.
+    """
+    from monitor.daemon.analyze import show
+
+    try:
+        is_sick = show(dumps, time.time(), as_json=as_json)
+    except DumpUnreadable as error:
+        click.echo(f"keepstep: {error}", err=True)
+        sys.exit(_EXIT_UNREADABLE)
+    if is_sick:
+        sys.exit(_EXIT_FOUND)
 
 
 @click.command()

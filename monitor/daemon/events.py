@@ -22,6 +22,7 @@ from monitor.errors import MonitorError
 from monitor.verdicts import Syndrome
 
 _LIMIT_NBYTES = 64 * 2**20
+_SERVICE = "keepstep-monitor"
 _INFO, _WARN, _ERROR = (9, "INFO"), (13, "WARN"), (17, "ERROR")
 _GRAVE = HANGS | {Syndrome.DEAD_PROCESS, Syndrome.DEVICE_ERROR, Syndrome.SILENT_CORRUPTION, Syndrome.LOSS_NOT_FINITE}
 
@@ -37,7 +38,7 @@ class EventFile:
         self._path = path
         self._limit_nbytes = limit_nbytes
         self._resource = {
-            "service.name": "keepstep-monitor",
+            "service.name": _SERVICE,
             "service.instance.id": node,
             "host.name": socket.gethostname(),
             "keepstep.job": job,
@@ -57,16 +58,7 @@ class EventFile:
         Raises:
             OSError: it cannot be written; the next one is tried afresh.
         """
-        record = {
-            "timestamp": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
-            "time_unix_nano": str(int(wall_s * 1e9)),
-            "severity_number": severity[0],
-            "severity_text": severity[1],
-            "event_name": name,
-            "body": body,
-            "attributes": dict(attributes),
-            "resource": self._resource,
-        }
+        record = _record(name, severity, body, attributes, wall_s, self._resource)
         if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
             os.replace(self._path, self._path.with_name(self._path.name + ".1"))
         if not self._is_in_place():
@@ -82,10 +74,7 @@ class EventFile:
 
     def opened(self, entry: Entry) -> None:
         """Tell of a verdict that began to hold."""
-        verdict = entry.verdict
-        severity = _ERROR if verdict.syndrome in _GRAVE else _WARN
-        body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
-        self.write("keepstep.verdict.opened", severity, body, _attributes(entry), entry.opened_at_s)
+        self.write("keepstep.verdict.opened", *_telling(entry), entry.opened_at_s)
 
     def closed(self, entry: Entry) -> None:
         """Tell of a verdict that is over."""
@@ -132,6 +121,38 @@ class EventFile:
 def _open(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def found(entry: Entry) -> dict[str, Any]:
+    """Return what tells of a verdict that was reached after the fact, as one that began to hold is told."""
+    return _record("keepstep.verdict.opened", *_telling(entry), entry.opened_at_s, {"service.name": _SERVICE})
+
+
+def _record(
+    name: str,
+    severity: tuple[int, str],
+    body: str,
+    attributes: Mapping[str, Any],
+    wall_s: float,
+    resource: Mapping[str, Any],
+) -> dict[str, Any]:
+    return {
+        "timestamp": datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "time_unix_nano": str(int(wall_s * 1e9)),
+        "severity_number": severity[0],
+        "severity_text": severity[1],
+        "event_name": name,
+        "body": body,
+        "attributes": dict(attributes),
+        "resource": dict(resource),
+    }
+
+
+def _telling(entry: Entry) -> tuple[tuple[int, str], str, dict[str, Any]]:
+    """Return severity, body and attributes of a verdict."""
+    verdict = entry.verdict
+    body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
+    return _ERROR if verdict.syndrome in _GRAVE else _WARN, body, _attributes(entry)
 
 
 def _attributes(entry: Entry) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def describe(signature: int) -> str:
         words += f" of {nbytes} bytes"
     if operation is not Operation.BARRIER and dtype:
         words += f" of {DTYPES[dtype]}"
-    return words + (f" with root {root}" if operation in ROOTED else "")
+    # Flight Recorder's dumps do not tell the root.
+    return words + (f" with root {root}" if operation in ROOTED and root >= 0 else "")
 
 
 def size_classes(nbytes: np.ndarray) -> np.ndarray:

@@ -1,11 +1,15 @@
 """The import of dumps that this PyTorch really writes."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
+from click.testing import CliRunner, Result
 
+from monitor.daemon.cli import monitor
 from monitor.records import Operation
 from monitor.telemetry.flight_recorder import read_dumps
 
@@ -30,3 +34,84 @@ def test_both_forms_of_a_real_dump_tell_the_same(tmp_path: Path) -> None:
     assert one.ranks[0].records[["code", "nbytes", "number"]].tolist() == [
         (Operation.ALL_REDUCE, 16, 1), (Operation.BARRIER, 0, 2), (Operation.BROADCAST, 4, 3),
     ]  # fmt: skip
+
+
+RANK = """
+import json, os, sys, torch, torch.distributed as dist
+import torch._C._distributed_c10d as c10d
+rank, world, place, fault = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+store = dist.FileStore(os.path.join(place, "store"), world)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+dist.all_reduce(torch.ones(4)); dist.barrier()
+if fault == "another" and rank == 1:
+    work = dist.broadcast(torch.ones(1000), 0, async_op=True)
+elif fault != "absent" or rank != 1:
+    work = dist.all_reduce(torch.ones(1000), async_op=True)
+if fault == "none":
+    work.wait()
+while True:
+    dump = c10d._dump_fr_trace_json()
+    # gloo's threads note an end a moment after it is waited for.
+    if all(entry["retired"] for entry in json.loads(dump)["entries"] if fault == "none" or entry["collective_seq_id"] < 3):
+        break
+with open(os.path.join(place, "dumps", f"rank_{rank}"), "wb") as file:
+    file.write(dump)
+store.add("dumped", 1)
+while int(store.add("dumped", 0)) < world:
+    pass
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "world", "status", "told"),
+    [
+        ("none", 2, 0, ["nothing found"]),
+        ("absent", 3, 1, [
+            "non-communication hang: rank 1", "rank 1 never came to operation 3 of group 0 (default_pg), all_reduce of 4000 bytes of float32",
+            "ranks 0, 2 waited in it", "operation 2 of group 0 (default_pg), barrier",
+        ]),
+        ("another", 3, 1, ["mismatched collectives: rank 1", "operation 3: broadcast of 4000 bytes of float32 at rank 1"]),
+    ],
+)  # fmt: skip
+def test_command_names_the_culprit_in_dumps_of_real_processes(
+    tmp_path: Path, fault: str, world: int, status: int, told: list[str]
+) -> None:
+    (tmp_path / "dumps").mkdir()
+    environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    arguments = [str(world), str(tmp_path), fault]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], env=environment) for rank in range(world)
+    ]
+    try:
+        assert [rank.wait(60) for rank in ranks] == [0] * world
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    done = analyze(str(tmp_path / "dumps"))
+    assert done.exit_code == status, done.output
+    for sentence in told:
+        assert sentence in done.output
+    as_json = json.loads(analyze(str(tmp_path / "dumps"), "--json").stdout)
+    assert as_json["ranks"] == list(range(world))
+    assert [event["event_name"] for event in as_json["verdicts"]] == ["keepstep.verdict.opened"] * status
+    if fault == "absent":
+        (event,) = as_json["verdicts"]
+        assert event["attributes"]["keepstep.verdict.subject.ranks"] == [1]
+        (tmp_path / "dumps" / "rank_1").unlink()
+        assert "no dump of rank 1" in analyze(str(tmp_path / "dumps")).output
+
+
+def test_command_refuses_what_is_no_dump_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_text("no dump")
+    for place in (tmp_path, tmp_path / "rank_1"):
+        done = analyze(str(place))
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert done.stderr.startswith(f"keepstep: {tmp_path}/rank_")
+        assert done.stderr.count("\n") == 1
+
+
+def analyze(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(monitor, ["analyze", *arguments])

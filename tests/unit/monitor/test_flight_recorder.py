@@ -5,49 +5,13 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from monitor.errors import DumpUnreadable
 from monitor.records import DTYPES, Communicator, Flag, Operation
 from monitor.telemetry.flight_recorder import read_dumps
-
-Write = Callable[[Path, Any], None]
-
-
-def as_json(path: Path, told: Any) -> None:
-    path.write_text(json.dumps(told))
-
-
-def as_pickle(path: Path, told: Any) -> None:
-    path.write_bytes(pickle.dumps(told, protocol=2))
-
-
-def entry(number: int, name: str, **changes: Any) -> dict[str, Any]:
-    """Return an entry as NCCL's process group writes them."""
-    return {
-        "record_id": number, "pg_id": 1, "process_group": ("7", "mesh_pp"), "collective_seq_id": number, "p2p_seq_id": 0,
-        "op_id": number, "profiling_name": f"nccl:{name}", "time_created_ns": 10**18 + number * 10**9,
-        "input_sizes": [[3, 4]], "input_dtypes": ["BFloat16"], "output_sizes": [[6, 4]], "output_dtypes": ["BFloat16"],
-        "state": "completed", "time_discovered_started_ns": 10**18 + number * 10**9 + 125 * 10**6,
-        "time_discovered_completed_ns": 10**18 + number * 10**9 + 250 * 10**6,
-        "retired": True, "timeout_ms": 600000, "is_p2p": False, **changes,
-    }  # fmt: skip
-
-
-def dump(*entries: dict[str, Any], version: str = "2.10") -> dict[str, Any]:
-    return {
-        "version": version,
-        "pg_config": {"7": {"name": "7", "desc": "mesh_pp", "ranks": "[4, 6]"}},
-        "pg_status": {},
-        "entries": list(entries),
-    }
-
-
-def hung(number: int, name: str, **changes: Any) -> dict[str, Any]:
-    times = {"time_discovered_started_ns": None, "time_discovered_completed_ns": None}
-    return entry(number, name, state="scheduled", retired=False, **times, **changes)
+from tests.unit.monitor.dumps import Write, as_json, as_pickle, dump, entry, hung
 
 
 @pytest.mark.parametrize("write", [as_json, as_pickle])
@@ -55,7 +19,7 @@ def test_hang_is_found_in_dumps_of_either_form(tmp_path: Path, write: Write) -> 
     write(tmp_path / "nccl_trace_rank_4", dump(entry(1, "_all_gather_base"), hung(2, "all_reduce")))
     write(tmp_path / "nccl_trace_rank_6", dump(entry(1, "_all_gather_base")))
     job = read_dumps([tmp_path])
-    group = Communicator.of("7", (4, 6))
+    group = Communicator.of("7 (mesh_pp)", (4, 6))
     assert job.communicators == {group.identity: group}
     first, second = job.ranks[4].records
     assert first.tolist()[1:] == (
@@ -95,7 +59,7 @@ def test_group_that_no_dump_describes_is_who_uses_it(tmp_path: Path) -> None:
     for rank in (2, 5):
         as_json(tmp_path / f"r{rank}", dump(entry(1, "barrier", process_group=["9", "mine"])))
     (group,) = read_dumps([tmp_path]).communicators.values()
-    assert (group.name, group.ranks) == ("9", (2, 5))
+    assert (group.name, group.ranks) == ("9 (mine)", (2, 5))
 
 
 class Trap:
@@ -121,7 +85,7 @@ def test_pickle_that_asks_to_run_something_is_refused_and_does_not_run(
         (b"not a dump at all", "damaged"),
         (b"{}", "damaged"),
         (json.dumps(dump(version="3.0")).encode(), "3.0"),
-        (json.dumps(dump({"record_id": 1, "process_group": ["7", ""]})).encode(), "cannot be read"),
+        (json.dumps(dump(entry(-1, "all_reduce"))).encode(), "cannot be read"),
         (json.dumps(dump({"nothing": 1})).encode(), "damaged"),
         (pickle.dumps(dump(entry(1, "all_reduce")))[:200], "damaged"),
         (pickle.dumps([1, 2]), "damaged"),
@@ -141,3 +105,43 @@ def test_file_without_a_rank_and_two_of_one_rank_are_refused(tmp_path: Path) -> 
         as_json(tmp_path / name, dump())
     with pytest.raises(DumpUnreadable, match="one set"):
         read_dumps([tmp_path / "a4", tmp_path / "b4"])
+
+
+def test_groups_without_a_common_rank_may_bear_one_name(tmp_path: Path) -> None:
+    """As those of a device mesh do, which `split_group` makes."""
+    for rank, ranks in ((0, "[0, 1]"), (1, "[0, 1]"), (2, "[2, 3]"), (3, "[2, 3]")):
+        as_pickle(tmp_path / f"r{rank}", {**dump(entry(1, "all_reduce")), "pg_config": {"7": {"ranks": ranks}}})
+    job = read_dumps([tmp_path])
+    assert sorted(group.ranks for group in job.communicators.values()) == [(0, 1), (2, 3)]
+    assert job.ranks[0].records["communicator"] != job.ranks[2].records["communicator"]
+
+
+def test_parts_of_what_was_coalesced_progress_as_the_whole(tmp_path: Path) -> None:
+    names = ["send 0->1", "recv 0<-1"]
+    parts = [hung(i, name, is_p2p=True, p2p_seq_id=1, collective_seq_id=0) for i, name in enumerate(names, 1)]
+    whole = entry(3, "coalesced", is_p2p=True, p2p_seq_id=1, collective_seq_id=0)
+    collectives = [hung(i, "_all_gather_base", collective_seq_id=1) for i in (4, 5)]
+    end = entry(6, "coalesced", collective_seq_id=1)
+    as_pickle(tmp_path / "r4", dump(*parts, whole, *collectives, end, hung(7, "all_reduce", collective_seq_id=2)))
+    records = read_dumps([tmp_path / "r4"]).ranks[4].records
+    assert records[["code", "number", "ended_s"]].tolist() == [
+        (Operation.SEND, 1, 1e9 + 3.25), (Operation.RECEIVE, 1, 1e9 + 3.25), (Operation.ALL_GATHER, 1, 1e9 + 6.25),
+        (Operation.ALL_REDUCE, 2, 0.0),
+    ]  # fmt: skip
+
+
+def test_messages_are_matched_though_buffers_went_round(tmp_path: Path) -> None:
+    sends = [entry(number, "send 0->1", is_p2p=True) for number in range(90, 94)]
+    receives = [entry(number, "recv 1<-0", is_p2p=True) for number in range(1, 10)]
+    as_pickle(tmp_path / "r4", dump(*sends, hung(94, "send 0->1", is_p2p=True)))
+    as_pickle(tmp_path / "r6", dump(*receives, hung(10, "recv 1<-0", is_p2p=True)))
+    job = read_dumps([tmp_path])
+    assert job.ranks[4].records["number"].tolist() == [6, 7, 8, 9, 10]
+    assert job.ranks[6].records["number"].tolist() == list(range(1, 11))
+
+
+def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DumpUnreadable, match="r7 cannot be read: No such file"):
+        read_dumps([tmp_path / "r7"])
+    with pytest.raises(DumpUnreadable, match="no dump"):
+        read_dumps([tmp_path])
