@@ -11,6 +11,7 @@ of each job's name.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
@@ -22,6 +23,7 @@ from monitor.errors import RingUnreadable, RingUnwritable
 from monitor.telemetry.ring import Identity, Ring, Sizes
 from monitor.telemetry.ring_reader import RingReader
 
+_log = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "KEEPSTEP_MONITOR_DIR"
 _RING_NAME = re.compile(r"rank-\d{5,}\.ring")
 
@@ -62,11 +64,31 @@ def create_ring(identity: Identity, sizes: Sizes | None = None) -> Ring:
         # Named by time as well, for a process killed while it was here would leave a name that a later one with its id could not take.
         unfinished = directory / f".rank-{identity.rank:05d}.{os.getpid()}.{time.monotonic_ns()}"
         ring = Ring.create(unfinished, identity, sizes)
+        _say_whose(path, identity)
         os.rename(unfinished, path)
     except OSError as error:
         raise RingUnwritable(f"rank {identity.rank}: no telemetry ring in {directory}: {error}") from error
     ring.path = path
     return ring
+
+
+def _say_whose(path: Path, identity: Identity) -> None:
+    """Warn if the ring that is about to be replaced is in use: two jobs that bear one name take each other's."""
+    try:
+        reader = RingReader(path)
+    except (RingUnreadable, OSError):
+        return
+    try:
+        # Ranks are handed out anew with a generation: then the one who had this one before has another ring now, or will soon.
+        is_in_use = reader.process != os.getpid() and reader.is_alive() and not reader.has_finished
+        if is_in_use and reader.identity.generation >= identity.generation:
+            _log.warning(
+                "rank %d of job %s: process %d on this node has this name too, and is not watched any more. "
+                "If that is another job, set KEEPSTEP_JOB to a name of its own for each.",
+                identity.rank, identity.job, reader.process,
+            )  # fmt: skip
+    finally:
+        reader.close()
 
 
 def _refuse_foreign(directory: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -316,6 +317,23 @@ def test_rings_from_before_the_node_restarted_hide_nobody() -> None:
     launched(0, 1, 2)
     launched(1, 4, 2, before_s=-1e6, dead=True)
     assert set(JobRings(job_directory("job")).read(5).ranks) == {0}
+
+
+@pytest.mark.parametrize(
+    ("process", "generation", "warns"),
+    [(os.getppid(), 2, True), (os.getppid(), 1, False), (os.getpid(), 2, False), (2**31 - 1, 2, False)],
+    ids=["another job", "an earlier generation", "reopened", "dead"],
+)
+def test_taking_the_ring_of_another_job_that_runs_is_said(
+    process: int, generation: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = create_ring(replace(WHO, generation=generation), SMALL)
+    damaged(other, 28, struct.pack("<I", process))
+    damaged(other, 32, struct.pack("<Q", process_started(process) or 0))
+    create_ring(WHO, SMALL).close()
+    assert [f"process {process}" in message and "KEEPSTEP_JOB" in message for message in caplog.messages] == [
+        True
+    ] * warns
 
 
 def test_only_this_user_may_read_or_write(ring: Ring, base: Path) -> None:
