@@ -11,6 +11,7 @@ of each job's name.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -35,9 +36,11 @@ def base_directory() -> Path:
 
 def job_directory(job: str) -> Path:
     """Return where a job's rings lie on this node."""
-    # A job may be named like a path; two names that differ only in odd characters share a directory, and differ in the header.
+    # A job may be named like a path. What does not bear its own name bears a digest of it: `a/b` is not `a_b`.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
-    return base_directory() / (name if name.strip(".") else f"_{name}")
+    if name != job or not name.strip("."):
+        name = f"{name}-{hashlib.sha256(os.fsencode(job)).hexdigest()[:12]}"
+    return base_directory() / name
 
 
 def ring_paths(directory: Path) -> list[Path]:

@@ -367,6 +367,12 @@ def test_no_name_of_a_job_leads_out_of_the_directory(job: str) -> None:
     assert job_directory(job).name not in ("", ".", "..")
 
 
+def test_no_two_jobs_share_a_directory() -> None:
+    jobs = ["a/b", "a_b", "a b", "", "_", ".", "..", "x" * 128, "x" * 129, "x" * 130]
+    assert len({job_directory(job) for job in jobs}) == len(jobs)
+    assert job_directory("run7.a-b_c") == base_directory() / "run7.a-b_c"
+
+
 def dead_ring(rank: int) -> Path:
     """Leave a ring whose process is gone."""
     made = create_ring(Identity("job", rank, "node-a"), SMALL)
