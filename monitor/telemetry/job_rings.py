@@ -94,20 +94,21 @@ class JobRings:
         for gone in self._readers.keys() - set(paths):
             self._readers.pop(gone).close()
         for path in paths:
+            inode, known = -1, self._readers.get(path)
             try:
-                inode = path.stat().st_ino
-                known = self._readers.get(path)
-                if (known is not None and known.inode == inode) or self._refused.get(path) == inode:
+                inode = path.lstat().st_ino
+                if known is not None and known.inode == inode:
                     continue
-                self._refused[path] = inode
                 self._readers[path] = RingReader(path)
-                del self._refused[path]
+                self._refused.pop(path, None)
             except FileNotFoundError:
                 continue
-            except RingUnreadable as error:
-                # Said once for each file; the other ranks are read all the same.
-                _log.warning("%s", error)
-                known = self._readers.pop(path, None)
+            except (RingUnreadable, OSError) as error:
+                # Said once for each file, though it is tried again; the other ranks are read all the same.
+                if self._refused.get(path) != inode:
+                    self._refused[path] = inode
+                    _log.warning("%s", error)
+                self._readers.pop(path, None)
             if known is not None:
                 known.close()
 

@@ -65,24 +65,34 @@ class RingReader:
         """Open a ring.
 
         Raises:
-            RingUnreadable: it is no ring, is cut short, or is of another version.
+            RingUnreadable: it cannot be opened, is no ring, is cut short, or is of another version.
             FileNotFoundError: there is none.
         """
         self.path = path
+        try:
+            self._memory, nbytes = self._open(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise RingUnreadable(
+                f"{path} cannot be read as a telemetry ring: {error.strerror}; remove it if it is none"
+            ) from error
+        try:
+            self._parse(nbytes)
+        except RingUnreadable:
+            self._memory.close()
+            raise
+
+    def _open(self, path: Path) -> tuple[mmap.mmap, int]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(descriptor)
             self.inode = status.st_ino
             if status.st_size < HEADER_NBYTES:
                 raise RingUnreadable(f"{path} is no telemetry ring, or cut short: {status.st_size} bytes")
-            self._memory = mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ)
+            return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ), status.st_size
         finally:
             os.close(descriptor)
-        try:
-            self._parse(status.st_size)
-        except RingUnreadable:
-            self._memory.close()
-            raise
 
     def _parse(self, nbytes: int) -> None:
         magic, version, header_nbytes, record_nbytes, process, started, rank, world_size, generation, created_s = (

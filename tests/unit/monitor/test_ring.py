@@ -260,6 +260,27 @@ def test_bad_ring_does_not_keep_the_others_from_being_read(ring: Ring, caplog: p
     assert len(caplog.records) == 1
 
 
+def test_what_cannot_be_opened_does_not_keep_the_others_from_being_read(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = ring.path.parent
+    (place / "rank-00004.ring").mkdir()
+    (place / "rank-00005.ring").symlink_to(ring.path)
+    (place / "rank-00006.ring").symlink_to(place / "nowhere")
+    rings = JobRings(place)
+    assert set(rings.read(1).ranks) == {3}
+    rings.read(1)
+    assert [message.partition(" cannot")[0][-10:] for message in caplog.messages] == [
+        "00004.ring",
+        "00005.ring",
+        "00006.ring",
+    ]
+    # What stood in the way is gone.
+    (place / "rank-00004.ring").rmdir()
+    create_ring(replace(WHO, rank=4), SMALL).close()
+    assert set(rings.read(1).ranks) == {3, 4}
+
+
 def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: Ring) -> None:
     operate(ring, 41)
     old = RingReader(ring.path)
