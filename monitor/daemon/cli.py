@@ -18,6 +18,7 @@ from monitor.daemon.access import bearer_token
 from monitor.daemon.children_file import ChildrenFile
 from monitor.daemon.job_secret import job_secret
 from monitor.errors import DumpUnreadable, MonitorError
+from monitor.options import Seconds, monitor_url, named
 
 if TYPE_CHECKING:
     from monitor.daemon.contracts import Runtime
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 PORT = 8433
 _EXIT_FOUND = 1
 _EXIT_UNREADABLE = 2
-_JOB = click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
+_JOB = click.option(
+    "--job", callback=named, envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job."
+)
 _SECRET = click.option(
     "--secret-file",
     type=click.Path(path_type=Path),
@@ -35,13 +38,22 @@ _SECRET = click.option(
 
 @click.group(invoke_without_command=True)
 @_JOB
-@click.option("--node", envvar="KEEPSTEP_NODE", help="Name of this node. Default: the host's name.")
+@click.option("--node", callback=named, envvar="KEEPSTEP_NODE", help="Name of this node. Default: the host's name.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=PORT, show_default=True, help="Port to listen on; 0 for any.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="Port to listen on; 0 for any."
+)
 @click.option("--open-page", is_flag=True, help="Want no token of requests from this machine. Loopback only.")
 @_SECRET
 @click.option("--print-token", is_flag=True, help="Print the token for the page and for Prometheus, and end.")
-@click.option("--child", "children", multiple=True, metavar="URL", help="A daemon to gather from; may be repeated.")
+@click.option(
+    "--child",
+    "children",
+    callback=monitor_url,
+    multiple=True,
+    metavar="URL",
+    help="A daemon to gather from; may be repeated.",
+)
 @click.option(
     "--children-file",
     type=click.Path(path_type=Path),
@@ -64,7 +76,7 @@ _SECRET = click.option(
 )
 @click.option("--events", type=click.Path(path_type=Path), help="File to append events to, one JSON object a line.")
 @click.option("--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart.")
-@click.option("--every", default=0.5, show_default=True, help="Seconds between readings.")
+@click.option("--every", type=Seconds(0.05, 60), default=0.5, show_default=True, help="Seconds between readings.")
 @click.pass_context
 def monitor(context: click.Context, /, **options: Any) -> None:
     """Watch the ranks of a job on this node, and say who is sick.
@@ -97,15 +109,23 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--url", default=f"http://127.0.0.1:{PORT}", show_default=True, help="The daemon to look at.")
+@click.option(
+    "--url",
+    callback=monitor_url,
+    metavar="URL",
+    default=f"http://127.0.0.1:{PORT}",
+    show_default=True,
+    help="The daemon to look at: its address, or all that it printed, which holds the token.",
+)
 @_JOB
 @_SECRET
 @click.option("--once", is_flag=True, help="Print once instead of following.")
 def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
-    from monitor.daemon.top import show
+    from monitor.daemon.top import address_and_token, show
 
-    show(url, bearer_token(job_secret(job, secret_file)), once=once)
+    address, token = address_and_token(url)
+    show(address, token or bearer_token(job_secret(job, secret_file)), once=once)
 
 
 def _run(

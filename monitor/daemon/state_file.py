@@ -45,7 +45,7 @@ def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
         return Remembered(VerdictLog.from_json(told), policy)
     except FileNotFoundError:
         return Remembered()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _LOG.warning("the state in %s cannot be used (%s); beginning with an empty log of verdicts", path, error)
         return Remembered()
 

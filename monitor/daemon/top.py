@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import parse_qs
 
 import aiohttp
 from rich import box
@@ -40,9 +41,15 @@ def show(url: str, token: str, *, once: bool) -> None:
         MonitorUnreachable: it does not answer, or refuses the token.
     """
     try:
-        asyncio.run(_show(url.rstrip("/"), token, once))
+        asyncio.run(_show(url, token, once))
     except KeyboardInterrupt:
         return
+
+
+def address_and_token(url: str) -> tuple[str, str]:
+    """Return a daemon's address, and the token that follows it in what the daemon prints; empty if none does."""
+    address, _, fragment = url.partition("#")
+    return address.rstrip("/"), parse_qs(fragment).get("token", [""])[0]
 
 
 def render(told: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:

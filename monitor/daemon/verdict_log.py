@@ -59,13 +59,13 @@ class Entry:
     def from_json(cls, told: Mapping[str, Any]) -> Entry:
         """Return what `to_json` told."""
         return cls(
-            told["number"],
+            int(told["number"]),
             Verdict.from_json(told["verdict"]),
-            told["since_s"],
-            told["opened_at_s"],
-            told["told_at_s"],
-            told["closed_at_s"],
-            told["stacks"],
+            float(told["since_s"]),
+            float(told["opened_at_s"]),
+            float(told["told_at_s"]),
+            None if told["closed_at_s"] is None else float(told["closed_at_s"]),
+            dict(told["stacks"]),
         )
 
 

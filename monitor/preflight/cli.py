@@ -16,6 +16,7 @@ from rich.text import Text
 
 from monitor.daemon.job_secret import job_secret
 from monitor.errors import MonitorError
+from monitor.options import Seconds, named
 from monitor.preflight.doctor import Doctor, Outcome, Roster
 
 PORT = 8434
@@ -27,15 +28,23 @@ _EXIT_FINDINGS = 1
 @click.option("--address", help="HOST:PORT under which the peers reach this node. Default: as --listen.")
 @click.option("--peer", "peers", multiple=True, metavar="HOST:PORT", help="Another node's doctor; may be repeated.")
 @click.option("--nodes", type=click.Path(path_type=Path, exists=True), help="File with the addresses of all doctors.")
-@click.option("--node", envvar="KEEPSTEP_NODE", help="Name of this node. Default: the host's name.")
-@click.option("--job", envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job.")
+@click.option("--node", callback=named, envvar="KEEPSTEP_NODE", help="Name of this node. Default: the host's name.")
+@click.option(
+    "--job", callback=named, envvar="KEEPSTEP_JOB", default="default", show_default=True, help="Name of the job."
+)
 @click.option("--secret-file", type=click.Path(path_type=Path), help="File with the secret that all doctors share.")
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Where the disk is tested. Default: the directory for temporary files.",
 )
-@click.option("--patience", default=120.0, show_default=True, help="Seconds to wait for peers to begin, and to answer.")
+@click.option(
+    "--patience",
+    type=Seconds(1, 86400),
+    default=120.0,
+    show_default=True,
+    help="Seconds to wait for peers to begin, and to answer.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def doctor(
     listen: str,

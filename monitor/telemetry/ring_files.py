@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from monitor.errors import RingUnreadable, RingUnwritable
+from monitor.records import Ending
 from monitor.telemetry.ring import Identity, Ring, Sizes
 from monitor.telemetry.ring_reader import RingReader
 
@@ -83,7 +84,7 @@ def _say_whose(path: Path, identity: Identity) -> None:
         return
     try:
         # Ranks are handed out anew with a generation: then the one who had this one before has another ring now, or will soon.
-        is_in_use = reader.process != os.getpid() and reader.is_alive() and not reader.has_finished
+        is_in_use = reader.process != os.getpid() and reader.is_alive() and reader.ending == Ending.NONE
         if is_in_use and reader.identity.generation >= identity.generation:
             _log.warning(
                 "rank %d of job %s: process %d on this node has this name too, and is not watched any more. "

@@ -41,6 +41,17 @@ def script(directory: Path, text: str) -> str:
         (["run", "--local-addr", "192.0.2.1", "elastic/cli.py"], "address of this host"),
         (["run", "-r", "3", "elastic/cli.py"], "--log-dir"),
         (["status", "--job", "no-such-job"], "no job named"),
+        (["monitor", "--port", "99999"], "0<=x<=65535"),
+        (["monitor", "--every", "0"], "0.05<=x<=60"),
+        (["monitor", "--every", "nan"], "no number"),
+        (["monitor", "--job", ""], "a name is wanted"),
+        (["monitor", "--node", ""], "a name is wanted"),
+        (["monitor", "--child", "nonsense"], "http://HOST:PORT"),
+        (["monitor", "--store", "redis://h:1"], "HOST:PORT"),
+        (["monitor", "--events", "/tmp"], "name another file"),
+        (["monitor", "--relay", "--act", "restart"], "give no --relay"),
+        (["top", "--url", "127.0.0.1:9"], "http://HOST:PORT"),
+        (["doctor", "--patience", "-1"], "1<=x<=86400"),
     ],
 )
 def test_refusal_is_one_line_that_names_the_remedy(arguments: list[str], says: str) -> None:

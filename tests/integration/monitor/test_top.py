@@ -12,7 +12,7 @@ from rich.console import Console
 
 from monitor.daemon.access import bearer_token
 from monitor.daemon.daemon import Parts, Settings
-from monitor.daemon.top import render, show, strip
+from monitor.daemon.top import address_and_token, render, show, strip
 from tests.integration.monitor.running import SECRET, get, running
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 from tests.integration.monitor.test_daemon import Probe, Says
@@ -52,7 +52,9 @@ def test_top_once_prints_and_without_a_daemon_says_so() -> None:
     async def ask() -> None:
         parts = Parts(Probe(), SampleReader(Plan(ranks=2), time.monotonic() - 5), Says())
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
-            await asyncio.get_running_loop().run_in_executor(None, lambda: show(url, bearer_token(SECRET), once=True))
+            # What `keepstep monitor` prints.
+            address, token = address_and_token(f"{url}/#token={bearer_token(SECRET)}")
+            await asyncio.get_running_loop().run_in_executor(None, lambda: show(address, token, once=True))
 
     asyncio.run(ask())
     done = subprocess.run(

@@ -27,7 +27,16 @@ def test_a_wall_clock_that_was_set_back_makes_nothing_of_the_future(tmp_path: Pa
     assert recall(path, 110.0, 4000.0).policy.replaced == ((110.0, "b"),)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"entries": [], "opened": {}, "spent": {"replaced": [[1]]}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"entries": [], "opened": {}, "spent": {"replaced": [[1]]}}',
+        '{"entries": [], "opened": [], "spent": {"replaced": [], "restarted": []}}',
+    ],
+)
 def test_a_file_that_is_none_is_an_empty_memory_with_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
