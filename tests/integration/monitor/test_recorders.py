@@ -317,7 +317,7 @@ def test_workers_are_recorded_and_not_what_launches_them(tmp_path: Path, way: st
     rings.close()
     assert (set(told.ranks), size) == ({0, 1}, 2)
     for one in told.ranks.values():
-        assert one.has_finished
+        assert one.ending == Ending.FINISHED
         assert "ALL_REDUCE" in names(operations(one.records))
 
 
