@@ -15,7 +15,7 @@ from monitor.diagnosis.tables import Digest
 from monitor.diagnosis.thresholds import Thresholds
 from monitor.records import Communicator
 from monitor.telemetry.clocks import align
-from monitor.telemetry.ring_files import job_directory
+from monitor.telemetry.ring_files import job_directory, recorded_jobs
 from monitor.verdicts import Verdict
 
 
@@ -40,6 +40,7 @@ def assemble(
         policy=policy if diagnoses else None,
         enforcer=runtime.enforcer if runtime else None,
         children=children,
+        recorded=recorded_jobs,
     )
 
 

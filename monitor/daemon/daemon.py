@@ -40,6 +40,7 @@ from monitor.daemon.contracts import (
     VerdictPublisher,
 )
 from monitor.daemon.events import EventFile
+from monitor.daemon.pages import absence
 from monitor.daemon.service import application
 from monitor.daemon.stacks import dump
 from monitor.daemon.state_file import Remembered, keep, recall
@@ -109,6 +110,7 @@ class Parts:
         policy: what to do about verdicts; None for nothing.
         enforcer: who does it, other than telling people; None where there is only telling.
         children: URLs of the daemons below, asked for anew at every turn.
+        recorded: the jobs that are recorded on this node, for whoever has the name wrong.
     """
 
     probe: Probe
@@ -120,6 +122,7 @@ class Parts:
     policy: Policy | None = None
     enforcer: Enforcer | None = None
     children: Callable[[], Sequence[str]] = tuple
+    recorded: Callable[[], Sequence[str]] = tuple
 
 
 class _Standing(Enum):
@@ -185,6 +188,8 @@ class Daemon:
             await self.ask(Watch.read)
             address = await self._serve(owned)
             self.address.set_result(address)
+            if self._parts.reader is not None and not await self.ask(Watch.nodes_of_ranks):
+                _LOG.info(absence(self.job, self.recorded()))
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(self._every(self._settings.read_every_s, self._read)),
@@ -207,6 +212,10 @@ class Daemon:
     def story(self) -> Story | None:
         """What the job's runtime told last."""
         return self._story
+
+    def recorded(self) -> Sequence[str]:
+        """Return the jobs that are recorded on this node."""
+        return self._parts.recorded()
 
     async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
         """Have a question answered on the thread that owns the watch."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +20,15 @@ _MOST_RANKS = 4096
 """An overview names no more ranks than this, the most silent first: nobody reads 80,000 rows."""
 
 
-def overview(watch: Watch, job: str, story: Story | None) -> dict[str, Any]:
-    """Return who is there, what each rank is doing, and what verdicts hold or held."""
+def overview(watch: Watch, job: str, story: Story | None, recorded: Callable[[], Sequence[str]]) -> dict[str, Any]:
+    """Return who is there, what each rank is doing, and what verdicts hold or held.
+
+    Args:
+        watch: that is asked.
+        job: its name.
+        story: what the job's runtime knows.
+        recorded: tells the jobs that are recorded on this node; asked where no rank of this one is.
+    """
     now_s = time.time()
     ranks = [_named(activity(kept), watch) for kept in watch.ranks()]
     total = len(ranks)
@@ -40,6 +47,7 @@ def overview(watch: Watch, job: str, story: Story | None) -> dict[str, Any]:
         "monitor_cpu_s": own.monitor_cpu_s if own else 0.0,
         "faults": dict(watch.faults),
         "ranks_total": total,
+        "absence": None if total else absence(job, recorded()),
         "ranks": ranks,
         "nodes": [{**asdict(facts), "age_s": max(0.0, now_s - facts.wall_s)} for facts in watch.nodes.values()],
         "missing": dict(watch.below.missing),
@@ -47,6 +55,12 @@ def overview(watch: Watch, job: str, story: Story | None) -> dict[str, Any]:
         "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
         "story": told_story(watch, story),
     }
+
+
+def absence(job: str, recorded: Sequence[str]) -> str:
+    """Return what to say where no rank of a job is heard of: its name may be another."""
+    others = f"recorded on this node: {', '.join(recorded)}" if recorded else "no job is recorded on this node"
+    return f"no rank of job {job} is heard of yet; {others}"
 
 
 def told_story(watch: Watch, story: Story | None) -> dict[str, Any] | None:

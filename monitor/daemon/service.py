@@ -9,7 +9,7 @@ page in the same browser cannot do that.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +43,9 @@ class Backend(Protocol):
 
     async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
         """Have a question answered on the thread that owns the watch."""
+
+    def recorded(self) -> Sequence[str]:
+        """Return the jobs that are recorded on this node."""
 
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, on whichever node it is."""
@@ -96,7 +99,7 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
         return web.Response(status=204)
 
     async def tell_overview(_: web.Request) -> web.Response:
-        return _json(await backend.ask(lambda watch: overview(watch, backend.job, backend.story)))
+        return _json(await backend.ask(lambda watch: overview(watch, backend.job, backend.story, backend.recorded)))
 
     async def tell_heat(request: web.Request) -> web.Response:
         columns, rows = _number(request, "columns", 240, _MOST_COLUMNS), _number(request, "rows", 64, _MOST_ROWS)

@@ -63,7 +63,9 @@ def render(told: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> Re
     holding = [entry for entry in told["verdicts"] if entry["closed_at_s"] is None]
     parts += [_verdict(entry, now_s) for entry in holding]
     if not holding:
-        if told["diagnoses"]:
+        if told["absence"]:
+            parts.append(Text(told["absence"], style="yellow"))
+        elif told["diagnoses"]:
             parts.append(Text("no verdict holds", style="green"))
         else:
             parts.append(Text("this daemon passes on what it hears; the one above it diagnoses", style="dim"))

@@ -44,6 +44,14 @@ def job_directory(job: str) -> Path:
     return base_directory() / name
 
 
+def recorded_jobs() -> tuple[str, ...]:
+    """Return the jobs of this user that have rings on this node, as their directories are named."""
+    try:
+        return tuple(sorted(name for name in os.listdir(base_directory()) if ring_paths(base_directory() / name)))
+    except OSError:
+        return ()
+
+
 def ring_paths(directory: Path) -> list[Path]:
     """Return the rings of a job's directory, by rank; none if it does not exist."""
     try:

@@ -45,12 +45,12 @@ export function drawVerdicts(told) {
   const stable = told.verdicts.map((entry) => ({ ...entry, told_at_s: 0, verdict: { ...entry.verdict, evidence: entry.closed_at_s === null ? entry.verdict.evidence.length : 0 } }));
   const blind = [...Object.entries(told.missing).map(([url, reason]) => `${url}: ${reason}`), ...Object.entries(told.faults).map(([part, count]) => `the monitor's ${part} failed ${count} times`)];
   const place = document.getElementById("verdicts");
-  once("verdicts", [stable, blind.length, told.diagnoses, told.ranks_total], () => {
+  once("verdicts", [stable, blind.length, told.diagnoses, told.ranks_total, told.absence], () => {
     const parts = holding.map((entry) => verdict(entry, told.now_s));
     if (!holding.length) {
       const calm = told.diagnoses ? `No verdict holds. ${told.ranks_total} rank${told.ranks_total === 1 ? "" : "s"} watched.`
         : "This daemon passes on what it hears; the one above it diagnoses.";
-      parts.push(make("div", { class: told.ranks_total && told.diagnoses ? "calm" : "calm blind" }, told.ranks_total ? calm : "No rank is heard of yet: is the job running, with the monitor attached?"));
+      parts.push(make("div", { class: told.ranks_total && told.diagnoses ? "calm" : "calm blind" }, told.ranks_total ? calm : `${told.absence[0].toUpperCase()}${told.absence.slice(1)}. Is it running under this name, with the monitor attached?`));
     }
     for (const sentence of blind) parts.push(make("div", { class: "calm blind" }, sentence));
     if (past.length) parts.push(make("details", { class: "past" }, make("summary", {}, `${past.length} that ${past.length === 1 ? "is" : "are"} over`), ...past.map((entry) => verdict(entry, told.now_s))));

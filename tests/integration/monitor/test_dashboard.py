@@ -133,7 +133,7 @@ def test_empty_daemon_says_what_is_missing() -> None:
     def look(page: Browser, url: str) -> None:
         page.open(with_token(url))
         page.until(DRAWN)
-        assert "No rank is heard of yet" in page.text("#verdicts")
+        assert "No rank of job <b>run7</b> is heard of yet; no job is recorded on this node" in page.text("#verdicts")
         assert page.complaints() == []
 
     visit(Parts(Probe(), None, Says()), look)

@@ -8,11 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from monitor.daemon.access import bearer_token
 from monitor.daemon.daemon import Parts, Settings
 from monitor.daemon.top import address_and_token, render, show, strip
+from tests.integration.monitor.parts import settings
 from tests.integration.monitor.running import SECRET, get, running
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 from tests.integration.monitor.test_daemon import Probe, Says
@@ -46,6 +48,24 @@ def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
     assert re.search(r"1 +node-a +41 .*backward .*all reduce", text)
     assert re.search(r"2 +node-a +41 .*forward", text)
+
+
+def test_where_no_rank_is_heard_of_that_is_said_and_which_jobs_are_here(caplog: pytest.LogCaptureFixture) -> None:
+    async def ask() -> str:
+        reader = SampleReader(Plan(ranks=2), time.monotonic(), ranks=[])
+        async with running(settings(), Parts(Probe(), reader, Says(), recorded=lambda: ("run6", "run8"))) as url:
+            told = await (await get(url, "/v1/overview")).json()
+            heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
+            console = Console(width=100, record=True, file=io.StringIO())
+            console.print(render(told, heat, time.time()))
+            return console.export_text()
+
+    with caplog.at_level("INFO"):
+        text = asyncio.run(ask())
+    said = "no rank of job run7 is heard of yet; recorded on this node: run6, run8"
+    assert said in text
+    assert said in caplog.text
+    assert "no verdict holds" not in text
 
 
 def test_top_once_prints_and_without_a_daemon_says_so() -> None:

@@ -21,7 +21,7 @@ from monitor.errors import RingUnreadable, RingUnwritable
 from monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
 from monitor.telemetry.job_rings import JobRings
 from monitor.telemetry.ring import MAGIC, Identity, Ring, Sizes, process_started, ranks_of, runs
-from monitor.telemetry.ring_files import Sweeper, base_directory, create_ring, job_directory, ring_paths
+from monitor.telemetry.ring_files import Sweeper, base_directory, create_ring, job_directory, recorded_jobs, ring_paths
 from monitor.telemetry.ring_reader import RingReader
 
 SMALL = Sizes(operations=256, marks=256, table_nbytes=512)
@@ -52,6 +52,15 @@ def operate(ring: Ring, number: int, ended_s: float = 0.0) -> int:
         ended_s=ended_s,
         nbytes=64,
     )
+
+
+def test_jobs_that_have_rings_are_known_by_name(base: Path) -> None:
+    assert recorded_jobs() == ()
+    for name in ("other", "job"):
+        create_ring(Identity(name, 0, "node-a", generation=1, world_size=1), SMALL).close()
+    (base / "empty").mkdir()
+    (base / "file").touch()
+    assert recorded_jobs() == ("job", "other")
 
 
 def test_reader_finds_what_the_writer_wrote(ring: Ring) -> None:
