@@ -77,7 +77,8 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
             from_here = from_here and request.method == "GET"
             if not from_here and not is_authorized(request.headers.get("Authorization"), secret):
                 raise web.HTTPUnauthorized(
-                    text="this job's token is wanted: Authorization: Bearer TOKEN; `keepstep monitor --print-token` prints it\n",
+                    text="this job's token is wanted: Authorization: Bearer TOKEN; "
+                    "`keepstep monitor --print-token` prints it, with the --job and --secret-file of this daemon\n",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         response = await handler(request)
