@@ -310,6 +310,8 @@ class Daemon:
             self._policy_state, actions = decide(policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s)
             for action in actions:
                 await self._act(action, turn.generation)
+            if actions:
+                await self._remember()
 
     async def _act(self, action: Action, generation: int) -> None:
         outcome = "told"
@@ -319,10 +321,8 @@ class Daemon:
             if not done:
                 # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
                 self._policy_state = undone(self._policy_state, action)
-                await self._remember()
                 return
             outcome = "asked for"
-            await self._remember()
         _LOG.warning("%s; %s", action, outcome)
         self._write(partial(EventFile.acted, action=action, outcome=outcome, wall_s=time.time()))
 

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from monitor.daemon.verdict_log import VerdictLog
-from monitor.diagnosis.policy import PolicyState
+from monitor.diagnosis.policy import Case, PolicyState
+from monitor.verdicts import Verdict
 
 _LOG = logging.getLogger("keepstep.monitor")
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """The log, and a policy's state of which only the budget is kept: what stands is seen anew."""
+    """The log, and a policy's state of which the budget is kept, and what people were told: what stands is seen anew."""
 
     log: VerdictLog = field(default_factory=VerdictLog)
     policy: PolicyState = field(default_factory=PolicyState)
@@ -41,6 +43,12 @@ def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
         policy = PolicyState(
             replaced=tuple((min(now_s, now_s - wall_s + at_s), str(node)) for at_s, node in spent["replaced"]),
             restarted=tuple((min(now_s, now_s - wall_s + at_s), int(rank)) for at_s, rank in spent["restarted"]),
+            cases={
+                (verdict.subject, verdict.syndrome): Case(
+                    verdict, now_s, now_s, alerted_s=min(now_s, now_s - wall_s + at_s)
+                )
+                for at_s, verdict in ((at_s, Verdict.from_json(one)) for at_s, one in told["alerted"])
+            },
         )
         return Remembered(VerdictLog.from_json(told), policy)
     except FileNotFoundError:
@@ -61,7 +69,12 @@ def keep(path: Path, remembered: Remembered, now_s: float, wall_s: float) -> Non
         "replaced": [[wall_s - now_s + at_s, node] for at_s, node in policy.replaced],
         "restarted": [[wall_s - now_s + at_s, rank] for at_s, rank in policy.restarted],
     }
+    alerted = [
+        [wall_s - now_s + case.alerted_s, case.verdict.to_json()]
+        for case in policy.cases.values()
+        if math.isfinite(case.alerted_s)
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps({**remembered.log.to_json(), "spent": spent}))
+    beside.write_text(json.dumps({**remembered.log.to_json(), "spent": spent, "alerted": alerted}))
     os.replace(beside, path)

@@ -105,7 +105,7 @@ class Case:
         verdict: the newest.
         first_s: when it was first told.
         last_s: when it was last told.
-        lost_s: seconds the job has lost by it, while it stood; of a slowdown since `first_s`.
+        lost_s: seconds the job has lost by it since `first_s`, while it stood.
         alerted_s: when people were last told; -inf if never.
         acted: what was done, if anything.
     """
@@ -184,9 +184,7 @@ def _follow(
         key = (verdict.subject, verdict.syndrome)
         case = cases.get(key)
         if case is None:
-            # A standstill has cost all the time since it began, whoever looked; what a slowdown did is not known so surely.
-            lost_s = max(0.0, now_s - verdict.since_s) if math.isinf(verdict.cost_s_per_step) else 0.0
-            cases[key] = Case(verdict, now_s, now_s, lost_s)
+            cases[key] = Case(verdict, now_s, now_s)
             continue
         # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
         stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
@@ -214,12 +212,18 @@ def _treat(
         places, ranks = _targets(wanted, verdict, nodes)
         denied = _denied(policy, state, wanted, places, ranks, nodes)
         if not denied:
-            action = Action(wanted, verdict.subject, verdict, f"{case.lost_s:.0f} s lost so far", places, ranks)
+            action = Action(wanted, verdict.subject, verdict, _told_loss(state, case), places, ranks)
             return _spend(state, key, action), action
         return _alert(policy, state, key, f"not done: {denied}")
     if verdict.advice is Advice.OBSERVE:
         return state, None
-    return _alert(policy, state, key, f"{case.lost_s:.0f} s lost so far")
+    return _alert(policy, state, key, _told_loss(state, case))
+
+
+def _told_loss(state: PolicyState, case: Case) -> str:
+    """Return for people what was lost: by a standstill all the time since it began, whoever looked."""
+    lost_s = state.now_s - case.verdict.since_s if math.isinf(case.verdict.cost_s_per_step) else case.lost_s
+    return f"{max(lost_s, case.lost_s):.0f} s lost so far"
 
 
 def _wanted(policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]) -> ActionKind | None:
