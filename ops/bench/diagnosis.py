@@ -390,6 +390,7 @@ def faults() -> list[Fault]:
             Fault("infinite loop", kind, _ail(Ill.LOOP), hang, sick),
             Fault("GIL held in C", kind, _ail(Ill.GIL), hang, sick),
             Fault("killed (SIGKILL)", kind, kill, dead, sick),
+            Fault("exception in user code", kind, _ail(Ill.ERROR), dead, sick),
             Fault("slow compute x2", kind, _ail(Ill.SLOW, 2.0), slow, sick),
         ]
     for kind in ("ddp", "fsdp"):

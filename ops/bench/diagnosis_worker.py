@@ -3,7 +3,8 @@
 The ranks train a small model until they are killed; what they do wrong, and from when on, is written into a page that all share (`Control`).
 Compute is real: products of small matrices, as many as take `compute_s` of a processor; a slow rank goes on multiplying until its
 work has taken the factor of what it took. Each step: data from a `DataLoader`, forward, backward, the gradient's norm over
-all ranks, optimizer; every fifth step all save something to a disk.
+all ranks, optimizer; every fifth step all save something to a disk. After every two hundredth rank 0 of a replicated job evaluates by
+itself for some seconds while the others wait, and all of a sharded one together.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if sys.path[0] == HERE:
 
 SAVE_EVERY = 5
 MICROBATCHES = 4
+EVALUATE_EVERY = 200
+EVALUATION_S = 4.0
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
@@ -46,6 +49,7 @@ class Ill(IntEnum):
     MISMATCH_OPERATION = 7
     MISMATCH_ORDER = 8
     SLOW_DISK = 9
+    ERROR = 10
 
 
 class Control:
@@ -127,7 +131,7 @@ def main() -> None:
                 _be(rank, specification, products)
                 status = 0
             except Exception as error:  # noqa: BLE001 - a rank that fails says so and ends as processes do
-                print(f"rank {rank}: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
+                sys.excepthook(type(error), error, error.__traceback__)
             finally:
                 monitor.telemetry.attachment.detach()  # What `atexit` does where the interpreter ends by itself.
                 os._exit(status)
@@ -157,6 +161,11 @@ def _be(rank: int, specification: Specification, products: int) -> None:
 
         enter(specification.namespaces[rank])
     os.environ.update(RANK=str(rank), KEEPSTEP_NODE=f"node-{rank}")
+
+    def say_briefly(_: object, error: BaseException, __: object) -> None:
+        print(f"rank {rank}: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
+
+    sys.excepthook = say_briefly
     import torch
     import torch.distributed as dist
 
@@ -206,6 +215,8 @@ class Work:
                 pass
         if self.ill is Ill.GIL:
             ctypes.PyDLL(None).sleep(600)
+        if self.ill is Ill.ERROR:
+            raise ValueError("a batch that nobody expected")
         began_s = time.monotonic()
         for _ in range(max(1, int(self.products * share))):
             self._one @ self._one
@@ -254,7 +265,14 @@ def _blocks() -> Any:
 def _replicated(rank: int, specification: Specification, work: Work) -> Callable[[], None]:
     from torch import nn
 
-    return _training(nn.parallel.DistributedDataParallel(_blocks()), work)
+    model = nn.parallel.DistributedDataParallel(_blocks())
+
+    def evaluate() -> None:
+        until_s = time.monotonic() + (EVALUATION_S if rank == 0 else 0.0)
+        while time.monotonic() < until_s:
+            _evaluate(model.module, work)
+
+    return _training(model, work, evaluate)
 
 
 def _sharded(rank: int, specification: Specification, work: Work) -> Callable[[], None]:
@@ -264,16 +282,31 @@ def _sharded(rank: int, specification: Specification, work: Work) -> Callable[[]
     for at in (0, 2, 4):
         fully_shard(model[at])
     fully_shard(model)
-    return _training(model, work)
+
+    def evaluate() -> None:
+        for _ in range(10):
+            _evaluate(model, work)
+
+    return _training(model, work, evaluate)
 
 
-def _training(model: Any, work: Work) -> Callable[[], None]:
+def _evaluate(model: Any, work: Work) -> None:
+    import torch
+
+    with torch.no_grad():
+        model(torch.rand(4, 256))
+    work.do(1.0)
+
+
+def _training(model: Any, work: Work, evaluate: Callable[[], None]) -> Callable[[], None]:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches = _batches(work)
+    number = 0
 
     def step() -> None:
+        nonlocal number
         batch = next(batches)
         loss = model(batch).square().mean()
         work.do(1.0)
@@ -281,6 +314,9 @@ def _training(model: Any, work: Work) -> Callable[[], None]:
         _norm(work, list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
+        number += 1
+        if number % EVALUATE_EVERY == 0:
+            evaluate()
 
     return step
 
