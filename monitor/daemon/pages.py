@@ -91,10 +91,11 @@ def delay_matrices(watch: Watch, rows: int) -> dict[str, Any]:
 
 def step_timeline(watch: Watch, step: int | None, ranks: Sequence[int], limit: int) -> dict[str, Any]:
     """Return what ranks did in a step; times count from its first instant."""
-    chosen, spans = watch.timeline(step, ranks, limit)
+    chosen, until_s, spans = watch.timeline(step, ranks, limit)
     begin_s = min((span.begin_s for told in spans.values() for span in told), default=0.0)
     return {
         "step": chosen,
+        "until_s": max(until_s - begin_s, 0.0),
         "ranks": [
             {"rank": rank, "spans": [_span(span, begin_s) for span in told]} for rank, told in sorted(spans.items())
         ],

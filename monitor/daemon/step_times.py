@@ -110,33 +110,64 @@ class Span:
 
 
 def newest_step(ranks: Mapping[int, RankRecords]) -> int | None:
-    """Return the newest step that every rank has ended; where there is none, or a later one takes far longer, the newest begun."""
-    ended: list[int] = []
-    begun: list[int] = []
-    stuck = False
-    for told in ranks.values():
-        marks = told.records[(told.records["kind"] == Kind.PHASE) & (told.records["code"] == Phase.STEP)]
-        finished = marks[marks["ended_s"] > 0]
-        if len(finished):
-            ended.append(int(finished["step"].max()))
-            last = finished[-1]
-            stuck = stuck or told.read_at_s - last["ended_s"] > _STUCK * (last["ended_s"] - last["enqueued_s"])
-        if len(told.records):
-            begun.append(int(told.records["step"].max()))
-    if ended and len(ended) == len(ranks) and not stuck:
+    """Return the newest step that every rank has ended; where there is none, or ranks stand still, the step of who is furthest behind."""
+    ended = [int(marks["step"].max()) for marks in map(_ended_steps, ranks.values()) if len(marks)]
+    if ended and len(ended) == len(ranks) and not _stand_still(ranks):
         return min(ended)
-    return max(begun, default=None)
+    return _furthest_behind(ranks)
+
+
+def stand_still_in(ranks: Mapping[int, RankRecords], step: int) -> bool:
+    """Return whether ranks stand still and whoever is furthest behind does so in this step."""
+    return _stand_still(ranks) and step == _furthest_behind(ranks)
+
+
+def _ended_steps(told: RankRecords) -> np.ndarray:
+    records = told.records
+    is_step = (records["kind"] == Kind.PHASE) & (records["code"] == Phase.STEP)
+    ended: np.ndarray = records[is_step & (records["ended_s"] > 0)]
+    return ended
+
+
+def _stand_still(ranks: Mapping[int, RankRecords]) -> bool:
+    """Return whether what comes after some rank's last whole step takes far longer than that did."""
+    for told in ranks.values():
+        marks = _ended_steps(told)
+        if len(marks) and told.read_at_s - marks["ended_s"][-1] > _STUCK * (marks["ended_s"] - marks["enqueued_s"])[-1]:
+            return True
+    return False
+
+
+def _furthest_behind(ranks: Mapping[int, RankRecords]) -> int | None:
+    """Return the lowest of the ranks' newest steps; of who has died only where that is at most a step before those of the living."""
+    newest = {rank: int(told.records["step"].max(initial=0)) for rank, told in ranks.items() if not told.has_finished}
+    living = [step for rank, step in newest.items() if step and ranks[rank].is_alive]
+    if not living:
+        return max(newest.values(), default=0) or None
+    return min([*living, *(step for step in newest.values() if step >= min(living) - 1 > 0)])
 
 
 def timeline(
-    ranks: Mapping[int, RankRecords], communicators: Mapping[int, Communicator], step: int, limit: int
+    ranks: Mapping[int, RankRecords],
+    communicators: Mapping[int, Communicator],
+    step: int,
+    limit: int,
+    *,
+    to_the_end: bool = False,
 ) -> dict[int, tuple[Span, ...]]:
-    """Return what every rank did in one step: phases, and the `limit` longest operations of each rank in order of time."""
-    return {rank: _spans(told, communicators, step, limit) for rank, told in sorted(ranks.items())}
+    """Return what every rank did in one step: phases, and the `limit` longest operations of each rank in order of time.
+
+    With `to_the_end` also what ranks that are in a later step have under way there.
+    """
+    return {rank: _spans(told, communicators, step, limit, to_the_end) for rank, told in sorted(ranks.items())}
 
 
-def _spans(told: RankRecords, communicators: Mapping[int, Communicator], step: int, limit: int) -> tuple[Span, ...]:
-    records = told.records[told.records["step"] == step]
+def _spans(
+    told: RankRecords, communicators: Mapping[int, Communicator], step: int, limit: int, to_the_end: bool
+) -> tuple[Span, ...]:
+    records = told.records
+    later = (records["step"] > step) & (records["ended_s"] <= 0) if to_the_end else np.zeros(len(records), bool)
+    records = records[(records["step"] == step) | later]
     phases = records[records["kind"] == Kind.PHASE]
     operations = records[records["kind"] == Kind.OPERATION]
     if len(operations) > limit:

@@ -25,7 +25,16 @@ from monitor.daemon.digest_relay import Inbox, Outbox, without
 from monitor.daemon.matrices import Delays, delays
 from monitor.daemon.node_series import metrics_from_json, metrics_to_json
 from monitor.daemon.record_history import History, RankHistory, RankState, is_left_over, newest_of
-from monitor.daemon.step_times import HeatMap, Span, StepTable, heat_map, newest_step, timeline, typical_step_s
+from monitor.daemon.step_times import (
+    HeatMap,
+    Span,
+    StepTable,
+    heat_map,
+    newest_step,
+    stand_still_in,
+    timeline,
+    typical_step_s,
+)
 from monitor.daemon.summary import NodeFacts, Summary, summarize
 from monitor.daemon.verdict_log import Changes, VerdictLog, advance
 from monitor.diagnosis.digest import FORGETFUL, Memory, digest
@@ -312,12 +321,16 @@ class Watch:
         """Return who waits for whom."""
         return delays(self.job().ranks, rows)
 
-    def timeline(self, step: int | None, ranks: Sequence[int], limit: int) -> tuple[int, dict[int, tuple[Span, ...]]]:
-        """Return what the given ranks did in a step (None: the newest whole one)."""
+    def timeline(
+        self, step: int | None, ranks: Sequence[int], limit: int
+    ) -> tuple[int, float, dict[int, tuple[Span, ...]]]:
+        """Return what the given ranks did in a step (None: that of `newest_step`), and up to when that is told, by the job's clock."""
         job = self.job()
         chosen = step if step is not None else newest_step(job.ranks) or 0
         told = {rank: job.ranks[rank] for rank in ranks if rank in job.ranks}
-        return chosen, timeline(told, job.communicators, chosen, limit)
+        until_s = max((one.read_at_s + one.offset_s for one in told.values()), default=0.0)
+        to_the_end = stand_still_in(job.ranks, chosen)
+        return chosen, until_s, timeline(told, job.communicators, chosen, limit, to_the_end=to_the_end)
 
     def close(self) -> None:
         """Let go of the rings and of the probe."""

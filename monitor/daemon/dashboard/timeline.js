@@ -1,4 +1,5 @@
-// One step: what every rank did when. Phases lie above, operations of torch.distributed below; what has not ended is hatched.
+// One step: what every rank did when. Phases lie above, operations of torch.distributed below; what has not ended is hatched, up to
+// when it was read. Where that is long after all else, the axis is broken, so that the step itself stays readable.
 import { explain, prepare } from "./canvas.js";
 import { bytes, color, make, seconds } from "./format.js";
 
@@ -6,7 +7,8 @@ import { bytes, color, make, seconds } from "./format.js";
 export const PHASES = {
   "data wait": "#e69f00", forward: "#56b4e9", backward: "#2a78c2", optimizer: "#009e73", checkpoint: "#cc79a7", "garbage collection": "#d55e00", evaluation: "#f0e442",
 };
-const LEFT = 58, TOP = 6, BAND = 13, ROW = 31, BOTTOM = 20;
+const LEFT = 58, RIGHT = 4, TOP = 6, BAND = 13, ROW = 31, BOTTOM = 20;
+const READABLE = 3, KNEE = 0.75;
 
 export function drawKeys() {
   const keys = Object.entries(PHASES).map(([name, fill]) => make("span", { class: "key" }, make("span", { class: "swatch", color: fill }), name));
@@ -46,13 +48,18 @@ export function drawTimeline(told) {
   }
   const all = lines.flatMap((one) => one.spans);
   const isOpen = all.some((span) => span.end_s === null);
-  const last = Math.max(...all.map((span) => span.end_s ?? span.begin_s), 1e-6) * (isOpen ? 1.15 : 1);
+  const told_s = Math.max(...all.map((span) => span.end_s ?? span.begin_s), 1e-6);
+  const last = isOpen ? Math.max(told.until_s, told_s) : told_s;
+  const broken = last > READABLE * told_s;
+  const knee = broken ? told_s * 1.1 : last;
   const { context, width, height } = prepare(canvas, TOP + lines.length * ROW + BOTTOM);
-  const x = (at) => LEFT + (at / last) * (width - LEFT - 4);
+  const wide = width - LEFT - RIGHT, bend = broken ? KNEE * wide : wide;
+  const x = (at) => LEFT + (at <= knee ? (at / knee) * bend : bend + ((at - knee) / (last - knee)) * (wide - bend));
   context.textBaseline = "middle";
-  const apart = ticks(last);
+  const apart = ticks(knee);
   context.textAlign = "center";
-  for (let at = 0; at <= last; at += apart) {
+  for (let at = 0; at <= knee; at += apart) {
+    if (broken && x(at) > LEFT + bend - 30) break;
     context.fillStyle = color("--line");
     context.fillRect(x(at), 0, 1, height - BOTTOM);
     context.fillStyle = color("--quiet");
@@ -75,11 +82,24 @@ export function drawTimeline(told) {
       placed.push({ span, rank: one.rank, from, to: Math.max(to, from + 2), y, tall });
     }
   });
+  if (broken) {
+    const at = LEFT + bend + 14;
+    context.strokeStyle = color("--panel");
+    context.lineWidth = 5;
+    context.beginPath();
+    context.moveTo(at - 5, height - BOTTOM + 4);
+    context.lineTo(at + 5, 0);
+    context.stroke();
+    context.fillStyle = color("--quiet");
+    context.textAlign = "right";
+    context.fillText(`${seconds(last)}, and it goes on`, width - RIGHT, height - 9);
+  }
+  canvas.dataset.broken = broken ? "yes" : "no";
   explain(canvas, (px, py) => {
     const hit = placed.findLast((one) => px >= one.from && px <= one.to && py >= one.y && py <= one.y + one.tall);
     if (!hit) return null;
     const { span } = hit;
-    const took = span.end_s === null ? `has not ended, began at ${seconds(span.begin_s)}` : `${seconds(span.end_s - span.begin_s)}, from ${seconds(span.begin_s)}`;
+    const took = span.end_s === null ? `has not ended in ${seconds(last - span.begin_s)}, from ${seconds(span.begin_s)}` : `${seconds(span.end_s - span.begin_s)}, from ${seconds(span.begin_s)}`;
     const facts = span.facts;
     const more = span.kind === "phase" ? "" : `\nno. ${facts.number} of group ${facts.group}, ${bytes(facts.nbytes)} of ${facts.dtype}`
       + (facts.peer === undefined ? "" : `, peer ${facts.peer}`) + (facts.failed ? "\nfailed" : "");

@@ -1,6 +1,7 @@
 """The page in a real browser: what it shows of a job, in words and when pointed at, and what it says where there is nothing to show."""
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,12 @@ def test_hang_is_the_first_thing_one_sees_and_its_step_is_shown(tmp_path: Path) 
         assert page.text("#job") == "<b>run7</b>"
         assert "generation" in page.text("#facts")
         page.until("return document.querySelector('#step-number').textContent === 'step 41'")
-        assert "has not ended" in page.hover("#timeline", 1100, 12)
+        # The whole wait is there, and the step beside it can still be read.
+        assert page.run("return document.getElementById('timeline').dataset.broken") == "yes"
+        waited_s = re.search(r"has not ended in ([0-9.]+) s", page.hover("#timeline", 1100, 12))
+        assert waited_s is not None
+        assert 10 < float(waited_s[1]) < 60
+        assert page.run("return document.getElementById('timeline').tell(600, 6 + 31)").startswith("rank 1: forward\n")
         assert "the usual" in page.hover("#heat", 300, 60)
         assert page.text("#ranks td.sick:first-child") == "2"
         assert "steps that were kept" in page.text("#story")

@@ -1,12 +1,13 @@
 """What steps took, and what one of them consisted of."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
 from monitor.daemon.matrices import delays
 from monitor.daemon.record_history import Changed
-from monitor.daemon.step_times import StepTable, heat_map, newest_step, timeline, typical_step_s
+from monitor.daemon.step_times import StepTable, heat_map, newest_step, stand_still_in, timeline, typical_step_s
 from monitor.records import RECORD, Kind, Operation, Phase, RankRecords
 
 
@@ -79,6 +80,24 @@ def test_the_step_to_show_is_whole_unless_the_next_is_stuck() -> None:
     stuck = {rank: told(rank, *steps, read_at_s=30.0) for rank in range(2)}
     assert newest_step(stuck) == 5
     assert newest_step({}) is None
+
+
+def test_the_step_of_whoever_stopped_is_shown_with_what_the_others_wait_in() -> None:
+    culprit = told(1, phase(Phase.STEP, 42, 9.0, 10.0), phase(Phase.STEP, 43, 10.0, 0.0), read_at_s=30.0)
+    done = [phase(Phase.STEP, 42, 9.0, 10.0), phase(Phase.STEP, 43, 10.0, 11.0), phase(Phase.STEP, 44, 11.0, 0.0)]
+    waiting = operation(7, 11.5, 0.0)
+    waiting["step"] = 44
+    ranks = {0: told(0, *done, waiting, read_at_s=30.0), 1: culprit, 2: told(2, *done, waiting, read_at_s=30.0)}
+    assert newest_step(ranks) == 43
+    assert stand_still_in(ranks, 43)
+    spans = timeline(ranks, {}, 43, limit=9, to_the_end=True)
+    assert [(span.name, span.end_s) for span in spans[0]] == [("step", 11.0), ("step", None), ("all reduce", None)]
+    assert [(span.name, span.end_s) for span in spans[1]] == [("step", None)]
+    # Who ended in good order, or died long ago, stopped nobody; who has just died may have.
+    ended = told(3, phase(Phase.STEP, 7, 1.0, 2.0))
+    assert newest_step({**ranks, 3: replace(ended, has_finished=True, is_alive=False)}) == 43
+    assert newest_step({**ranks, 3: replace(ended, is_alive=False)}) == 43
+    assert newest_step({**ranks, 1: replace(culprit, is_alive=False)}) == 43
 
 
 def test_timeline_keeps_the_longest_operations_and_shifts_clocks() -> None:
