@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from monitor.daemon.record_history import Changed
-from monitor.records import DTYPES, Communicator, Flag, Kind, Operation, Phase, RankRecords
+from monitor.records import DTYPES, Communicator, Ending, Flag, Kind, Operation, Phase, RankRecords
 
 _PHASES = len(Phase)
 _STUCK = 3.0
@@ -140,7 +140,9 @@ def _stand_still(ranks: Mapping[int, RankRecords]) -> bool:
 
 def _furthest_behind(ranks: Mapping[int, RankRecords]) -> int | None:
     """Return the lowest of the ranks' newest steps; of who has died only where that is at most a step before those of the living."""
-    newest = {rank: int(told.records["step"].max(initial=0)) for rank, told in ranks.items() if not told.has_finished}
+    newest = {
+        rank: int(told.records["step"].max(initial=0)) for rank, told in ranks.items() if told.ending != Ending.FINISHED
+    }
     living = [step for rank, step in newest.items() if step and ranks[rank].is_alive]
     if not living:
         return max(newest.values(), default=0) or None
