@@ -8,7 +8,7 @@ import numpy as np
 from monitor.daemon.matrices import delays
 from monitor.daemon.record_history import Changed
 from monitor.daemon.step_times import StepTable, heat_map, newest_step, stand_still_in, timeline, typical_step_s
-from monitor.records import RECORD, Kind, Operation, Phase, RankRecords
+from monitor.records import RECORD, Ending, Kind, Operation, Phase, RankRecords
 
 
 def phase(code: Phase, step: int, began_s: float, ended_s: float) -> np.ndarray:
@@ -95,7 +95,7 @@ def test_the_step_of_whoever_stopped_is_shown_with_what_the_others_wait_in() -> 
     assert [(span.name, span.end_s) for span in spans[1]] == [("step", None)]
     # Who ended in good order, or died long ago, stopped nobody; who has just died may have.
     ended = told(3, phase(Phase.STEP, 7, 1.0, 2.0))
-    assert newest_step({**ranks, 3: replace(ended, has_finished=True, is_alive=False)}) == 43
+    assert newest_step({**ranks, 3: replace(ended, ending=Ending.FINISHED, is_alive=False)}) == 43
     assert newest_step({**ranks, 3: replace(ended, is_alive=False)}) == 43
     assert newest_step({**ranks, 1: replace(culprit, is_alive=False)}) == 43
 
