@@ -74,7 +74,7 @@ class Turn:
         verdicts: all that hold.
         now_s: the job's clock.
         changes: in the log.
-        generation: the job's newest that any rank has told of.
+        generation: the job's newest that any living rank has told of; of the dead, if there is none.
         nodes: each rank's node, of the ranks of that generation.
         step_s: the job's step time; 0.0 if not known.
     """
@@ -265,7 +265,9 @@ class Watch:
         if verdicts is None:
             return None
         self.log, changes = advance(self.log, verdicts, now_s, time.time())
-        generation = max((state.generation for state in states), default=0)
+        # An earlier run that was killed leaves rings behind, and may have come further.
+        living = [state.generation for state in states if state.is_alive]
+        generation = max(living or (state.generation for state in states), default=0)
         current = {state.rank: state.node for state in states if state.generation == generation}
         return Turn(tuple(verdicts), now_s, changes, generation, current, self.typical_step_s() or 0.0)
 

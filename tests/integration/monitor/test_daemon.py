@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monitor.daemon.access import bearer_token
-from monitor.daemon.contracts import Story
+from monitor.daemon.contracts import Reading, Story
 from monitor.daemon.daemon import Parts
 from monitor.daemon.probes import NodeProbe
 from monitor.diagnosis.policy import ActionKind, Mode, Policy
@@ -200,6 +200,29 @@ def test_what_an_earlier_run_left_behind_is_not_done_to_the_next() -> None:
 
             await until(has_asked)
         assert [action.ranks for action, _ in enforcer.asked] == [(3,)]
+
+    asyncio.run(check())
+
+
+def test_a_dead_rank_of_a_later_generation_of_an_earlier_run_deafens_nobody() -> None:
+    class Left(SampleReader):
+        def read(self) -> list[Reading]:
+            *others, last = super().read()
+            records = replace(last.records, is_alive=False)
+            return [*(replace(one, generation=1) for one in others), replace(last, records=records, generation=3)]
+
+    async def check() -> None:
+        enforcer, says = Enforcer(), Says(verdict(2, since_s=time.monotonic()))
+        parts = Parts(
+            Probe(), Left(PLAN, time.monotonic() - 5), says,
+            teller=Teller(generation=1), policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+        )  # fmt: skip
+        async with running(settings(), parts):
+
+            async def has_asked() -> bool:
+                return bool(enforcer.asked)
+
+            await until(has_asked)
 
     asyncio.run(check())
 
