@@ -72,9 +72,10 @@ export function drawTimeline(told) {
     context.textAlign = "right";
     context.fillText(`rank ${one.rank}`, LEFT - 9, top + BAND);
     for (const span of one.spans) {
-      if (span.name === "step") continue;
+      // The step itself lies below its phases; to be seen where it goes on without any.
+      if (span.name === "step" && span.end_s !== null) continue;
       const phase = span.kind === "phase";
-      const fill = phase ? PHASES[span.name] || "#999999" : color("--quiet");
+      const fill = !phase || span.name === "step" ? color("--quiet") : PHASES[span.name] || "#999999";
       const from = x(span.begin_s), to = x(span.end_s ?? last);
       const y = top + (phase ? 0 : BAND + 1), tall = phase ? BAND : 9;
       context.fillStyle = span.end_s === null ? hatch(context, phase ? fill : color("--bad")) : fill;
