@@ -16,6 +16,8 @@ from monitor.daemon.step_times import Span
 from monitor.daemon.watch import Watch, activity
 from monitor.records import Operation, Phase
 
+_UNHEARD_S = 5.0
+"""Whoever was not heard of for so long is not said to be alive: its node's daemon, or one on the way, is gone, and nobody knows."""
 _MOST_RANKS = 4096
 """An overview names no more ranks than this, the most silent first: nobody reads 80,000 rows."""
 
@@ -37,6 +39,8 @@ def overview(watch: Watch, job: str, story: Story | None, recorded: Callable[[],
     for told in ranks:
         table = watch.tables[told["rank"]]
         told["last_step"], told["last_step_s"] = table.last_step, table.last_step_s or None
+        told["unheard_s"] = watch.unheard_s(told["rank"])
+        told["state"] = "gone" if not told["is_alive"] else "unheard" if told["unheard_s"] > _UNHEARD_S else "alive"
     own = watch.nodes.get(watch.node)
     return {
         "job": job,

@@ -55,8 +55,11 @@ def address_and_token(url: str) -> tuple[str, str]:
 def render(told: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:
     """Return an overview and a heat map, as the daemon gives them, for a terminal."""
     step = max((rank["step"] for rank in told["ranks"]), default=0)
-    alive = sum(rank["is_alive"] for rank in told["ranks"])
-    head = f"job {told['job']}   step {step}   a step takes {_seconds(told['typical_step_s'])}   ranks {alive} of {told['ranks_total']} alive"
+    states = [rank["state"] for rank in told["ranks"]]
+    head = f"job {told['job']}   step {step}   a step takes {_seconds(told['typical_step_s'])}"
+    head += f"   ranks {states.count('alive')} of {told['ranks_total']} alive"
+    if "unheard" in states:
+        head += f", {states.count('unheard')} not heard of"
     if told["story"] is not None:
         head += f"   goodput {told['story']['goodput']['share']:.1%}"
     parts: list[RenderableType] = [Text(head, style="bold")]
@@ -123,8 +126,10 @@ def strip(cells: Sequence[float | None]) -> Text:
 
 
 def _doing(rank: Mapping[str, Any]) -> str:
-    if not rank["is_alive"]:
+    if rank["state"] == "gone":
         return {"finished": "has ended", "raised": "has failed"}.get(rank["ending"], "is dead")
+    if rank["state"] == "unheard":
+        return f"not heard of for {_seconds(rank['unheard_s'])}"
     doing = []
     if rank["phase"] is not None:
         doing.append(f"{rank['phase']['name']} {_seconds(rank['phase']['age_s'])}")

@@ -121,6 +121,7 @@ class Watch:
         self._diagnosis = diagnosis
         self._clocks = NodeClocks(node)
         self._history = History(self._limits.records)
+        self._heard_at_s: dict[int, float] = {}
         self._local: tuple[int, ...] = ()
         self._told: list[Digest] = []
         self._digested = 0
@@ -311,6 +312,10 @@ class Watch:
         """Keep the stacks of a suspect with the verdict."""
         self.log = self.log.with_stacks(number, rank, dict(stacks))
 
+    def unheard_s(self, rank: int) -> float:
+        """Return how long ago a new reading of a rank's ring was heard of."""
+        return self._now_s() - self._heard_at_s[rank]
+
     def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
         """Return times of steps or of one part of them, ranks by steps."""
         return heat_map(self.tables, columns, rows, phase)
@@ -360,6 +365,8 @@ class Watch:
         if state.node != self.node:
             self._clocks.heard(state.node, self._now_s() - state.read_at_s)
         known = self._history.ranks.get(state.rank)
+        if known is None or known.state.read_at_s != state.read_at_s:
+            self._heard_at_s[state.rank] = self._now_s()
         changed = self._history.merge(state, records)
         if known is not None and known is not self._history.ranks[state.rank]:
             # Its steps begin anew, often with a new generation of the job. Digests of the old ones would be taken for it.
@@ -441,6 +448,7 @@ class Watch:
             self._local = tuple(rank for rank in self._local if rank not in gone)
             for rank in gone:
                 self.tables.pop(rank, None)
+                self._heard_at_s.pop(rank, None)
             # What they told before would be taken for news of ranks that are there.
             self._drop_digests()
         for name in set(self.nodes) - nodes:

@@ -68,11 +68,13 @@ export function drawFacts(told) {
   document.getElementById("job").textContent = told.job;
   document.getElementById("where").textContent = `seen from ${told.node}`;
   document.title = `${told.verdicts.some((entry) => entry.closed_at_s === null) ? "⚠ " : ""}${told.job} · keepstep`;
-  const alive = told.ranks.filter((rank) => rank.is_alive).length;
+  const alive = told.ranks.filter((rank) => rank.state === "alive").length;
+  const unheard = told.ranks.filter((rank) => rank.state === "unheard").length;
   const facts = [
     ["step", `${Math.max(0, ...told.ranks.map((rank) => rank.step))}`],
     ["a step takes", seconds(told.typical_step_s)],
     ["ranks alive", told.ranks_total > told.ranks.length ? `${told.ranks_total}` : `${alive} of ${told.ranks_total}`],
+    ...(unheard ? [["ranks not heard of", `${unheard}`]] : []),
     ["nodes", `${told.nodes.length}`],
   ];
   if (told.story) facts.push(["generation", `${told.story.generation}`], ["goodput", percent(told.story.goodput.share)]);
@@ -133,8 +135,8 @@ export function drawRanks(told) {
   const sick = new Set(told.verdicts.filter((entry) => entry.closed_at_s === null).flatMap((entry) => entry.verdict.subject.ranks));
   document.getElementById("ranks-note").textContent = told.ranks_total > told.ranks.length ? `the ${told.ranks.length} most silent of ${told.ranks_total}` : "";
   table(document.getElementById("ranks"), [["rank"], ["node"], ["process", true], ["step", true], ["last step", true], ["phase"], ["operation under way"], ["no progress for", true]],
-    told.ranks.map((rank) => [[`${rank.rank}`, sick.has(rank.rank)], rank.node, `${rank.pid}${rank.is_alive ? "" : { finished: " (ended)", raised: " (failed)" }[rank.ending] || " (dead)"}`, `${rank.step}`, seconds(rank.last_step_s),
-      rank.phase ? `${rank.phase.name} ${seconds(rank.phase.age_s)}` : "", rank.operation ? `${rank.operation.name} no. ${rank.operation.number} of group ${rank.operation.group}, ${seconds(rank.operation.age_s)}` : "",
+    told.ranks.map((rank) => [[`${rank.rank}`, sick.has(rank.rank)], rank.node, `${rank.pid}${rank.state !== "gone" ? "" : { finished: " (ended)", raised: " (failed)" }[rank.ending] || " (dead)"}`, `${rank.step}`, seconds(rank.last_step_s),
+      rank.state === "unheard" ? [`not heard of for ${seconds(rank.unheard_s)}`, true] : rank.phase ? `${rank.phase.name} ${seconds(rank.phase.age_s)}` : "", rank.operation ? `${rank.operation.name} no. ${rank.operation.number} of group ${rank.operation.group}, ${seconds(rank.operation.age_s)}` : "",
       [seconds(rank.silent_s), rank.silent_s > Math.max(3, 3 * (told.typical_step_s || 0))]]));
 }
 

@@ -143,3 +143,13 @@ def test_empty_daemon_says_what_is_missing() -> None:
         assert page.complaints() == []
 
     visit(Parts(Probe(), None, Says()), look)
+
+
+def test_ranks_that_are_not_heard_of_any_more_are_not_said_to_be_alive() -> None:
+    def look(page: Browser, url: str) -> None:
+        page.open(with_token(url))
+        page.until("return document.getElementById('facts').textContent.includes('ranks not heard of2')")
+        assert "not heard of for" in page.text("#ranks")
+
+    now_s = time.monotonic()
+    visit(Parts(Probe(), SampleReader(Plan(ranks=2), now_s - 5, clock=lambda: now_s), Says()), look)

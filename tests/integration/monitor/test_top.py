@@ -13,7 +13,9 @@ from rich.console import Console
 
 from monitor.daemon.access import bearer_token
 from monitor.daemon.daemon import Parts, Settings
+from monitor.daemon.pages import overview
 from monitor.daemon.top import address_and_token, render, show, strip
+from monitor.daemon.watch import Watch
 from tests.integration.monitor.parts import settings
 from tests.integration.monitor.running import SECRET, get, running
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
@@ -86,3 +88,28 @@ def test_top_once_prints_and_without_a_daemon_says_so() -> None:
     assert done.returncode == 1
     assert "no monitor answers at" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_rank_that_was_not_heard_of_for_a_while_is_not_said_to_be_alive() -> None:
+    """Its daemon was killed: what it told last is kept for a minute, and says that the rank is alive."""
+    begin_s = time.monotonic() - 5
+    now_s = time.monotonic()
+    below = [
+        Watch(f"n{n}", SampleReader(Plan(ranks=3), begin_s, f"n{n}", ranks), Probe(), None)
+        for n, ranks in enumerate(([0, 1], [2]))
+    ]
+    root = Watch("root", None, Probe(), Says(), now_s=lambda: now_s)
+    for one in below:
+        one.read()
+        root.hear(one.node, one.summary("", 0, 100))
+    now_s += 41
+    below[0].read()
+    root.hear("n0", below[0].summary("", 0, 100))
+    root.miss("n1", "no answer")
+    told = overview(root, "run7", None, tuple)
+    assert [rank["state"] for rank in told["ranks"]] == ["alive", "alive", "unheard"]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render(told, {"steps": [], "rows": [], "seconds": []}, time.time()))
+    text = console.export_text()
+    assert "ranks 2 of 3 alive, 1 not heard of" in text
+    assert re.search(r"2 +n1 .*not heard of for 41.0 s", text)
