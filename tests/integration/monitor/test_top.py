@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from monitor.daemon.pages import overview
 from monitor.daemon.top import address_and_token, render, show, strip
 from monitor.daemon.watch import Watch
 from tests.integration.monitor.parts import settings
-from tests.integration.monitor.running import SECRET, get, running
+from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 from tests.integration.monitor.test_daemon import Probe, Says
 
@@ -36,7 +37,13 @@ def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
             Probe(), SampleReader(plan, time.monotonic() - 20), Says(verdict(2)), teller=SampleTeller(time.time() - 200)
         )
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
-            told = await (await get(url, "/v1/overview")).json()
+            told: dict[str, Any] = {}
+
+            async def has_concluded() -> bool:
+                told.update(await (await get(url, "/v1/overview")).json())
+                return bool(told["verdicts"] and told["story"])
+
+            await until(has_concluded)
             heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
             console = Console(width=100, record=True, file=io.StringIO())
             console.print(render(told, heat, time.time()))
