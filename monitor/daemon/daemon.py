@@ -203,6 +203,7 @@ class Daemon:
                 await self._ending.wait()
                 for task in (*loops, *self._dumping):
                     task.cancel()
+                await asyncio.gather(*self._dumping, return_exceptions=True)
 
     def stop(self) -> None:
         """Have `run` end."""

@@ -37,7 +37,8 @@ async def dump(pid: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            # To the end of its pipes, which would be left open otherwise.
+            await process.communicate()
     if process.returncode != 0:
         return {"error": _explain(pid, complaint.decode(errors="replace").strip())}
     try:
