@@ -31,5 +31,9 @@ class RuntimeUnreachable(MonitorError):
     """What runs the job (its coordinator) does not answer: it is away, or has ended with the job."""
 
 
+class SecretDiffers(MonitorUnreachable):
+    """A doctor answers, and has another secret than this one."""
+
+
 class ProtocolViolation(MonitorError):
     """What came over a connection is not what keepstep's monitors say to each other."""

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -18,9 +19,23 @@ from monitor.daemon.job_secret import job_secret
 from monitor.errors import MonitorError
 from monitor.options import Seconds, named
 from monitor.preflight.doctor import Doctor, Outcome, Roster
+from monitor.preflight.judgement import names_of
 
 PORT = 8434
 _EXIT_FINDINGS = 1
+# Ten columns that fit a terminal of 80.
+_COLUMNS = (
+    ("node", ""),
+    ("memory", "MB/s"),
+    ("products", "TFLOP/s"),
+    ("disk", "MB/s"),
+    ("fsync", "ms"),
+    ("loopback", "MB/s"),
+    ("sends", "MB/s"),
+    ("receives", "MB/s"),
+    ("latency", "us"),
+    ("clock", "ms"),
+)
 
 
 @click.command()
@@ -65,7 +80,10 @@ def doctor(
     """
     own = address or listen
     listed = [line.partition("#")[0].strip() for line in nodes.read_text().splitlines()] if nodes else []
-    roster = Roster.of(own, [*peers, *(line for line in listed if line)])
+    named = [line for line in listed if line]
+    if nodes and not named:
+        raise MonitorError(f"--nodes {nodes} names no node: one HOST:PORT a line")
+    roster = Roster.of(own, [*peers, *named])
     for one in (listen, *roster.everybody):
         _check_address(one)
     host, _, port = listen.rpartition(":")
@@ -75,7 +93,7 @@ def doctor(
     if as_json:
         click.echo(json.dumps(outcome.to_json()))
     else:
-        _print(outcome)
+        show(outcome)
     if outcome.findings:
         sys.exit(_EXIT_FINDINGS)
 
@@ -86,24 +104,17 @@ def _check_address(address: str) -> None:
         raise MonitorError(f"{address!r} is no address; it must be HOST:PORT")
 
 
-def _print(outcome: Outcome) -> None:
+def show(outcome: Outcome) -> None:
+    """Print the outcome as a table and sentences."""
     console = Console()
     sick = {finding.subject for finding in outcome.findings}
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = (
-        "node",
-        "memory",
-        "matrix products",
-        "disk",
-        "fsync",
-        "loopback",
-        "sends",
-        "receives",
-        "latency",
-        "clock",
-    )
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("node", "matrix products") else "right")
+    names = names_of(outcome.examinations)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for name, unit in _COLUMNS:
+        is_text = name in ("node", "products")
+        table.add_column(
+            f"{name}\n{unit}", justify="left" if is_text else "right", overflow="fold", no_wrap=name != "node"
+        )
     for one in outcome.examinations:
         sent = [link.send_rate for link in one.links.values()]
         received = [link.receive_rate for link in one.links.values()]
@@ -119,18 +130,22 @@ def _print(outcome: Outcome) -> None:
         offsets = [-link.clock_offset_s for link in one.links.values()]
         offsets += [o.links[one.address].clock_offset_s for o in outcome.examinations if one.address in o.links]
         table.add_row(
-            Text(one.name, style="bold red" if one.name in sick else ""),
+            Text(names[one.address], style="bold red" if names[one.address] in sick else ""),
             _rate(one.memory_rate),
-            ", ".join(f"{m.device} {m.flops / 1e12:.2f} TFLOP/s" for m in one.matmuls),
+            "\n".join(f"{m.device} {m.flops / 1e12:.3g}" for m in one.matmuls),
             _rate(one.disk.write_rate) if one.disk else "failed",
-            f"{one.disk.fsync_s * 1e3:.1f} ms" if one.disk else "-",
+            f"{one.disk.fsync_s * 1e3:.1f}" if one.disk else "-",
             _rate(one.loopback.send_rate) if one.loopback else "failed",
             _rate(max(sent)) if sent else "-",
             _rate(max(received)) if received else "-",
-            f"{min(latencies) * 1e6:.0f} us" if latencies else "-",
-            f"{sorted(offsets)[len(offsets) // 2] * 1e3:+.1f} ms" if offsets else "-",
+            f"{min(latencies) * 1e6:.0f}" if latencies else "-",
+            f"{sorted(offsets)[len(offsets) // 2] * 1e3:+.1f}" if offsets else "-",
         )
     console.print(table)
+    taken = Counter(one.name for one in outcome.examinations)
+    for name in sorted(name for name, count in taken.items() if count > 1):
+        told = f"{taken[name]} nodes are called {name}, so their addresses are told; --node gives a node another name"
+        console.print(Text(told, style="yellow"))
     for finding in outcome.findings:
         console.print(Text.assemble((f"{finding.subject}: {finding.what}", "bold red"), f": {finding.evidence}"))
     if not outcome.findings:
@@ -139,4 +154,4 @@ def _print(outcome: Outcome) -> None:
 
 
 def _rate(value: float) -> str:
-    return f"{value / 1e9:.2f} GB/s" if value >= 1e9 else f"{value / 1e6:.0f} MB/s"
+    return f"{value / 1e6:.0f}"

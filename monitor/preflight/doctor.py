@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
+from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation, SecretDiffers
 from monitor.preflight.judgement import Examination, Finding, judge
 from monitor.preflight.meeting import Line, LinkResult
 from monitor.preflight.pairing import rounds
@@ -139,13 +139,20 @@ class Doctor:
         deadline_s = time.monotonic() + self._patience_s
         waiting = [address for address in roster.everybody if address != roster.own]
         reasons: dict[str, str] = {}
+        strangers: set[str] = set()
         while waiting:
             still = []
             for address in waiting:
                 try:
                     self._ask(address, {"ask": "greeting"}, _GREETING_S)
-                except (MonitorUnreachable, ProtocolViolation) as error:
+                except SecretDiffers as error:
                     reasons[address] = str(error)
+                    strangers.add(address)
+                    still.append(address)
+                except (MonitorUnreachable, ProtocolViolation) as error:
+                    # A stranger that has given up does not answer any more, which is not what is the matter with it.
+                    if address not in strangers:
+                        reasons[address] = str(error)
                     still.append(address)
             waiting = still
             if time.monotonic() >= deadline_s:

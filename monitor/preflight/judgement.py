@@ -95,7 +95,7 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
         found: one examination a node.
         missing: addresses whose doctor never answered, with the reason.
     """
-    names = _names(found)
+    names = names_of(found)
     findings = [Finding(address, "does not answer", reason) for address, reason in sorted(missing.items())]
     for one in found:
         findings += _defects(one, names, missing)
@@ -118,7 +118,7 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
 _NETWORK = ("sending", "receiving", "latency")
 
 
-def _names(found: Sequence[Examination]) -> dict[str, str]:
+def names_of(found: Sequence[Examination]) -> dict[str, str]:
     """Return each address's name; with the address, where names are not unique."""
     taken = [one.name for one in found]
     return {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monitor.daemon.access import DOCTOR, bearer_token
-from monitor.errors import MonitorUnreachable, ProtocolViolation
+from monitor.errors import MonitorUnreachable, ProtocolViolation, SecretDiffers
 
 _LENGTH = struct.Struct(">I")
 _WALL = struct.Struct(">d")
@@ -61,7 +61,8 @@ class Line:
         """Connect and authenticate both ways.
 
         Raises:
-            MonitorUnreachable: nobody answers in time, or the other does not know the secret.
+            MonitorUnreachable: nobody answers in time.
+            SecretDiffers: the other does not know the secret.
         """
         peer = f"{address[0]}:{address[1]}"
         try:
@@ -79,7 +80,8 @@ class Line:
         """Exchange nonces, then proofs; roles are part of what is proved, so no proof can be sent back to its maker.
 
         Raises:
-            MonitorUnreachable: the other does not know the secret, or says nothing.
+            MonitorUnreachable: the other says nothing.
+            SecretDiffers: it does not know the secret.
         """
         key = bearer_token(secret, DOCTOR).encode()
         self._socket.settimeout(timeout_s)
@@ -92,7 +94,7 @@ class Line:
         except OSError as error:
             raise MonitorUnreachable(f"the doctor at {self.peer} did not greet: {error}") from error
         if not hmac.compare_digest(proof, _proof(key, them, nonce)):
-            raise MonitorUnreachable(f"the doctor at {self.peer} does not know this job's secret")
+            raise SecretDiffers(f"the doctor at {self.peer} does not know this job's secret")
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message.

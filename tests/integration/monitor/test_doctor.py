@@ -1,6 +1,7 @@
 """Doctors as real processes on loopback: healthy, with one whose link is throttled, with one that is missing, with the wrong secret."""
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -15,10 +16,12 @@ import pytest
 import torch
 
 from elastic.store.ports import ReservedPort
-from monitor.errors import MonitorUnreachable
-from monitor.preflight.doctor import Doctor
-from monitor.preflight.meeting import Line
-from monitor.preflight.selftests import is_product
+from monitor.errors import MonitorUnreachable, SecretDiffers
+from monitor.preflight.cli import show
+from monitor.preflight.doctor import Doctor, Outcome
+from monitor.preflight.judgement import Examination
+from monitor.preflight.meeting import Line, LinkResult
+from monitor.preflight.selftests import DiskResult, MatmulResult, is_product
 
 ROOT = Path(__file__).parents[3]
 
@@ -154,6 +157,51 @@ def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: P
             assert sum(len(node["links"]) for node in told["nodes"]) == 1
 
 
+def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(secret_file: Path, ports: list[int]) -> None:
+    addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
+    with (
+        socket.create_server(("127.0.0.1", ports[1])) as listener,
+        doctor("a", addresses[0], addresses, secret_file, "--patience", "2") as process,
+    ):
+        connection, _ = listener.accept()
+        stranger = Line(connection, "a")
+        with pytest.raises(SecretDiffers):
+            stranger.authenticate(b"quite another secret", b"answerer", b"caller", 20.0)
+        stranger.close()
+        listener.close()
+        _, told = outcome(process)
+    assert "does not know this job's secret" in told["missing"][addresses[1]]
+
+
+def test_table_fits_80_columns_and_tells_nodes_of_one_name_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    link = LinkResult(1e-4, 12.3e9, 12.3e9, 0.0012, 1e-5)
+    found = tuple(
+        Examination(
+            address,
+            "vm",
+            12.3e9,
+            DiskResult(1.2e9, 0.0123),
+            (MatmulResult("cpu", 0.5e12, True, True),),
+            link,
+            {other: link},
+        )
+        for address, other in (("10.0.0.11:8434", "10.0.0.12:8434"), ("10.0.0.12:8434", "10.0.0.11:8434"))
+    )
+    show(Outcome(found, {}))
+    text = capsys.readouterr().out
+    for heading in ("node", "memory", "products", "disk", "fsync", "loopback", "sends", "receives", "latency", "clock"):
+        assert re.search(rf"\b{heading}\b", text)
+    assert "\u2026" not in text
+    assert "2 nodes are called vm" in text
+    lines = text.splitlines()
+    end = next(line.index("memory") for line in lines if "memory" in line)
+    named = "".join(line[:end].strip() for line in lines)
+    assert "vm(10.0.0.11:8434)vm(10.0.0.12:8434)" in named.replace(" ", "")
+
+
 def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: list[int]) -> None:
     with doctor("a", f"127.0.0.1:{ports[0]}", [], secret_file) as process:
         code, told = outcome(process)
@@ -172,6 +220,7 @@ def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: lis
         (["--peer", "nonsense"], "HOST:PORT"),
         (["--listen", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1"),
         (["--secret-file", "/no/such/file"], "the job's secret cannot be read"),
+        (["--nodes", "/dev/null"], "--nodes /dev/null names no node"),
     ],
 )
 def test_refusal_is_one_line(arguments: list[str], says: str) -> None:
