@@ -80,10 +80,10 @@ def doctor(
     """
     own = address or listen
     listed = [line.partition("#")[0].strip() for line in nodes.read_text().splitlines()] if nodes else []
-    named = [line for line in listed if line]
-    if nodes and not named:
+    others = [line for line in listed if line]
+    if nodes and not others:
         raise MonitorError(f"--nodes {nodes} names no node: one HOST:PORT a line")
-    roster = Roster.of(own, [*peers, *named])
+    roster = Roster.of(own, [*peers, *others])
     for one in (listen, *roster.everybody):
         _check_address(one)
     host, _, port = listen.rpartition(":")
