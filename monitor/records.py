@@ -110,7 +110,9 @@ class Ending(IntEnum):
     """Nothing: it runs, or a signal left it no time."""
     FINISHED = 2
     RAISED = 3
-    """An exception that nobody caught ended it."""
+    """An exception of its own, that nobody caught, ended it."""
+    FAILED = 4
+    """Communication that failed ended it: mostly, because another rank had ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ def strip(cells: Sequence[float | None]) -> Text:
 
 def _doing(rank: Mapping[str, Any]) -> str:
     if rank["state"] == "gone":
-        return {"finished": "has ended", "raised": "has failed"}.get(rank["ending"], "is dead")
+        return {"finished": "has ended", "raised": "has failed", "failed": "has failed"}.get(rank["ending"], "is dead")
     if rank["state"] == "unheard":
         return f"not heard of for {_seconds(rank['unheard_s'])}"
     doing = []

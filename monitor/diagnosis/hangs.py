@@ -170,7 +170,7 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     if not dead:
         return ()
     alive = {rank for rank, row in view.rows.items() if row["alive"]}
-    witnesses = {rank for rank, row in view.rows.items() if row["failed"]}
+    witnesses = {rank for rank, row in view.rows.items() if row["failed"] or row["ending"] == Ending.FAILED}
     raised = {rank for rank in dead - witnesses if view.rows[rank]["ending"] == Ending.RAISED}
     if not alive and not witnesses and not raised:
         return ()
@@ -186,14 +186,11 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
             if rank in dead:
                 open_of[rank].append(view.name(operation))
     killed = {rank for rank in dead if view.rows[rank]["ending"] == Ending.NONE}
-    frontiers = view.job.frontiers
-    blocked = set(frontiers["rank"][(frontiers["open"] > 0) & ~frontiers["asynchronous"]].tolist())
-    victims = {rank for rank in dead - killed if (rank in blocked if rank in raised else open_of[rank])}
-    raised -= victims if killed else set()
+    victims = {rank for rank in dead - killed if open_of[rank]} if killed else set()
     if len(raised) > 1 and 2 * len(raised) > len(view.rows):
         return (_program_ended(view, raised),)
     needed = []
-    for rank in sorted(raised or dead - witnesses - (victims if killed else set()) or dead - witnesses or dead):
+    for rank in sorted(raised or dead - witnesses - victims or dead - witnesses or dead):
         waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
         is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
         row = view.rows[rank]

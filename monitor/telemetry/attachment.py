@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from monitor.errors import MonitorError, RecorderUnavailable
+from monitor.records import Ending
 from monitor.telemetry.native import NativeRecorder
 from monitor.telemetry.phases import AutomaticPhases
 from monitor.telemetry.recorder import Recorder
@@ -36,6 +38,7 @@ from monitor.telemetry.ring import Identity, process_started
 _log = logging.getLogger(__name__)
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+_BACK_ENDS = re.compile(r"gloo/|Gloo|NCCL|ProcessGroup|Connection (closed|reset) by peer")
 ATTACHED_VARIABLE = "KEEPSTEP_MONITOR_ATTACHED"
 
 _attached: Attachment | None = None
@@ -71,8 +74,20 @@ class Attachment:
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Note that the process ends by an exception; a person who interrupts it is none."""
         if issubclass(kind, Exception) and self.process == os.getpid():
-            self.recorder.raised()
+            self.recorder.ends(Ending.FAILED if is_of_communication(error) else Ending.RAISED)
         self._former_hook(kind, error, trace)
+
+
+def is_of_communication(error: BaseException) -> bool:
+    """Return whether an exception, or one that it came of, is a failure of communication; gloo's and many of NCCL's have no type of their own."""
+    seen = set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _BACK_ENDS.search(str(cause))):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def attach(

@@ -149,10 +149,10 @@ class Recorder:
             self._native.close()
         self.ring.finish(self._ending)
 
-    def raised(self) -> None:
-        """Say that an exception ends the process."""
-        self._ending = Ending.RAISED
-        self.ring.finish(self._ending)
+    def ends(self, ending: Ending) -> None:
+        """Say why the process ends."""
+        self._ending = ending
+        self.ring.finish(ending)
 
     def _begin_step(self, number: int, at_s: float) -> None:
         self.ring.step = number

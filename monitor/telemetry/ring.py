@@ -16,7 +16,7 @@ Format, version 1. Native byte order, which is little-endian wherever this runs.
     48    u64    generation of the job, 0 where nobody counts them
     56    f64    monotonic seconds at which the ring was created
     64    u32    live: optimizer step under way, from 1; 0: before the first
-    68    u32    live: 1 running, 2 ended in good order, 3 ended by an exception
+    68    u32    live: 1 running, 2 ended in good order, 3 by an exception, 4 because communication failed
     72    3 u64  lane of operations: offset, capacity in records (a power of two, at least 256), live: position
     96    3 u64  lane of phases and measures: the same
     120   3 u64  communicator table: offset, capacity in bytes, live: bytes used

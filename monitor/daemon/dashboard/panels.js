@@ -135,7 +135,7 @@ export function drawRanks(told) {
   const sick = new Set(told.verdicts.filter((entry) => entry.closed_at_s === null).flatMap((entry) => entry.verdict.subject.ranks));
   document.getElementById("ranks-note").textContent = told.ranks_total > told.ranks.length ? `the ${told.ranks.length} most silent of ${told.ranks_total}` : "";
   table(document.getElementById("ranks"), [["rank"], ["node"], ["process", true], ["step", true], ["last step", true], ["phase"], ["operation under way"], ["no progress for", true]],
-    told.ranks.map((rank) => [[`${rank.rank}`, sick.has(rank.rank)], rank.node, `${rank.pid}${rank.state !== "gone" ? "" : { finished: " (ended)", raised: " (failed)" }[rank.ending] || " (dead)"}`, `${rank.step}`, seconds(rank.last_step_s),
+    told.ranks.map((rank) => [[`${rank.rank}`, sick.has(rank.rank)], rank.node, `${rank.pid}${rank.state !== "gone" ? "" : { finished: " (ended)", raised: " (failed)", failed: " (failed)" }[rank.ending] || " (dead)"}`, `${rank.step}`, seconds(rank.last_step_s),
       rank.state === "unheard" ? [`not heard of for ${seconds(rank.unheard_s)}`, true] : rank.phase ? `${rank.phase.name} ${seconds(rank.phase.age_s)}` : "", rank.operation ? `${rank.operation.name} no. ${rank.operation.number} of group ${rank.operation.group}, ${seconds(rank.operation.age_s)}` : "",
       [seconds(rank.silent_s), rank.silent_s > Math.max(3, 3 * (told.typical_step_s || 0))]]));
 }

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import monitor
 from monitor.errors import RecorderUnavailable
 from monitor.records import Communicator, Kind, Measure, Phase
+from monitor.telemetry.attachment import is_of_communication
 from monitor.telemetry.native import NativeRecorder, library_path
 from monitor.telemetry.phases import AutomaticPhases
 from monitor.telemetry.recorder import Recorder
@@ -260,3 +262,11 @@ def test_library_that_others_could_have_put_there_is_not_loaded(
     library_path().chmod(0o666)
     with pytest.raises(RecorderUnavailable, match="written by others"):
         NativeRecorder()
+
+
+def test_failure_of_communication_is_told_from_an_error_of_ones_own() -> None:
+    closed = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    wrapped = ValueError("the step failed")
+    wrapped.__cause__ = closed
+    assert all(map(is_of_communication, (closed, wrapped, dist.DistNetworkError("the store is gone"))))
+    assert not any(map(is_of_communication, (ValueError("no such batch"), RuntimeError("CUDA error: out of memory"))))

@@ -9,7 +9,7 @@ pair send 1k ->1    0.61-0.62  .          .          .
 pair receive 1k <-0 .          0.55-0.62  .          .
 loss                2.5        2.5        2.5        2.5
 step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did not begin
-dead 2                            finished 2, raised 2: the same, and it had said that it ends, or that an exception ends it
+dead 2                            finished 2, raised 2, failed 2: the same, and it had said so of its end (`Ending`)
 read 20.0                         when the rings are read, by the job's clock
 expect non-communication hang: rank 1
 """
@@ -167,7 +167,7 @@ def parse(text: str) -> Trace:
                 steps, every_s, at_s = (int(number), int(number)), 0.0, float(begin)
             case ["dead", *ranks]:
                 trace.dead |= set(map(int, ranks))
-            case ["finished" | "raised" as how, *ranks]:
+            case ["finished" | "raised" | "failed" as how, *ranks]:
                 trace.dead |= set(map(int, ranks))
                 trace.endings |= dict.fromkeys(map(int, ranks), Ending[how.upper()])
             case ["read", time]:
