@@ -210,9 +210,9 @@ class Watch:
         """Take in what the daemon at `url` told."""
         self._history.begin()
         newest = self._newest([state for state, _ in summary.ranks])
-        unwanted = {
-            state.rank for state, _ in summary.ranks if self._knows_better(state) or is_left_over(state, newest)
-        }
+        twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
+        left = {state.rank for state, _ in summary.ranks if is_left_over(state, newest)}
+        unwanted = twice | left
         for state, records in summary.ranks:
             if state.rank not in unwanted:
                 self._hear(state, records)
@@ -223,8 +223,8 @@ class Watch:
         ):
             self._inbox.drop(url)
         self._inbox.add(url, (without(one, unwanted) for one in summary.digests))
-        if not unwanted.isdisjoint(self._local):
-            named = ", ".join(map(str, sorted(unwanted & set(self._local))))
+        if both := (twice - left).intersection(self._local):
+            named = ", ".join(map(str, sorted(both)))
             reason = f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
             self.below.missed(url, reason)
         self._forget()

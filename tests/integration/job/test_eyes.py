@@ -27,6 +27,9 @@ from monitor.telemetry.ring_files import ring_paths
 from monitor.telemetry.ring_reader import RingReader
 from monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler"
+)
 ROOT = Path(__file__).parents[3]
 HANGS_AT = 8
 SCRIPT = f"""
@@ -93,7 +96,7 @@ def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
         process.wait(20)
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+@needs_compiler
 def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_on_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,7 +141,7 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
     assert not list(rings.rglob("*.ring"))
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+@needs_compiler
 def test_a_monitor_that_was_there_before_a_job_of_this_machine_acts_for_each_of_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +178,7 @@ def test_a_monitor_that_was_there_before_a_job_of_this_machine_acts_for_each_of_
     assert "ERROR" not in said.read_text()
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler")
+@needs_compiler
 def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
