@@ -1,22 +1,51 @@
-"""keepstep's checkpoints: sharded state in a universal stored format, and in the memory of its nodes.
+"""Checkpoints of sharded state: in a universal stored format, and in the memory of nodes.
 
 `save` and `load` work on their own, in one process or as a collective of a torch process group.
 """
 
 from __future__ import annotations
 
+if __name__ != "keepstep.checkpoint":
+    raise ImportError(
+        f"{__name__} is a folder of keepstep's source tree; import keepstep.checkpoint"
+    )
+
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from checkpoint.api import load, save
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointMissing,
+    LayoutMismatch,
+    SnapshotUnavailable,
+    StateChanged,
+)
 
-__all__ = ["load", "save"]
+if TYPE_CHECKING:
+    from keepstep.checkpoint.api import load, save
+
+__all__ = [
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointExists",
+    "CheckpointMissing",
+    "LayoutMismatch",
+    "SnapshotUnavailable",
+    "StateChanged",
+    "load",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:
     # The snapshot server imports this package too, and must start without PyTorch.
-    if name in __all__:
-        from checkpoint import api
+    if name in ("load", "save"):
+        from keepstep.checkpoint import api
 
         return getattr(api, name)
-    raise AttributeError(f"module 'checkpoint' has no attribute {name!r}")
+    raise AttributeError(f"module 'keepstep.checkpoint' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from checkpoint.capture import Capturer
-from checkpoint.chunking import plan_chunks
-from checkpoint.collective import box_of, collect, exchange, rank
-from checkpoint.documents import merged_documents
-from checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
-from checkpoint.filling import allocate, restore
-from checkpoint.format import StoredObject, StoredStep
-from checkpoint.layout import Entry, Json, ShardIndex
-from checkpoint.live import LiveState, LiveTensor, describe
-from checkpoint.options import is_json, restore_options
-from checkpoint.reader import StoredCheckpoint, list_steps
-from checkpoint.storage import open_storage
-from checkpoint.writer import publish, write_part
+from keepstep.checkpoint.collective import box_of, collect, exchange, rank
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.documents import merged_documents
+from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
+from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.stored.chunking import plan_chunks
+from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.writer import publish, write_part
 
 log = logging.getLogger("keepstep")
 
@@ -53,7 +53,9 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
         CheckpointExists: this step and generation is already there.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live, gathered = _together_sharing(lambda: _capture(state), lambda live: _indexed(live).to_json())
+    live, gathered = _together_sharing(
+        lambda: _capture(state), lambda live: _indexed(live).to_json()
+    )
     indexes = [ShardIndex.from_json(one) for one in gathered]
     plan = plan_chunks(indexes)
     storage, stored = open_storage(url), StoredStep(step, generation)
@@ -65,14 +67,18 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
             stored,
             plan,
             [rank()],
-            lambda key, box: collected[key, box] if (key, box) in collected else box_of(tensors[key], box),
+            lambda key, box: (
+                collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
+            ),
             name=rank(),
         ),
         StoredObject.to_json,
     )
     parts = [StoredObject.from_json(one) for one in gathered]
     documents = merged_documents(index.documents for index in indexes)
-    _together(lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None)
+    _together(
+        lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None
+    )
 
 
 def load(
@@ -108,7 +114,9 @@ def load(
     listed = exchange([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
     for position, chosen in enumerate(listed or [[step, None]]):
         try:
-            return _load(url, state, *chosen, strict=strict, convert=convert, resize=frozenset(resize))
+            return _load(
+                url, state, *chosen, strict=strict, convert=convert, resize=frozenset(resize)
+            )
         except CheckpointDamaged as error:
             if not fallback or position == len(listed) - 1:
                 raise
@@ -142,12 +150,20 @@ def _load(
 
 
 def _fill(
-    source: StoredCheckpoint, live: LiveState, state: State, *, strict: bool, convert: bool, resize: Collection[str]
+    source: StoredCheckpoint,
+    live: LiveState,
+    state: State,
+    *,
+    strict: bool,
+    convert: bool,
+    resize: Collection[str],
 ) -> int:
     elsewhere: set[str] = set()
     mine = {tensor.key for tensor in live.tensors}
     # Only where a rank lacks something, as a pipeline stage does, must all say what they have.
-    if any(exchange(not mine.issuperset(key for key in source.tensors if key.startswith("model/")))):
+    if any(
+        exchange(not mine.issuperset(key for key in source.tensors if key.startswith("model/")))
+    ):
         elsewhere = {key for keys in exchange(sorted(mine)) for key in keys}
 
     def fill() -> int:
@@ -165,7 +181,9 @@ def _together(act: Callable[[], _Result]) -> _Result:
     return _together_sharing(act, lambda _: None)[0]
 
 
-def _together_sharing(act: Callable[[], _Result], share: Callable[[_Result], Json]) -> tuple[_Result, list[Json]]:
+def _together_sharing(
+    act: Callable[[], _Result], share: Callable[[_Result], Json]
+) -> tuple[_Result, list[Json]]:
     """Do something on every rank, as `_together`; also return what each rank shares of its result, in the order of ranks."""
     own: Exception | None = None
     result: _Result | None = None
@@ -185,7 +203,9 @@ def _together_sharing(act: Callable[[], _Result], share: Callable[[_Result], Jso
     if own is not None and isinstance(own, CheckpointDamaged) == is_damage:
         raise own
     number, first = next((n, one) for n, one in failures.items() if one["damaged"] == is_damage)
-    raise (CheckpointDamaged if is_damage else CheckpointError)(f"rank {number}: {first['error']}") from own
+    raise (CheckpointDamaged if is_damage else CheckpointError)(
+        f"rank {number}: {first['error']}"
+    ) from own
 
 
 def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
@@ -197,7 +217,9 @@ def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
             "the state has several modules; put them into one nn.ModuleDict, or save under several URLs"
         )
     if optimizers and not modules:
-        raise LayoutMismatch("the state has an optimizer but not the module that names its parameters; add it")
+        raise LayoutMismatch(
+            "the state has an optimizer but not the module that names its parameters; add it"
+        )
     return [(modules[0], optimizers)] if modules else []
 
 
@@ -244,6 +266,7 @@ def _fill_values(state: State, values: Mapping[str, Json], prefix: str = "") -> 
 
 def _indexed(live: LiveState) -> ShardIndex:
     entries = tuple(
-        Entry(t.key, t.dtype, t.global_shape, t.box, 0, t.data.numel() * t.data.element_size()) for t in live.tensors
+        Entry(t.key, t.dtype, t.global_shape, t.box, 0, t.data.numel() * t.data.element_size())
+        for t in live.tensors
     )
     return ShardIndex(0, entries, live.documents)

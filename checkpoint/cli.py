@@ -13,17 +13,36 @@ import click
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
-from checkpoint.errors import CheckpointDamaged
-from checkpoint.housekeeping import Contents, collect, compare, contents, copy, metric_of, remove
-from checkpoint.pruning import GRACE_S, Retention, superfluous
-from checkpoint.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.stored.housekeeping import (
+    Contents,
+    collect,
+    compare,
+    contents,
+    copy,
+    metric_of,
+    remove,
+)
+from keepstep.checkpoint.stored.pruning import GRACE_S, Retention, superfluous
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 
 _STEP = click.option("--step", type=int, help="Which step. Default: the newest.")
-_GENERATION = click.option("--generation", type=int, help="Which generation of it. Default: the newest.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+_GENERATION = click.option(
+    "--generation", type=int, help="Which generation of it. Default: the newest."
+)
+_JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of text."
+)
 
 
 @click.group()
@@ -47,7 +66,10 @@ def ls(url: str, as_json: bool) -> None:
         except CheckpointDamaged as error:
             damaged[stored.directory] = str(error)
     if as_json:
-        listed = [{"step": one.stored.step, "generation": one.stored.generation, **_numbers(one)} for one in found]
+        listed = [
+            {"step": one.stored.step, "generation": one.stored.generation, **_numbers(one)}
+            for one in found
+        ]
         _print_json({"checkpoints": listed, "damaged": damaged})
         return
     table = _table("step", "generation", "size", "objects", "tensors", "elements")
@@ -67,18 +89,31 @@ def ls(url: str, as_json: bool) -> None:
 @_GENERATION
 @click.option("--documents", is_flag=True, help="Also what is no tensor.")
 @_JSON
-def show(url: str, step: int | None, generation: int | None, documents: bool, as_json: bool) -> None:
+def show(
+    url: str, step: int | None, generation: int | None, documents: bool, as_json: bool
+) -> None:
     """Show the tensors of a checkpoint: names, data types, shapes, how they are cut."""
     source = StoredCheckpoint.open(url, step, generation)
     total = contents(source)
     if as_json:
         tensors = {
-            key: {"dtype": t.dtype, "shape": t.shape, "chunk": t.chunk, "cell": t.cell, "packed": t.is_packed}
+            key: {
+                "dtype": t.dtype,
+                "shape": t.shape,
+                "chunk": t.chunk,
+                "cell": t.cell,
+                "packed": t.is_packed,
+            }
             for key, t in source.stored_tensors.items()
         }
         extra = {"documents": source.documents} if documents else {}
         _print_json(
-            {"step": source.stored.step, "generation": source.stored.generation, **_numbers(total), "tensors": tensors}
+            {
+                "step": source.stored.step,
+                "generation": source.stored.generation,
+                **_numbers(total),
+                "tensors": tensors,
+            }
             | extra
         )
         return
@@ -102,16 +137,22 @@ def show(url: str, step: int | None, generation: int | None, documents: bool, as
 @_GENERATION
 @click.option("--all", "everything", is_flag=True, help="Every checkpoint at URL.")
 @_JSON
-def verify(url: str, step: int | None, generation: int | None, everything: bool, as_json: bool) -> None:
+def verify(
+    url: str, step: int | None, generation: int | None, everything: bool, as_json: bool
+) -> None:
     """Read every byte of a checkpoint and compare it with what was written. Status 1 if one is damaged."""
     results: dict[str, str | None] = {}
-    wanted = [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
+    wanted = (
+        [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
+    )
     for one in wanted:
         name = "the newest" if one[0] is None else f"step {one[0]}"
         try:
             source = StoredCheckpoint.open(url, *one)
             name = source.stored.directory
-            with _progress(name, sum(item.nbytes for item in source.directory.objects), quiet=as_json) as report:
+            with _progress(
+                name, sum(item.nbytes for item in source.directory.objects), quiet=as_json
+            ) as report:
                 source.verify(report)
             results[name] = None
         except CheckpointDamaged as error:
@@ -130,9 +171,13 @@ def verify(url: str, step: int | None, generation: int | None, everything: bool,
 @click.option("--first-step", type=int, help="Step at FIRST. Default: the newest.")
 @click.option("--second-step", type=int, help="Step at SECOND. Default: the newest.")
 @_JSON
-def diff(first: str, second: str, first_step: int | None, second_step: int | None, as_json: bool) -> None:
+def diff(
+    first: str, second: str, first_step: int | None, second_step: int | None, as_json: bool
+) -> None:
     """Compare two checkpoints, tensor by tensor. Status 1 if they differ."""
-    found = compare(StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step))
+    found = compare(
+        StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step)
+    )
     if as_json:
         _print_json(
             {
@@ -155,13 +200,20 @@ def diff(first: str, second: str, first_step: int | None, second_step: int | Non
 
 @ckpt.command()
 @click.argument("url")
-@click.option("--step", "steps", type=int, multiple=True, help="Remove this step; may be given several times.")
+@click.option(
+    "--step", "steps", type=int, multiple=True, help="Remove this step; may be given several times."
+)
 @click.option("--keep-last", type=int, help="Remove all but the newest so many.")
 @click.option("--keep-every", type=int, help="... but keep the steps that are multiples of this.")
 @click.option(
-    "--keep-best", nargs=3, metavar="N NAME min|max", help="... but keep the N best by a value saved as NAME."
+    "--keep-best",
+    nargs=3,
+    metavar="N NAME min|max",
+    help="... but keep the N best by a value saved as NAME.",
 )
-@click.option("--pin", type=int, multiple=True, help="... but keep this step; may be given several times.")
+@click.option(
+    "--pin", type=int, multiple=True, help="... but keep this step; may be given several times."
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @_JSON
 def rm(
@@ -175,19 +227,30 @@ def rm(
     if steps:
         missing = set(steps) - {stored.step for stored in present}
         if missing:
-            raise click.UsageError(f"{url} has no checkpoint of step {min(missing)}; see `keepstep ckpt ls {url}`")
-        doomed = tuple(stored for stored in present if stored.step in steps and stored.step not in pin)
+            raise click.UsageError(
+                f"{url} has no checkpoint of step {min(missing)}; see `keepstep ckpt ls {url}`"
+            )
+        doomed = tuple(
+            stored for stored in present if stored.step in steps and stored.step not in pin
+        )
     else:
         best, metric = None, {}
         if keep_best is not None:
             count, name, way = keep_best
             if not count.isdigit() or way not in ("min", "max"):
-                raise click.UsageError("--keep-best takes a number, the name of a saved value, and min or max")
+                raise click.UsageError(
+                    "--keep-best takes a number, the name of a saved value, and min or max"
+                )
             best = (int(count), way)
-            rated = {s: metric_of(StoredCheckpoint.open(url, s.step, s.generation), name) for s in present}
+            rated = {
+                s: metric_of(StoredCheckpoint.open(url, s.step, s.generation), name)
+                for s in present
+            }
             metric = {stored: value for stored, value in rated.items() if value is not None}
         assert keep_last is not None
-        doomed = superfluous(present, Retention(keep_last, keep_every, best, frozenset(pin)), metric)
+        doomed = superfluous(
+            present, Retention(keep_last, keep_every, best, frozenset(pin)), metric
+        )
     for stored in doomed:
         if not dry_run:
             remove(url, stored, now=time.time())
@@ -199,7 +262,12 @@ def rm(
 
 @ckpt.command()
 @click.argument("url")
-@click.option("--grace", default=GRACE_S, show_default=True, help="Seconds that readers and writers have to finish.")
+@click.option(
+    "--grace",
+    default=GRACE_S,
+    show_default=True,
+    help="Seconds that readers and writers have to finish.",
+)
 @_JSON
 def gc(url: str, grace: float, as_json: bool) -> None:
     """Delete what removed checkpoints and writers that died have left, once it has been there for some time.
@@ -237,19 +305,30 @@ def _progress(what: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int]
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()
+    ) as progress:
         task = progress.add_task(what, total=nbytes)
         yield lambda count: progress.advance(task, count)
 
 
 def _numbers(one: Contents) -> dict[str, int]:
-    return {"nbytes": one.nbytes, "objects": one.objects, "tensors": one.tensors, "elements": one.elements}
+    return {
+        "nbytes": one.nbytes,
+        "objects": one.objects,
+        "tensors": one.tensors,
+        "elements": one.elements,
+    }
 
 
 def _table(*names: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for name in names:
-        table.add_column(name, justify="left" if name in ("tensor", "data type", "kept") else "right", overflow="fold")
+        table.add_column(
+            name,
+            justify="left" if name in ("tensor", "data type", "kept") else "right",
+            overflow="fold",
+        )
     return table
 
 

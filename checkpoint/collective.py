@@ -14,11 +14,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from checkpoint.chunking import Chunk, ChunkPlan
-from checkpoint.dtypes import numpy_dtype
-from checkpoint.layout import Box, Entry, Json, ShardIndex
-from checkpoint.live import LiveTensor, as_bytes
-from checkpoint.planner import plan_reads
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.planner import plan_reads
+from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
+from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,7 +40,9 @@ def exchange(mine: Json) -> list[Json]:
     padded = torch.frombuffer(bytearray(data.ljust(max(nbytes))), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(padded) for _ in nbytes]
     dist.all_gather(gathered, padded)
-    return [json.loads(bytes(one.cpu().numpy()[:n])) for one, n in zip(gathered, nbytes, strict=True)]
+    return [
+        json.loads(bytes(one.cpu().numpy()[:n])) for one, n in zip(gathered, nbytes, strict=True)
+    ]
 
 
 def collect(
@@ -60,7 +62,9 @@ def collect(
     collected: dict[tuple[str, Box], Bytes] = {}
     for writer, chunks in enumerate(plan.chunks):
         for chunk in chunks:
-            if not any(h == writer and chunk.box.intersect(e.box) == chunk.box for h, e in held[chunk.key]):
+            if not any(
+                h == writer and chunk.box.intersect(e.box) == chunk.box for h, e in held[chunk.key]
+            ):
                 mine = _transfer(chunk, writer, held[chunk.key], tensors)
                 if writer == me:
                     collected[chunk.key, chunk.box] = mine
@@ -73,7 +77,9 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 
-def _transfer(chunk: Chunk, writer: int, held: Sequence[tuple[int, Entry]], tensors: Mapping[str, LiveTensor]) -> Bytes:
+def _transfer(
+    chunk: Chunk, writer: int, held: Sequence[tuple[int, Entry]], tensors: Mapping[str, LiveTensor]
+) -> Bytes:
     """Send this rank's pieces of a chunk to its writer; return them all if this is the writer."""
     me = rank()
     order = sorted(held, key=lambda item: (item[0] != writer, item[0]))

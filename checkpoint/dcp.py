@@ -29,21 +29,28 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.planner import WriteItemType as Kind
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from checkpoint.chunking import ChunkPlan, StoredTensor, plan_chunks
-from checkpoint.errors import CheckpointError, LayoutMismatch
-from checkpoint.format import StoredObject, StoredStep
-from checkpoint.layout import Box, Entry, Json, ShardIndex
-from checkpoint.live import as_bytes, dtype_name, torch_dtype
-from checkpoint.options import is_json
-from checkpoint.reader import StoredCheckpoint
-from checkpoint.source import BoxRequest
-from checkpoint.storage import open_storage
-from checkpoint.writer import publish, write_part
+from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.optimizer_options import is_json
+from keepstep.checkpoint.live.tensors import as_bytes, dtype_name, torch_dtype
+from keepstep.checkpoint.stored.chunking import ChunkPlan, StoredTensor, plan_chunks
+from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.writer import publish, write_part
 
 _VALUES = "dcp/values"
 _PATHS = "dcp/paths"
@@ -87,7 +94,10 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Divide the chunks among the ranks: each writes what it holds."""
-        indexes = [ShardIndex(0, tuple(_entry(i) for i in plan.items if i.type != Kind.BYTE_IO), {}) for plan in plans]
+        indexes = [
+            ShardIndex(0, tuple(_entry(i) for i in plan.items if i.type != Kind.BYTE_IO), {})
+            for plan in plans
+        ]
         whole = plan_chunks(indexes, within_shards=True)
         self._tensors = whole.tensors
         shares = []
@@ -95,7 +105,12 @@ class Writer(StorageWriter):
             mine = {chunk.key for chunk in whole.chunks[rank]}
             tensors = {key: tensor for key, tensor in whole.tensors.items() if key in mine}
             shares.append(
-                replace(plan, storage_data=_Share(rank, ChunkPlan(tensors, ((),) * rank + (whole.chunks[rank],))))
+                replace(
+                    plan,
+                    storage_data=_Share(
+                        rank, ChunkPlan(tensors, ((),) * rank + (whole.chunks[rank],))
+                    ),
+                )
             )
         return shares
 
@@ -120,12 +135,20 @@ class Writer(StorageWriter):
                         assert isinstance(data, torch.Tensor)
                         resolved[id(item)] = data.detach().cpu()
                     part = resolved[id(item)][box.within(held).slices].contiguous()
-                    return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
+                    return np.frombuffer(as_bytes(part), np.uint8).reshape(
+                        *box.shape, part.element_size()
+                    )
             raise AssertionError("chunks lie within shards")
 
         storage = open_storage(self._url)
-        part = write_part(storage, self._stored, share.plan, [share.rank], read_box, name=share.rank)
-        sizes = {item.index: item.tensor_storage_size() or 0 for of_key in items.values() for item in of_key}
+        part = write_part(
+            storage, self._stored, share.plan, [share.rank], read_box, name=share.rank
+        )
+        sizes = {
+            item.index: item.tensor_storage_size() or 0
+            for of_key in items.values()
+            for item in of_key
+        }
         results += [WriteResult(index, nbytes, None) for index, nbytes in sizes.items()]
         results.append(WriteResult(_PART_INDEX, 0, {"part": part.to_json()}))
         done: Future[list[WriteResult]] = Future()
@@ -142,7 +165,13 @@ class Writer(StorageWriter):
             elif result.storage_data:
                 values[result.index.fqn] = result.storage_data["value"]
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        publish(open_storage(self._url), self._stored, parts, self._tensors, {_VALUES: values, _PATHS: paths})
+        publish(
+            open_storage(self._url),
+            self._stored,
+            parts,
+            self._tensors,
+            {_VALUES: values, _PATHS: paths},
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -191,13 +220,17 @@ class Reader(StorageReader):
             )
             for key, spec in self._source.tensors.items()
         }
-        described.update({name: BytesStorageMetadata() for name in self._source.documents.get(_VALUES, {})})
+        described.update(
+            {name: BytesStorageMetadata() for name in self._source.documents.get(_VALUES, {})}
+        )
         paths = {name: tuple(path) for name, path in self._source.documents.get(_PATHS, {}).items()}
         # The step travels with the metadata: all ranks must read the same one, whatever appears meanwhile.
         chosen = [self._source.stored.step, self._source.stored.generation]
         return Metadata(described, planner_data=paths, storage_data=chosen)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """See `StorageReader`."""
         if self._opened is None and metadata.storage_data is not None:
             self._opened = StoredCheckpoint.open(self._url, *metadata.storage_data)
@@ -227,10 +260,16 @@ class Reader(StorageReader):
             targets.append((item, target))
             stored = torch_dtype(self._source.tensors[name].dtype)
             buffer = target
-            if not (target.is_contiguous() and target.device.type == "cpu" and target.dtype == stored):
+            if not (
+                target.is_contiguous() and target.device.type == "cpu" and target.dtype == stored
+            ):
                 buffer = torch.empty(tuple(item.lengths), dtype=stored)
                 staged.append((target, buffer))
-            requests.append(BoxRequest(name, Box(tuple(item.storage_offsets), tuple(item.lengths)), as_bytes(buffer)))
+            requests.append(
+                BoxRequest(
+                    name, Box(tuple(item.storage_offsets), tuple(item.lengths)), as_bytes(buffer)
+                )
+            )
         self._source.read(requests)
         for target, buffer in staged:
             target.copy_(buffer)

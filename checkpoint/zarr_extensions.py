@@ -20,9 +20,16 @@ from zarr.core.dtype import data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
 
-from checkpoint.directory import Directory
-from checkpoint.errors import CheckpointDamaged, CheckpointError
-from checkpoint.format import MANIFEST, ROOT, DataObject, Manifest, decode_part, parse_root
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
+from keepstep.checkpoint.stored.cell_index import Directory
+from keepstep.checkpoint.stored.format import (
+    MANIFEST,
+    ROOT,
+    DataObject,
+    Manifest,
+    decode_part,
+    parse_root,
+)
 
 _DIRECTORIES_KEPT = 4
 
@@ -66,7 +73,9 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Make the codec from its metadata."""
         configuration = data["configuration"]
-        return cls(configuration["key"], tuple(json.dumps(codec) for codec in configuration["codecs"]))
+        return cls(
+            configuration["key"], tuple(json.dumps(codec) for codec in configuration["codecs"])
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the codec's metadata."""
@@ -82,7 +91,9 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             f"{self.key}: a packed chunk is no object of its own; read the array through zarr, with no codec added to its own"
         )
 
-    async def _decode_partial_single(self, byte_getter: Any, selection: Any, chunk_spec: Any) -> NDBuffer:
+    async def _decode_partial_single(
+        self, byte_getter: Any, selection: Any, chunk_spec: Any
+    ) -> NDBuffer:
         path = byte_getter.path
         root, found, place = path.rpartition(f"{self.key}/c")
         if not found:
@@ -97,8 +108,14 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
                 f"{root}{span.object_name}: what it holds of {self.key} was changed; load an older step"
             )
         dtype = chunk_spec.dtype.to_native_dtype()
-        values = np.frombuffer(data[:-4], dtype.newbyteorder("<")).astype(dtype, copy=False).reshape(chunk_spec.shape)
-        return cast(NDBuffer, chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(values[selection])))
+        values = (
+            np.frombuffer(data[:-4], dtype.newbyteorder("<"))
+            .astype(dtype, copy=False)
+            .reshape(chunk_spec.shape)
+        )
+        return cast(
+            NDBuffer, chunk_spec.prototype.nd_buffer.from_numpy_array(np.asarray(values[selection]))
+        )
 
 
 async def _get(store: Store, path: str, offset: int | None = None, nbytes: int = 0) -> bytes:
@@ -157,7 +174,11 @@ class _Extension(ZDType[Any, Any], HasItemSize):
 
     def to_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
         number = float(data)
-        return number if np.isfinite(number) else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
+        return (
+            number
+            if np.isfinite(number)
+            else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
+        )
 
     @property
     def item_size(self) -> int:
@@ -165,7 +186,11 @@ class _Extension(ZDType[Any, Any], HasItemSize):
 
 
 def _extension(name: str) -> type[_Extension]:
-    return type(name, (_Extension,), {"_zarr_v3_name": name, "_scalar": getattr(ml_dtypes, name), "__slots__": ()})
+    return type(
+        name,
+        (_Extension,),
+        {"_zarr_v3_name": name, "_scalar": getattr(ml_dtypes, name), "__slots__": ()},
+    )
 
 
 BFloat16 = _extension("bfloat16")

@@ -12,11 +12,11 @@ import click
 import matplotlib
 from rich.console import Console
 
-from checkpoint.reader import StoredCheckpoint
-from elastic.records import Recovery
-from elastic.status import recoveries
-from elastic.view import View
 from examples.local_cluster import LocalCluster, read_steps, script
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.elastic.cli.status import recoveries
+from keepstep.elastic.rendezvous.records import Recovery
+from keepstep.elastic.rendezvous.view import View
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -25,11 +25,15 @@ STEPS, KILL_AT, RETURN_AT = 120, 35, 45
 
 
 @click.command()
-@click.option("--output", default=Path("demo-output"), type=Path, help="Where logs, checkpoint and plot go.")
+@click.option(
+    "--output", default=Path("demo-output"), type=Path, help="Where logs, checkpoint and plot go."
+)
 def main(output: Path) -> None:
     console = Console()
     shutil.rmtree(output, ignore_errors=True)
-    console.rule("1. two nodes of two workers train a GPT with FSDP2; node-b is killed; it comes back")
+    console.rule(
+        "1. two nodes of two workers train a GPT with FSDP2; node-b is killed; it comes back"
+    )
     history = run(console, output / "disturbed", disturb=True)
     console.rule("2. the same job undisturbed")
     run(console, output / "undisturbed", disturb=False)
@@ -62,16 +66,22 @@ def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recover
             cluster.wait_until(lambda view: step_of(view) >= KILL_AT, 120)
             cluster.kill("node-b")
             say(f"step {KILL_AT}: node-b killed (agent, workers and snapshot server, with SIGKILL)")
-            cluster.wait_until(lambda view: view.number == 2 and len(view.history.recoveries) == 2, 60)
+            cluster.wait_until(
+                lambda view: view.number == 2 and len(view.history.recoveries) == 2, 60
+            )
             say("node-a carries on alone")
             cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)
             cluster.start("node-b", "--rdzv-conf", "last_call_timeout=30")
             say("node-b comes back")
-            joined = cluster.wait_until(lambda view: len(view.history.recoveries) == 3 or is_stored(view), 120)
+            joined = cluster.wait_until(
+                lambda view: len(view.history.recoveries) == 3 or is_stored(view), 120
+            )
             if len(joined.history.recoveries) == 3:
                 say("node-b has been taken in again")
             else:
-                say("node-a was done before node-b was ready: this machine is too busy to show the return")
+                say(
+                    "node-a was done before node-b was ready: this machine is too busy to show the return"
+                )
                 nodes.remove("node-b")
                 done = joined
         history = (done or cluster.wait_until(is_stored, 120)).history.recoveries
@@ -109,7 +119,11 @@ def losses(directory: Path) -> list[tuple[float, int, float]]:
         parts[line["generation"], line["step"]].append(line)
     begin = min(line["at_s"] for lines in parts.values() for line in lines)
     return sorted(
-        (max(line["at_s"] for line in lines) - begin, int(step), sum(line["loss"] for line in lines) / len(lines))
+        (
+            max(line["at_s"] for line in lines) - begin,
+            int(step),
+            sum(line["loss"] for line in lines) / len(lines),
+        )
         for (_, step), lines in parts.items()
     )
 
@@ -117,7 +131,10 @@ def losses(directory: Path) -> list[tuple[float, int, float]]:
 def plot(output: Path, history: Sequence[Recovery]) -> None:
     """Draw the loss of both runs over steps, and the disturbed run's steps over time."""
     figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(12, 4.5))
-    for name, style in (("undisturbed", {"lw": 5, "alpha": 0.35}), ("disturbed", {"lw": 1.2, "color": "crimson"})):
+    for name, style in (
+        ("undisturbed", {"lw": 5, "alpha": 0.35}),
+        ("disturbed", {"lw": 1.2, "color": "crimson"}),
+    ):
         done = losses(output / name)
         last = {step: loss for _, step, loss in done}
         by_step.plot(list(last), list(last.values()), label=name, **style)
@@ -125,7 +142,9 @@ def plot(output: Path, history: Sequence[Recovery]) -> None:
     bottom, top = by_step.get_ylim()
     # One below the other, for the two may be near each other.
     heights = (top, top - (top - bottom) / 6)
-    for recovery, what, height in zip(history[1:], ("node-b killed", "node-b back"), heights, strict=False):
+    for recovery, what, height in zip(
+        history[1:], ("node-b killed", "node-b back"), heights, strict=False
+    ):
         by_step.axvline(recovery.resumed_step, ls=":", color="grey")
         by_step.annotate(
             f"{what}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",

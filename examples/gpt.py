@@ -35,7 +35,9 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm_attention(x)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self._drop(self.out(attended.transpose(1, 2).reshape(batch, length, width)))
@@ -57,7 +59,9 @@ class GPT(nn.Module):
     def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the mean cross-entropy of a batch of (inputs, targets), each int64 of shape (samples, length)."""
         inputs, targets = batch
-        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        x = self.tokens(inputs) + self.positions(
+            torch.arange(inputs.shape[1], device=inputs.device)
+        )
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
@@ -76,6 +80,9 @@ def initialize(model: nn.Module, seed: int = 0) -> None:
             if isinstance(parameter, DTensor):
                 # Every rank has made the same tensor, so each just keeps its piece.
                 whole = distribute_tensor(
-                    whole.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+                    whole.to(parameter.device),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    src_data_rank=None,
                 )
             parameter.copy_(whole)

@@ -16,11 +16,11 @@ from typing import Self
 
 import psutil
 
-from elastic.follow import views
-from elastic.store.address import parse_address
-from elastic.store.embedded import EmbeddedEtcd
-from elastic.store.etcd import EtcdStore
-from elastic.view import Keys, View
+from keepstep.elastic.cli.follow import views
+from keepstep.elastic.rendezvous.view import Keys, View
+from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.etcd import EtcdStore
 
 
 class LocalCluster:
@@ -54,7 +54,10 @@ class LocalCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for node in list(self.agents):
             self.kill(node)
@@ -71,7 +74,7 @@ class LocalCluster:
         with (self._log / f"{node}.log").open("ab") as output:
             self.agents[node] = subprocess.Popen(
                 [
-                    sys.executable, "-m", "elastic.cli", "run", "--store", self.url, "--job", self.job,
+                    sys.executable, "-P", "-m", "keepstep", "run", "--store", self.url, "--job", self.job,
                     "--node", node, "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
                     "--rdzv-conf", f"last_call_timeout={self._last_call_s}", *options, *self._script,
                 ],
@@ -95,7 +98,11 @@ class LocalCluster:
 
     def workers_of(self, node: str) -> list[psutil.Process]:
         """Return a node's worker processes, spares included, oldest first."""
-        found = [p for p in _tree(self.agents[node].pid) if "elastic.worker" in " ".join(_arguments(p))]
+        found = [
+            p
+            for p in _tree(self.agents[node].pid)
+            if "keepstep.elastic.worker.bootstrap" in " ".join(_arguments(p))
+        ]
         return sorted(found, key=lambda process: (process.create_time(), process.pid))
 
     def wait(self, node: str, timeout_s: float) -> int:
@@ -127,18 +134,25 @@ class LocalCluster:
         try:
             return asyncio.run(follow())
         except TimeoutError:
-            raise TimeoutError(f"not within {timeout_s:.0f} s; agents said:\n{self.output()}") from None
+            raise TimeoutError(
+                f"not within {timeout_s:.0f} s; agents said:\n{self.output()}"
+            ) from None
 
     def output(self) -> str:
         """Return the end of every agent's output."""
         return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in sorted(self._log.glob("*.log"))
+            f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}"
+            for path in sorted(self._log.glob("*.log"))
         )
 
 
 def read_steps(directory: Path) -> list[dict[str, float]]:
     """Return what every rank reported of every step, in the order of time."""
-    lines = [json.loads(line) for path in directory.glob("rank-*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for path in directory.glob("rank-*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     return sorted(lines, key=lambda line: line["at_s"])
 
 

@@ -13,7 +13,9 @@ import torch
 def standard_library() -> torch.Tensor:
     """Return the sources, one after the other in the order of their names, as a uint8 tensor."""
     paths = sorted(Path(os.__file__).parent.glob("*.py"))
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8
+    )
 
 
 class Windows:

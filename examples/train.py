@@ -14,7 +14,7 @@ from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
-import elastic
+import keepstep
 
 
 @click.command()
@@ -29,7 +29,9 @@ import elastic
 @click.option("--snapshot-every", default=1)
 @click.option("--log", type=Path, help="Append a JSON line per step and rank to this directory.")
 @click.option(
-    "--pause", default=0.0, help="Seconds to wait in every step, to make a demonstration slow enough to watch."
+    "--pause",
+    default=0.0,
+    help="Seconds to wait in every step, to make a demonstration slow enough to watch.",
 )
 def main(
     steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
@@ -37,17 +39,20 @@ def main(
 ) -> None:  # fmt: skip
     config = GPTConfig(width=width, layers=layers, context=context, dropout=dropout)
 
-    def build(world: elastic.World) -> elastic.State:
+    def build(world: keepstep.World) -> keepstep.State:
         with torch.device("meta"):
             model = GPT(config)
         for block in model.blocks:
             fully_shard(block, mesh=world.mesh["dp"])
         fully_shard(model, mesh=world.mesh["dp"])
-        return elastic.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+        return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
 
     dataset = Windows(standard_library(), context)
-    with elastic.join(
-        build, checkpoint=checkpoint, checkpoint_every=checkpoint_every, snapshot_every=snapshot_every
+    with keepstep.join(
+        build,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        snapshot_every=snapshot_every,
     ) as job:
         for batch in job.batches(dataset, global_batch, steps=steps):
             with job.step() as step:
@@ -59,7 +64,7 @@ def main(
                 report(log, job, loss)
 
 
-def report(log: Path | None, job: elastic.Job, loss: torch.Tensor) -> None:
+def report(log: Path | None, job: keepstep.Job, loss: torch.Tensor) -> None:
     """Say how it goes; the mean over ranks of what each writes is the batch's loss."""
     world = job.world
     if log is not None:

@@ -6,26 +6,61 @@ nothing in a process that is not attached.
 
 from __future__ import annotations
 
+if __name__ != "keepstep.monitor":
+    raise ImportError(f"{__name__} is a folder of keepstep's source tree; import keepstep.monitor")
+
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from monitor.records import Measure, Phase
+from keepstep.monitor.errors import (
+    DumpUnreadable,
+    MonitorError,
+    MonitorUnreachable,
+    ProtocolViolation,
+    RecorderUnavailable,
+    RingUnreadable,
+    RingUnwritable,
+    RuntimeUnreachable,
+    SecretDiffers,
+)
+from keepstep.monitor.records import Measure, Phase
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from monitor.telemetry.recorder import Recorder
+    from keepstep.monitor.telemetry.recorder import Recorder
 
-__all__ = ["Measure", "Phase", "attach", "begin_step", "end_step", "measure", "phase"]
+__all__ = [
+    "DumpUnreadable",
+    "Measure",
+    "MonitorError",
+    "MonitorUnreachable",
+    "Phase",
+    "ProtocolViolation",
+    "RecorderUnavailable",
+    "RingUnreadable",
+    "RingUnwritable",
+    "RuntimeUnreachable",
+    "SecretDiffers",
+    "attach",
+    "begin_step",
+    "end_step",
+    "measure",
+    "phase",
+]
 
 # The recorder needs PyTorch, which the daemon and the command do without: hence the imports inside.
 
 
 def attach(
-    *, job: str | None = None, rank: int | None = None, node: str | None = None, generation: int | None = None
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    node: str | None = None,
+    generation: int | None = None,
 ) -> Recorder:
-    """Record this worker from now on. See `monitor.telemetry.attachment.attach`."""
-    from monitor.telemetry.attachment import attach
+    """Record this worker from now on. See `keepstep.monitor.telemetry.attachment.attach`."""
+    from keepstep.monitor.telemetry.attachment import attach
 
     return attach(job=job, rank=rank, node=node, generation=generation)
 
@@ -51,7 +86,7 @@ def end_step() -> None:
 
 
 def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
-    """Report a number of the step under way. See `monitor.telemetry.recorder.Recorder.measure`."""
+    """Report a number of the step under way. See `keepstep.monitor.telemetry.recorder.Recorder.measure`."""
     recorder = _current()
     if recorder is not None:
         recorder.measure(measure, value, group)
@@ -61,5 +96,9 @@ def _current() -> Recorder | None:
     import sys
 
     # Where nobody has imported it, nobody has attached.
-    attachment = sys.modules.get("monitor.telemetry.attachment")
+    attachment = sys.modules.get("keepstep.monitor.telemetry.attachment")
     return attachment.current() if attachment is not None else None
+
+
+def __dir__() -> list[str]:
+    return __all__

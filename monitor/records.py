@@ -18,7 +18,10 @@ VERSION = 1
 
 RECORD = np.dtype(
     [
-        ("stamp", "<u8"),  # 2 * (position + 1) once the record is whole, odd while it is written, 0 if it never was
+        (
+            "stamp",
+            "<u8",
+        ),  # 2 * (position + 1) once the record is whole, odd while it is written, 0 if it never was
         ("kind", "u1"),  # Kind
         ("code", "u1"),  # Operation, Phase or Measure, by kind
         ("dtype", "u1"),  # index into DTYPES; operations only
@@ -28,8 +31,14 @@ RECORD = np.dtype(
             "number",
             "<u8",
         ),  # operations: the communicator's sequence number, from 1; of a pair for send and receive; else the step
-        ("nbytes", "<u8"),  # operations: payload of this rank; measures: the value, as the bits of a float64
-        ("peer", "<i4"),  # global rank of the root, or of the other side of send and receive; -1: none
+        (
+            "nbytes",
+            "<u8",
+        ),  # operations: payload of this rank; measures: the value, as the bits of a float64
+        (
+            "peer",
+            "<i4",
+        ),  # global rank of the root, or of the other side of send and receive; -1: none
         ("step", "<u4"),  # optimizer step under way, from 1; 0: before the first or not known
         ("enqueued_s", "<f8"),  # operations: called; phases: began; measures: taken
         ("started_s", "<f8"),  # operations: began to run, where the backend tells, else as enqueued
@@ -161,3 +170,15 @@ class JobRecords:
 
     ranks: Mapping[int, RankRecords]
     communicators: Mapping[int, Communicator]
+
+
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return rows of one dtype, one part after the other; of at least one part."""
+    whole: np.ndarray = np.concatenate([as_bytes(part) for part in parts]).view(parts[0].dtype)
+    return whole
+
+
+def as_bytes(rows: np.ndarray) -> np.ndarray:
+    """Return the same rows, in place, as opaque ones of the same size: to copy, and to assign to."""
+    raw: np.ndarray = rows.view(np.dtype((np.void, rows.dtype.itemsize)))
+    return raw

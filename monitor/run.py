@@ -1,4 +1,4 @@
-"""`python -m monitor.run script.py [arguments]`, or `-m module`: runs a program as a recorded worker, where no environment variable is wanted."""
+"""`python -m keepstep.monitor.run script.py [arguments]`, or `-m module`: runs a program as a recorded worker, where no environment variable is wanted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from monitor.telemetry.attachment import attach
+from keepstep.monitor.telemetry.attachment import attach
 
 
 def main() -> None:
@@ -15,13 +15,17 @@ def main() -> None:
     is_module = arguments[:1] == ["-m"]
     program = arguments[is_module:]
     if not program:
-        sys.exit("usage: python -m monitor.run (script.py | -m module) [arguments]")
+        sys.exit("usage: python -m keepstep.monitor.run (script.py | -m module) [arguments]")
     attach()
     sys.argv = program
     if is_module:
         runpy.run_module(program[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(program[0]).resolve().parent)
+        directory = str(Path(program[0]).resolve().parent)
+        if sys.flags.safe_path:
+            sys.path.insert(0, directory)
+        else:
+            sys.path[0] = directory
         runpy.run_path(program[0], run_name="__main__")
 
 

@@ -60,9 +60,17 @@ class Subject:
     def __str__(self) -> str:
         if self.kind == "job":
             return "the whole job"
-        named = " -> ".join(map(str, self.ranks)) if self.kind == "link" else ", ".join(map(str, self.ranks))
+        named = (
+            " -> ".join(map(str, self.ranks))
+            if self.kind == "link"
+            else ", ".join(map(str, self.ranks))
+        )
         place = f" on {self.node}" if self.node else ""
-        return f"node {self.node} (ranks {named})" if self.kind == "node" else f"{self.kind} {named}{place}"
+        return (
+            f"node {self.node} (ranks {named})"
+            if self.kind == "node"
+            else f"{self.kind} {named}{place}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,9 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as JSON; an infinite cost as null."""
         told = asdict(self)
-        told["cost_s_per_step"] = None if self.cost_s_per_step == float("inf") else self.cost_s_per_step
+        told["cost_s_per_step"] = (
+            None if self.cost_s_per_step == float("inf") else self.cost_s_per_step
+        )
         return told
 
     @classmethod

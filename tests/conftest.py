@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.embedded import EmbeddedEtcd
 
 # The same examples at every run, however slow the machine is; `HYPOTHESIS_PROFILE=explore` draws others.
 settings.register_profile("steady", deadline=None, derandomize=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.errors import UsageError
+from keepstep.elastic.errors import UsageError
 
 _DEFAULT_PORT = 2379
 
@@ -32,7 +32,9 @@ def parse_address(text: str) -> Address:
     if not separator:
         scheme, rest = "etcd", text
     if scheme not in ("etcd", "http", "etcds", "https"):
-        raise UsageError(f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// where it speaks TLS")
+        raise UsageError(
+            f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// where it speaks TLS"
+        )
     endpoints = []
     for part in rest.rstrip("/").split(","):
         host, colon, port = part.rpartition(":")

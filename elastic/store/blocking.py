@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from elastic.store.address import parse_address
-from elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
-from elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
+from keepstep.elastic.store.etcd import EtcdStore
 
 
 class BlockingStore:
@@ -22,7 +22,9 @@ class BlockingStore:
         """Return all keys under a prefix."""
         return self._runner.run(self._read(prefix))
 
-    def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+    def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
         """Perform the operations if all conditions hold."""
         return self._runner.run(self._commit(conditions, operations))
 
@@ -41,5 +43,7 @@ class BlockingStore:
     async def _read(self, prefix: str) -> Listing:
         return await (await self._connected()).read(prefix)
 
-    async def _commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+    async def _commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
         return await (await self._connected()).commit(conditions, operations)

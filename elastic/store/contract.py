@@ -95,7 +95,9 @@ class Store(Protocol):
         """Return all keys that begin with `prefix`, linearizably."""
         ...
 
-    async def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
         """Apply all operations in one transaction if all conditions hold, else none.
 
         After a lost reply the outcome can be unknown; then `StoreUnavailable` is raised with `unknown=True`, never a

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic.errors import UsageError
+from keepstep.elastic.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,16 @@ class Credentials:
             UsageError: a file cannot be read, or of certificate and key only one is given.
         """
         user, _, password = environment.get("ETCDCTL_USER", "").partition(":")
-        authority, certificate, key = (_content(environment, f"ETCDCTL_{name}") for name in ("CACERT", "CERT", "KEY"))
+        authority, certificate, key = (
+            _content(environment, f"ETCDCTL_{name}") for name in ("CACERT", "CERT", "KEY")
+        )
         if (certificate is None) != (key is None):
             raise UsageError(
                 "of ETCDCTL_CERT and ETCDCTL_KEY only one is set; a certificate and its key belong together"
             )
-        return cls(user or None, environment.get("ETCDCTL_PASSWORD", password), authority, certificate, key)
+        return cls(
+            user or None, environment.get("ETCDCTL_PASSWORD", password), authority, certificate, key
+        )
 
 
 def _content(environment: Mapping[str, str], variable: str) -> bytes | None:
@@ -50,4 +54,6 @@ def _content(environment: Mapping[str, str], variable: str) -> bytes | None:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise UsageError(f"{variable}={path}: {error.strerror}; name a file in PEM format") from None
+        raise UsageError(
+            f"{variable}={path}: {error.strerror}; name a file in PEM format"
+        ) from None

@@ -11,7 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic.errors import StoreUnavailable, UsageError
-from elastic.store.ports import ReservedPort
+from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.store.ports import ReservedPort
+from keepstep.processes import module_command
 
 _START_S = 20.0
 _STOP_S = 5.0
@@ -79,7 +79,9 @@ class EmbeddedEtcd:
         if not self._wait_until_serving():
             last = log.read_text(errors="replace").strip().splitlines()[-1:]
             self.stop()
-            raise StoreUnavailable(f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}")
+            raise StoreUnavailable(
+                f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}"
+            )
 
     def stop(self) -> None:
         """End the process and remove its files. Safe to call twice."""
@@ -102,7 +104,10 @@ class EmbeddedEtcd:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.stop()
 
@@ -141,10 +146,10 @@ def binary() -> str:
 def _command(host: str, port: int, peer_port: int, data: Path) -> Sequence[str]:
     client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peer_port}"
     # The launcher ties etcd's life to this process before it becomes etcd.
-    return [
-        sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(),
+    return module_command(
+        "keepstep.processes", str(os.getpid()), binary(),
         "--data-dir", str(data), "--log-level", "error", "--unsafe-no-fsync",
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",
-    ]  # fmt: skip
+    )  # fmt: skip

@@ -4,7 +4,7 @@ Only agents and monitors load this module: the package's generated code needs pr
 chosen before protobuf is first imported, so a training process never imports it. The package's own client and watcher are not used: they
 know one endpoint, and the watcher's thread dies with its connection.
 
-Who we are, where etcd asks, is told by the environment (`elastic.store.credentials`); a token that it gave us and that has expired, or that a
+Who we are, where etcd asks, is told by the environment (`keepstep.elastic.store.credentials`); a token that it gave us and that has expired, or that a
 member lost by restarting, is asked for anew.
 
 Promises beyond the contract: calls fail over between endpoints; a watch goes on at the revision after the last one delivered, on
@@ -24,9 +24,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic.errors import LeaseLost, StoreUnavailable, UsageError
-from elastic.store.address import Address
-from elastic.store.contract import (
+from keepstep.elastic.errors import LeaseLost, StoreUnavailable, UsageError
+from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.contract import (
     Change,
     Committed,
     Created,
@@ -37,7 +37,7 @@ from elastic.store.contract import (
     Put,
     Reset,
 )
-from elastic.store.credentials import Credentials
+from keepstep.elastic.store.credentials import Credentials
 
 if "google.protobuf" not in sys.modules:
     os.environ["PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION"] = "python"
@@ -110,7 +110,9 @@ class EtcdStore:
         self._deadline_s = deadline_s
         self._credentials = credentials
         self._token: tuple[tuple[str, str], ...] = ()
-        self._endpoints = [_open(endpoint, address.is_encrypted, credentials) for endpoint in address.endpoints]
+        self._endpoints = [
+            _open(endpoint, address.is_encrypted, credentials) for endpoint in address.endpoints
+        ]
         self._current = 0
 
     @classmethod
@@ -142,26 +144,34 @@ class EtcdStore:
         reply = await self._call(lambda endpoint: endpoint.kv.Range(request, **self._options()))
         return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
 
-    async def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
         """See `Store.commit`."""
         request = rpc_pb2.TxnRequest(
             compare=[_compare(condition) for condition in conditions],
             success=[_operation(operation) for operation in operations],
         )
-        reply = await self._call(lambda endpoint: endpoint.kv.Txn(request, **self._options()), is_write=True)
+        reply = await self._call(
+            lambda endpoint: endpoint.kv.Txn(request, **self._options()), is_write=True
+        )
         return Committed(reply.succeeded, reply.header.revision)
 
     async def grant(self, ttl_s: float) -> int:
         """See `Store.grant`."""
         request = rpc_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        reply = await self._call(lambda endpoint: endpoint.lease.LeaseGrant(request, **self._options()))
+        reply = await self._call(
+            lambda endpoint: endpoint.lease.LeaseGrant(request, **self._options())
+        )
         return int(reply.ID)
 
     async def renew(self, lease: int) -> float:
         """See `Store.renew`."""
 
         async def once(endpoint: _Endpoint) -> Any:
-            call = endpoint.lease.LeaseKeepAlive(iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), **self._options())
+            call = endpoint.lease.LeaseKeepAlive(
+                iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), **self._options()
+            )
             async for reply in call:
                 return reply
             raise StoreUnavailable("the stream ended")
@@ -175,7 +185,9 @@ class EtcdStore:
         """See `Store.revoke`."""
         request = rpc_pb2.LeaseRevokeRequest(ID=lease)
         try:
-            await self._call(lambda endpoint: endpoint.lease.LeaseRevoke(request, **self._options()))
+            await self._call(
+                lambda endpoint: endpoint.lease.LeaseRevoke(request, **self._options())
+            )
         except LeaseLost:
             return
 
@@ -238,7 +250,9 @@ class EtcdStore:
         finally:
             call.cancel()
 
-    async def _call(self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False) -> T:
+    async def _call(
+        self, attempt: Callable[[_Endpoint], Awaitable[T]], *, is_write: bool = False
+    ) -> T:
         """Try endpoints in turn until one answers or the deadline passes."""
         until_s = time.monotonic() + self._deadline_s
         backoff_s = _BACKOFF_S
@@ -257,7 +271,8 @@ class EtcdStore:
                     raise UsageError(f"etcd at {endpoint.address} refused: {details}") from error
                 if is_write and not any(text in details for text in _NOT_SENT):
                     raise StoreUnavailable(
-                        f"etcd at {endpoint.address} did not confirm a write ({details})", unknown=True
+                        f"etcd at {endpoint.address} did not confirm a write ({details})",
+                        unknown=True,
                     ) from None
                 self._move_on(endpoint)
             if time.monotonic() + backoff_s > until_s:
@@ -281,7 +296,9 @@ class EtcdStore:
             raise UsageError(
                 f"etcd at {endpoint.address} wants a user; set ETCDCTL_USER and ETCDCTL_PASSWORD, as for etcdctl"
             )
-        request = rpc_pb2.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password)
+        request = rpc_pb2.AuthenticateRequest(
+            name=self._credentials.user, password=self._credentials.password
+        )
         try:
             reply = await endpoint.auth.Authenticate(request, timeout=_ATTEMPT_S)
         except grpc.aio.AioRpcError as error:
@@ -302,11 +319,15 @@ class EtcdStore:
 
 def _open(address: str, is_encrypted: bool, credentials: Credentials) -> _Endpoint:
     if is_encrypted:
-        shown = grpc.ssl_channel_credentials(credentials.authority, credentials.key, credentials.certificate)
+        shown = grpc.ssl_channel_credentials(
+            credentials.authority, credentials.key, credentials.certificate
+        )
         channel = grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return _Endpoint(address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub)))
+    return _Endpoint(
+        address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub))
+    )
 
 
 def _wants_token(details: str) -> bool:
@@ -320,19 +341,27 @@ def _prefix_end(prefix: str) -> bytes:
 
 
 def _key_value(item: Any) -> KeyValue:
-    return KeyValue(item.key.decode(), item.value, item.create_revision, item.mod_revision, item.lease)
+    return KeyValue(
+        item.key.decode(), item.value, item.create_revision, item.mod_revision, item.lease
+    )
 
 
 def _compare(condition: Modified | Created) -> Any:
     fields = {"key": condition.key.encode(), "result": rpc_pb2.Compare.EQUAL}
     if isinstance(condition, Modified):
-        return rpc_pb2.Compare(target=rpc_pb2.Compare.MOD, mod_revision=condition.revision, **fields)
-    return rpc_pb2.Compare(target=rpc_pb2.Compare.CREATE, create_revision=condition.revision, **fields)
+        return rpc_pb2.Compare(
+            target=rpc_pb2.Compare.MOD, mod_revision=condition.revision, **fields
+        )
+    return rpc_pb2.Compare(
+        target=rpc_pb2.Compare.CREATE, create_revision=condition.revision, **fields
+    )
 
 
 def _operation(operation: Put | Delete) -> Any:
     if isinstance(operation, Put):
-        put = rpc_pb2.PutRequest(key=operation.key.encode(), value=operation.value, lease=operation.lease)
+        put = rpc_pb2.PutRequest(
+            key=operation.key.encode(), value=operation.value, lease=operation.lease
+        )
         return rpc_pb2.RequestOp(request_put=put)
     end = _prefix_end(operation.key) if operation.prefix else b""
     delete = rpc_pb2.DeleteRangeRequest(key=operation.key.encode(), range_end=end)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from elastic.errors import LeaseLost
-from elastic.store.contract import (
+from keepstep.elastic.errors import LeaseLost
+from keepstep.elastic.store.contract import (
     Change,
     Committed,
     Created,
@@ -37,15 +37,24 @@ class MemoryStore:
 
     async def read(self, prefix: str) -> Listing:
         """See `Store.read`."""
-        found = sorted((item for key, item in self._items.items() if key.startswith(prefix)), key=lambda i: i.key)
+        found = sorted(
+            (item for key, item in self._items.items() if key.startswith(prefix)),
+            key=lambda i: i.key,
+        )
         return Listing(self._revision, tuple(found))
 
-    async def commit(self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]) -> Committed:
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
         """See `Store.commit`."""
         if not all(self._holds(condition) for condition in conditions):
             return Committed(False, self._revision)
         for operation in operations:
-            if isinstance(operation, Put) and operation.lease and operation.lease not in self._leases:
+            if (
+                isinstance(operation, Put)
+                and operation.lease
+                and operation.lease not in self._leases
+            ):
                 raise LeaseLost(f"lease {operation.lease:x} has ended")
         await self._apply(operations)
         return Committed(True, self._revision)
@@ -67,7 +76,9 @@ class MemoryStore:
     async def revoke(self, lease: int) -> None:
         """See `Store.revoke`."""
         if self._leases.pop(lease, None) is not None:
-            await self._apply([Delete(key) for key, item in self._items.items() if item.lease == lease])
+            await self._apply(
+                [Delete(key) for key, item in self._items.items() if item.lease == lease]
+            )
 
     async def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
         """See `Store.watch`."""
@@ -120,7 +131,9 @@ class MemoryStore:
                 changes[operation.key] = Change(operation.key, item, revision)
                 continue
             for key in [
-                k for k in self._items if k == operation.key or (operation.prefix and k.startswith(operation.key))
+                k
+                for k in self._items
+                if k == operation.key or (operation.prefix and k.startswith(operation.key))
             ]:
                 del self._items[key]
                 changes[key] = Change(key, None, revision)

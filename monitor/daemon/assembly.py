@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from monitor.daemon.contracts import Runtime
-from monitor.daemon.daemon import Parts
-from monitor.daemon.probes import NodeProbe
-from monitor.daemon.ring_source import RingSource
-from monitor.diagnosis.conclusion import NO_PAST, Past, conclude
-from monitor.diagnosis.metrics import NodeMetrics
-from monitor.diagnosis.policy import Policy
-from monitor.diagnosis.tables import Digest
-from monitor.diagnosis.thresholds import Thresholds
-from monitor.records import Communicator
-from monitor.telemetry.clocks import align
-from monitor.telemetry.ring_files import job_directory, recorded_jobs
-from monitor.verdicts import Verdict
+from keepstep.monitor.contracts import Runtime
+from keepstep.monitor.daemon.daemon import Parts
+from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, conclude
+from keepstep.monitor.diagnosis.metrics import NodeMetrics
+from keepstep.monitor.diagnosis.policy import Policy
+from keepstep.monitor.diagnosis.tables import Digest
+from keepstep.monitor.diagnosis.thresholds import Thresholds
+from keepstep.monitor.node.probes import NodeProbe
+from keepstep.monitor.node.ring_source import RingSource
+from keepstep.monitor.records import Communicator
+from keepstep.monitor.telemetry.clocks import align
+from keepstep.monitor.telemetry.ring_files import job_directory, recorded_jobs
+from keepstep.monitor.verdicts import Verdict
 
 
 def assemble(

@@ -26,10 +26,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from monitor.daemon.access import is_loopback
-from monitor.daemon.children import Children
-from monitor.daemon.clocks import Clock, pause_s
-from monitor.daemon.contracts import (
+from keepstep.monitor.contracts import (
     Alignment,
     Diagnosis,
     Enforcer,
@@ -39,18 +36,26 @@ from monitor.daemon.contracts import (
     StoryTeller,
     VerdictPublisher,
 )
-from monitor.daemon.events import EventFile
-from monitor.daemon.pages import absence
-from monitor.daemon.service import application
-from monitor.daemon.stacks import dump
-from monitor.daemon.state_file import Remembered, keep, recall
-from monitor.daemon.verdict_log import HANGS, Entry
-from monitor.daemon.watch import Limits, Turn, Watch
-from monitor.diagnosis.places import begun_since, placed
-from monitor.diagnosis.policy import Action, ActionKind, Mode, Policy, decide, undone
-from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation, RuntimeUnreachable
-from monitor.records import JobRecords
-from monitor.verdicts import Verdict
+from keepstep.monitor.diagnosis.policy import Action, ActionKind, Mode, Policy, decide, undone
+from keepstep.monitor.diagnosis.subjects import begun_since, placed
+from keepstep.monitor.errors import (
+    MonitorError,
+    MonitorUnreachable,
+    ProtocolViolation,
+    RuntimeUnreachable,
+)
+from keepstep.monitor.node.stacks import dump
+from keepstep.monitor.records import JobRecords
+from keepstep.monitor.secret import is_loopback
+from keepstep.monitor.tree.children import Children
+from keepstep.monitor.tree.node_clocks import Clock, pause_s
+from keepstep.monitor.verdicts import Verdict
+from keepstep.monitor.views.events import EventFile
+from keepstep.monitor.views.pages import absence
+from keepstep.monitor.views.service import application
+from keepstep.monitor.watch.state_file import Remembered, keep, recall
+from keepstep.monitor.watch.verdict_log import HANGS, Entry
+from keepstep.monitor.watch.watch import Limits, Turn, Watch
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
@@ -197,7 +202,9 @@ class Daemon:
                     tasks.create_task(self._every(self._settings.ask_every_s, self._ask_children)),
                 ]
                 if self._parts.alignment is not None and self._parts.diagnosis is not None:
-                    loops.append(tasks.create_task(self._every(self._settings.ask_every_s, self._align)))
+                    loops.append(
+                        tasks.create_task(self._every(self._settings.ask_every_s, self._align))
+                    )
                 if self._parts.teller is not None:
                     loops.append(tasks.create_task(self._every(_STORY_EVERY_S, self._ask_story)))
                 await self._ending.wait()
@@ -220,7 +227,9 @@ class Daemon:
 
     async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
         """Have a question answered on the thread that owns the watch."""
-        return await asyncio.get_running_loop().run_in_executor(self._watch_thread, question, self._watch)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._watch_thread, question, self._watch
+        )
 
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank: from here, or from the daemon below that has it."""
@@ -241,7 +250,9 @@ class Daemon:
         ))  # fmt: skip
 
     async def _serve(self, owned: AsyncExitStack) -> str:
-        served = application(self, self._settings.secret, opens_to_loopback=self._settings.opens_to_loopback)
+        served = application(
+            self, self._settings.secret, opens_to_loopback=self._settings.opens_to_loopback
+        )
         runner = web.AppRunner(served, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         owned.push_async_callback(runner.cleanup)
@@ -249,7 +260,9 @@ class Daemon:
         try:
             await site.start()
         except OSError as error:
-            raise MonitorError(f"cannot listen on {self._settings.host}:{self._settings.port}: {error}") from error
+            raise MonitorError(
+                f"cannot listen on {self._settings.host}:{self._settings.port}: {error}"
+            ) from error
         host, port = runner.addresses[0][:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -287,7 +300,9 @@ class Daemon:
         verdicts, nodes, story = turn.current, turn.nodes, self._story
         # Where ranks are placed anew, the runtime is to do nothing about the old ones. People are told all the same: a job that hangs
         # while its coordinator is away, or that another one is asked about, hangs.
-        is_of_now = self._parts.teller is None or (story is not None and story.generation == turn.generation)
+        is_of_now = self._parts.teller is None or (
+            story is not None and story.generation == turn.generation
+        )
         if story is not None and is_of_now:
             self._places = story.generation, story.places()
             verdicts = begun_since(story.began_at_s - time.time() + turn.now_s, verdicts)
@@ -308,7 +323,9 @@ class Daemon:
         if policy is not None:
             if not is_of_now and policy.mode in (Mode.RESTART, Mode.REPLACE):
                 policy = replace(policy, mode=Mode.ALERT)
-            self._policy_state, actions = decide(policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s)
+            self._policy_state, actions = decide(
+                policy, self._policy_state, verdicts, nodes, turn.step_s, turn.now_s
+            )
             for action in actions:
                 await self._act(action, turn.generation)
             if actions:
@@ -318,7 +335,9 @@ class Daemon:
         outcome = "told"
         enforcer = self._parts.enforcer
         if action.kind is not ActionKind.ALERT:
-            done = await self._talk("enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation))
+            done = await self._talk(
+                "enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation)
+            )
             if not done:
                 # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
                 self._policy_state = undone(self._policy_state, action)
@@ -382,7 +401,9 @@ class Daemon:
             self._align_due_s = loop.time() + self._settings.align_every_s
             return
         is_complete = asked is None or clocks.keys() <= {*measured, self._settings.node}
-        self._align_due_s = loop.time() + pause_s(self._settings.align_every_s, took_s, is_complete=is_complete)
+        self._align_due_s = loop.time() + pause_s(
+            self._settings.align_every_s, took_s, is_complete=is_complete
+        )
         await self.take_clocks(clocks)
 
     async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
@@ -402,14 +423,19 @@ class Daemon:
             return
         if self._story is not None:
             self._stands(
-                _Standing.PRESENT, logging.INFO, "its coordinator tells of generation %d", self._story.generation
+                _Standing.PRESENT,
+                logging.INFO,
+                "its coordinator tells of generation %d",
+                self._story.generation,
             )
             return
         self._places = (0, {})
         policy = self._parts.policy
         if self._standing is not None:
             self._stands(
-                _Standing.ABSENT, logging.INFO, "it has ended, and its coordinator with it; looking for the next"
+                _Standing.ABSENT,
+                logging.INFO,
+                "it has ended, and its coordinator with it; looking for the next",
             )
         elif policy is not None and policy.mode in (Mode.RESTART, Mode.REPLACE):
             self._stands(
@@ -429,8 +455,10 @@ class Daemon:
         """Look at the suspects while they hang."""
         for rank in entry.verdict.subject.ranks[:_RANKS_TO_DUMP]:
             found = await self.stacks(rank)
-            await self.ask(lambda watch, rank=rank, found=found: watch.keep_stacks(entry.number, rank, found))  # type: ignore[misc]
-            self._write(partial(EventFile.stacks, entry=entry, rank=rank, stacks=found, wall_s=time.time()))
+            await self.ask(partial(Watch.keep_stacks, number=entry.number, rank=rank, stacks=found))
+            self._write(
+                partial(EventFile.stacks, entry=entry, rank=rank, stacks=found, wall_s=time.time())
+            )
         await self._remember()
 
     async def _remember(self) -> None:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
-from monitor.diagnosis.tables import COLLECTIVE, LATECOMER, MESSAGE, STEP, TRANSFER
-from monitor.records import Communicator, Flag, Operation, Phase
-from monitor.rows import joined
+from keepstep.monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
+from keepstep.monitor.diagnosis.tables import COLLECTIVE, LATECOMER, MESSAGE, STEP, TRANSFER
+from keepstep.monitor.records import Communicator, Flag, Operation, Phase, joined
 
 _PHASE_COLUMNS = {
     Phase.DATA_WAIT: "data_s",
@@ -30,7 +29,7 @@ _PHASE_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Increments for a digest (see `monitor.diagnosis.tables`), and steps known in part only."""
+    """Increments for a digest (see `keepstep.monitor.diagnosis.tables`), and steps known in part only."""
 
     steps: np.ndarray
     partial: np.ndarray
@@ -66,15 +65,21 @@ def account(
         communicators: for their sizes.
     """
     on_device = (operations["flags"] & Flag.DEVICE_TIMES) > 0
-    arrived_s = np.where(on_device & (operations["started_s"] > 0), operations["started_s"], operations["enqueued_s"])
+    arrived_s = np.where(
+        on_device & (operations["started_s"] > 0), operations["started_s"], operations["enqueued_s"]
+    )
     over = operations["ended_s"] > 0
     newest_s = np.full(len(cuts), -np.inf)
     np.maximum.at(newest_s, owner[over], arrived_s[over])
     first_open_s = np.full(len(cuts), np.inf)
     np.minimum.at(first_open_s, owner[is_open], arrived_s[is_open])
-    following_s = np.maximum(cuts["cut_s"], np.minimum(newest_s, np.nextafter(first_open_s, -np.inf)))
+    following_s = np.maximum(
+        cuts["cut_s"], np.minimum(newest_s, np.nextafter(first_open_s, -np.inf))
+    )
 
-    chosen = np.flatnonzero(over & (arrived_s > cuts["cut_s"][owner]) & (arrived_s <= following_s[owner]))
+    chosen = np.flatnonzero(
+        over & (arrived_s > cuts["cut_s"][owner]) & (arrived_s <= following_s[owner])
+    )
     chosen = chosen[np.lexsort((arrived_s[chosen], owner[chosen]))]
     chosen_owner = owner[chosen]
     operations, arrived_s = operations.take(chosen), arrived_s[chosen]
@@ -148,7 +153,11 @@ def _roles(operations: np.ndarray, communicators: Mapping[int, Communicator]) ->
     sizes = np.array([len(one.ranks) if one else 0 for one in known], np.uint64)
     is_pair = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
     size = np.where(is_pair, np.uint64(2), sizes[index] if len(index) else np.uint64(0))
-    mixed = (operations["code"].astype(np.uint64) << np.uint64(32)) + size + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (
+        (operations["code"].astype(np.uint64) << np.uint64(32))
+        + size
+        + np.uint64(0x9E3779B97F4A7C15)
+    )
     # The finaliser of splitmix64 (Steele, Lea and Flood, 2014): sums of its values identify multisets.
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -205,10 +214,16 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _collectives(cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray) -> np.ndarray:
+def _collectives(
+    cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray
+) -> np.ndarray:
     is_collective = ~np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
     is_collective &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = operations.compress(is_collective), owner[is_collective], arrived_s[is_collective]
+    operations, owner, arrived_s = (
+        operations.compress(is_collective),
+        owner[is_collective],
+        arrived_s[is_collective],
+    )
     rows = np.zeros(len(operations), COLLECTIVE)
     for name in ("communicator", "number", "step"):
         rows[name] = operations[name]
@@ -223,11 +238,21 @@ def _collectives(cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, ar
 
 
 def _messages(
-    cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray, offsets_s: np.ndarray
+    cuts: np.ndarray,
+    operations: np.ndarray,
+    owner: np.ndarray,
+    arrived_s: np.ndarray,
+    offsets_s: np.ndarray,
 ) -> np.ndarray:
-    is_message = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE)) & (operations["peer"] >= 0)
+    is_message = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE)) & (
+        operations["peer"] >= 0
+    )
     is_message &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = operations.compress(is_message), owner[is_message], arrived_s[is_message]
+    operations, owner, arrived_s = (
+        operations.compress(is_message),
+        owner[is_message],
+        arrived_s[is_message],
+    )
     rows = np.zeros(len(operations), MESSAGE)
     receives = operations["code"] == Operation.RECEIVE
     rank = cuts["rank"][owner]

@@ -1,7 +1,7 @@
 """From what all ranks tell to verdicts: the one function that a daemon calls, and its two halves for a tree of daemons.
 
-`diagnose` reads everybody's records. In a large job each node calls `monitor.diagnosis.digest.digest` on its own ranks, racks call
-`monitor.diagnosis.tables.merge`, and whoever sits at the top calls `conclude` on the result: `diagnose` is just that, in one process.
+`diagnose` reads everybody's records. In a large job each node calls `keepstep.monitor.diagnosis.digest.digest` on its own ranks, racks call
+`keepstep.monitor.diagnosis.tables.merge`, and whoever sits at the top calls `conclude` on the result: `diagnose` is just that, in one process.
 
 Pure: the state goes in and comes out (`Past`, of bounded size), and so does the time. One `Past` belongs to one generation: when ranks or
 communicators change, begin with `NO_PAST`. Verdicts returned are those that stand now; each keeps the `since_s` with which it first did.
@@ -14,24 +14,31 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from monitor.diagnosis.delays import find_slow_links
-from monitor.diagnosis.digest import FORGETFUL, Memory, digest
-from monitor.diagnosis.hangs import Standstill, find_hangs
-from monitor.diagnosis.measures import NO_CURVES, Curves, judge_measures
-from monitor.diagnosis.metrics import NodeFindings, NodeMetrics, NodePast, judge_nodes
-from monitor.diagnosis.mismatches import Parting
-from monitor.diagnosis.slowness import Slow, find_slow_ranks
-from monitor.diagnosis.stalls import find_stalls
-from monitor.diagnosis.steps import Window, collect, distrusting, late_steps
-from monitor.diagnosis.subjects import gather, group_subject
-from monitor.diagnosis.tables import FRONTIER, RANK, Digest
-from monitor.diagnosis.thresholds import Thresholds
-from monitor.diagnosis.transfers import Fabric, find_slow_transfers
-from monitor.records import Communicator, JobRecords
-from monitor.rows import joined
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.delays import find_slow_links
+from keepstep.monitor.diagnosis.digest import FORGETFUL, Memory, digest
+from keepstep.monitor.diagnosis.hangs import Standstill, find_hangs
+from keepstep.monitor.diagnosis.measures import NO_CURVES, Curves, judge_measures
+from keepstep.monitor.diagnosis.metrics import NodeFindings, NodeMetrics, NodePast, judge_nodes
+from keepstep.monitor.diagnosis.mismatches import Parting
+from keepstep.monitor.diagnosis.slowness import Slow, find_slow_ranks
+from keepstep.monitor.diagnosis.stalls import find_stalls
+from keepstep.monitor.diagnosis.steps import Window, collect, distrusting, late_steps
+from keepstep.monitor.diagnosis.subjects import gather, group_subject
+from keepstep.monitor.diagnosis.tables import FRONTIER, RANK, Digest
+from keepstep.monitor.diagnosis.thresholds import Thresholds
+from keepstep.monitor.diagnosis.transfers import Fabric, find_slow_transfers
+from keepstep.monitor.records import Communicator, JobRecords, joined
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
-_SEEN = np.dtype([("rank", "<i4"), ("read_at_s", "<f8"), ("changed_s", "<f8"), ("failed", "<u4"), ("failed_s", "<f8")])
+_SEEN = np.dtype(
+    [
+        ("rank", "<i4"),
+        ("read_at_s", "<f8"),
+        ("changed_s", "<f8"),
+        ("failed", "<u4"),
+        ("failed_s", "<f8"),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +93,9 @@ def diagnose(
     """
     memory, told = digest(job.ranks.values(), job.communicators, past.memory)
     nodes = {rank: one.node for rank, one in job.ranks.items()}
-    return conclude(told, job.communicators, nodes, metrics, replace(past, memory=memory), now_s, thresholds)
+    return conclude(
+        told, job.communicators, nodes, metrics, replace(past, memory=memory), now_s, thresholds
+    )
 
 
 def conclude(
@@ -113,38 +122,75 @@ def conclude(
     frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
     seen = _seen(past.seen, told.ranks, ranks, now_s)
     # Failures are kept once somebody has died, for whoever died of it may end too.
-    remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (not past.ranks["alive"].all())
+    remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (
+        not past.ranks["alive"].all()
+    )
     seen["failed"] = np.where(remembered, seen["failed"], 0)
     ranks["failed"] = seen["failed"]
     node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
-    expected = ranks["rank"][ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)]
+    expected = ranks["rank"][
+        ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)
+    ]
     clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
     window = past.window
     if _is_time_new(past.ranks, ranks):
         window = distrusting(window, told)
-    window, count = collect(window, told, expected, communicators, nodes, clock_error_s, thresholds.slow)
+    window, count = collect(
+        window, told, expected, communicators, nodes, clock_error_s, thresholds.slow
+    )
     slow, suspected = past.slow, past.suspected
     if count:
         window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
         suspected, slow = _lasting(found, past.suspected, window, thresholds.slow.least_s)
     stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
-    standstill = Standstill(ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s())
+    standstill = Standstill(
+        ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s()
+    )
     hangs = find_hangs(standstill, thresholds.hang)
     # Of a job that is over, nothing but how it ended holds any more.
     is_over = not ranks["alive"].any()
     late = late_steps(window.step_s())
     curves, measured = judge_measures(
-        past.curves, told.measures, len(ranks), late, communicators, nodes, now_s, thresholds.measure
+        past.curves,
+        told.measures,
+        len(ranks),
+        late,
+        communicators,
+        nodes,
+        now_s,
+        thresholds.measure,
     )
-    parted = _parted(past.parted, window.pending.mismatches, communicators, nodes, now_s, window.newest, thresholds)
+    parted = _parted(
+        past.parted,
+        window.pending.mismatches,
+        communicators,
+        nodes,
+        now_s,
+        window.newest,
+        thresholds,
+    )
     of_steps = () if is_over else (*(one for one, _ in parted.values()), *slow, *measured)
     standing = _distinct((*hangs, *of_steps, *findings.verdicts))
     since_s = {
-        (one.subject, one.syndrome): min(one.since_s, past.since_s.get((one.subject, one.syndrome), one.since_s))
+        (one.subject, one.syndrome): min(
+            one.since_s, past.since_s.get((one.subject, one.syndrome), one.since_s)
+        )
         for one in standing
     }
     verdicts = tuple(replace(one, since_s=since_s[one.subject, one.syndrome]) for one in standing)
-    following = Past(past.memory, ranks, frontiers, seen, window, curves, node_past, slow, suspected, parted, since_s)
+    following = Past(
+        past.memory,
+        ranks,
+        frontiers,
+        seen,
+        window,
+        curves,
+        node_past,
+        slow,
+        suspected,
+        parted,
+        since_s,
+    )
     return following, verdicts
 
 
@@ -199,11 +245,18 @@ def _judge_steps(
     thresholds: Thresholds,
 ) -> tuple[Window, tuple[Verdict, ...]]:
     """Judge the window after new whole steps, and let the histories learn from what is normal."""
-    slow, table, step_s, ended_s = thresholds.slow, window.table(), window.step_s(), window.ended_s()
+    slow, table, step_s, ended_s = (
+        thresholds.slow,
+        window.table(),
+        window.step_s(),
+        window.ended_s(),
+    )
     times = np.bincount(window.latecomers["rank"], window.latecomers["times"])
     lateness = {int(rank): int(times[rank]) for rank in np.flatnonzero(times)}
     ranks, slow_ranks = find_slow_ranks(Slow(window.own, table, lateness, nodes), slow)
-    links, slow_links = find_slow_links(window.links, window.link_counts, nodes, step_s, ended_s, slow)
+    links, slow_links = find_slow_links(
+        window.links, window.link_counts, nodes, step_s, ended_s, slow
+    )
     unsteady, unsteady_links = find_slow_links(
         window.averages, window.link_counts, nodes, step_s, ended_s, slow, averages=True
     )
@@ -216,8 +269,12 @@ def _judge_steps(
     if not links and any(verdict.subject.kind in ("group", "job") for verdict in transfers):
         # That collectives are slow is evidence of its own: among links too noisy to tell by themselves, half as far out will do.
         half = replace(slow, sigmas=slow.sigmas / 2)
-        likely, slow_links = find_slow_links(window.links, window.link_counts, nodes, step_s, ended_s, half)
-        links = tuple(replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely)
+        likely, slow_links = find_slow_links(
+            window.links, window.link_counts, nodes, step_s, ended_s, half
+        )
+        links = tuple(
+            replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely
+        )
     named = {rank for verdict in ranks for rank in verdict.subject.ranks}
     stalls = find_stalls(table, window.saves, named, nodes, thresholds.stall, slow)
     window = replace(
@@ -249,7 +306,9 @@ def _lasting(
     ended_s = window.ended_s()
     # The job's clock may turn out to have been off: what was suspected later than now was so at the latest now.
     following = {
-        (one.subject, one.syndrome): min(suspected.get((one.subject, one.syndrome), ended_s[-1]), ended_s[-1])
+        (one.subject, one.syndrome): min(
+            suspected.get((one.subject, one.syndrome), ended_s[-1]), ended_s[-1]
+        )
         for one in found
     }
     span_s = ended_s[-1] - ended_s[0]
@@ -286,12 +345,19 @@ def _parted(
         if step + held.held >= newest or now_s - verdict.since_s < held.held_s
     }
     for row in mismatches:
-        calls = {int(row["lowest"]): (int(row["lowest_rank"]),), int(row["highest"]): (int(row["highest_rank"]),)}
+        calls = {
+            int(row["lowest"]): (int(row["lowest_rank"]),),
+            int(row["highest"]): (int(row["highest_rank"]),),
+        }
         parting = Parting(int(row["communicator"]), int(row["number"]), calls)
         known = communicators.get(parting.communicator)
         name = known.name if known else str(parting.communicator)
         # Of a completed collective only two differing calls are kept, not how many ranks made each.
-        subject = group_subject(parting.ranks, nodes) if len(parting.ranks) > 1 else gather(parting.ranks, nodes)[0]
+        subject = (
+            group_subject(parting.ranks, nodes)
+            if len(parting.ranks) > 1
+            else gather(parting.ranks, nodes)[0]
+        )
         evidence = (f"ranks called different things in {name} and it went through", *parting.told())
         verdict = Verdict(subject, Syndrome.MISMATCH, now_s, evidence, 0.8, 0.0, Advice.ALERT)
         still[subject, Syndrome.MISMATCH] = (verdict, max(newest, int(row["step"])))

@@ -22,11 +22,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from monitor.diagnosis.history import Deviations, History, deviations
-from monitor.diagnosis.robust import median_by
-from monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
-from monitor.diagnosis.thresholds import SlowThresholds
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.robust import median_by
+from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _RANK_BITS, _CLASS_BITS = 28, 6
 
@@ -44,7 +44,11 @@ def link_keys(sender: np.ndarray, receiver: np.ndarray, size_class: np.ndarray) 
 def unpack(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sender, receiver and size class of packed links."""
     mask = (1 << _RANK_BITS) - 1
-    return keys >> (_RANK_BITS + _CLASS_BITS), (keys >> _CLASS_BITS) & mask, keys & ((1 << _CLASS_BITS) - 1)
+    return (
+        keys >> (_RANK_BITS + _CLASS_BITS),
+        (keys >> _CLASS_BITS) & mask,
+        keys & ((1 << _CLASS_BITS) - 1),
+    )
 
 
 def message_delays(
@@ -67,7 +71,9 @@ def message_delays(
     apart = ~_same_node(both["sender"], both["receiver"], nodes)
     error_s = np.where(apart, error_s.max(initial=0.0, where=apart), 0.0)
     delay_s = np.maximum(both["shortest_s"], both["received_s"] - both["later_s"] - error_s)
-    return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(delay_s, 1e-9)
+    return link_keys(both["sender"], both["receiver"], both["size_class"]), np.maximum(
+        delay_s, 1e-9
+    )
 
 
 def delay_matrix(history: History, ranks: Sequence[int]) -> np.ndarray:
@@ -109,7 +115,9 @@ def find_slow_links(
     """
     if averages:
         thresholds = replace(
-            thresholds, transfer_ratio=thresholds.job_transfer_ratio, cost_share=thresholds.job_cost_share
+            thresholds,
+            transfer_ratio=thresholds.job_transfer_ratio,
+            cost_share=thresholds.job_cost_share,
         )
     senders, receivers, classes = unpack(history.keys)
     groups = classes * 2 + _same_node(senders, receivers, nodes)
@@ -130,7 +138,11 @@ def find_slow_links(
         verdict = _verdict(subject, cells, worst, history, found, cost_s, since_s)
         if averages:
             verdict = replace(
-                verdict, evidence=(*verdict.evidence, "that is on average, and few take so long: lost packets?")
+                verdict,
+                evidence=(
+                    *verdict.evidence,
+                    "that is on average, and few take so long: lost packets?",
+                ),
             )
         verdicts.append(verdict)
     return tuple(verdicts), found.hot
@@ -146,7 +158,11 @@ def _nearly(slow: np.ndarray, ratio: np.ndarray) -> np.ndarray:
 
 
 def _shape(
-    senders: np.ndarray, receivers: np.ndarray, slow: np.ndarray, nearly: np.ndarray, nodes: Mapping[int, str]
+    senders: np.ndarray,
+    receivers: np.ndarray,
+    slow: np.ndarray,
+    nearly: np.ndarray,
+    nodes: Mapping[int, str],
 ) -> list[tuple[Subject, list[int]]]:
     """Return what slow cells have in common: a sender, a receiver, both (the rank), or nothing (links)."""
     left = set(np.flatnonzero(nearly).tolist())
@@ -192,7 +208,13 @@ def _verdict(
     if subject.kind == "rank":
         sends = {int(senders[at]) for at in cells} == {subject.ranks[0]}
         receives = {int(receivers[at]) for at in cells} == {subject.ranks[0]}
-        side = "sending side (a row)" if sends else "receiving side (a column)" if receives else "both directions"
+        side = (
+            "sending side (a row)"
+            if sends
+            else "receiving side (a column)"
+            if receives
+            else "both directions"
+        )
     delay_s = float(np.exp(np.nanmedian(history.values[:, worst])))
     evidence = (
         f"{side}: {len(cells)} slow cells of the delay matrix",
@@ -200,13 +222,19 @@ def _verdict(
         f"{found.ratio[worst]:.1f} times what is expected",
     )
     advice = Advice.REPLACE_NODE if subject.kind == "rank" and subject.node else Advice.ALERT
-    began_s = float(since_s[min(int(found.since[worst]), len(since_s) - 1)]) if len(since_s) else 0.0
+    began_s = (
+        float(since_s[min(int(found.since[worst]), len(since_s) - 1)]) if len(since_s) else 0.0
+    )
     cost = float(max(cost_s[at] for at in cells))
     return Verdict(subject, Syndrome.COMMUNICATION_SLOW, began_s, evidence, 0.85, cost, advice)
 
 
 def _pairs(
-    history: History, groups: np.ndarray, nodes: Mapping[int, str], since_s: Sequence[float], thresholds: SlowThresholds
+    history: History,
+    groups: np.ndarray,
+    nodes: Mapping[int, str],
+    since_s: Sequence[float],
+    thresholds: SlowThresholds,
 ) -> tuple[Verdict, ...]:
     """Judge two links with no others: which of the two directions is at fault is inconclusive unless the past tells."""
     senders, receivers, _ = unpack(history.keys)
@@ -229,10 +257,28 @@ def _pairs(
     slow = Syndrome.COMMUNICATION_SLOW
     if changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:
         subject = link_subject(int(senders[slower]), int(receivers[slower]), nodes)
-        return (Verdict(subject, slow, began_s, (told, "the other keeps to its past"), 0.7, excess_s, Advice.ALERT),)
+        return (
+            Verdict(
+                subject,
+                slow,
+                began_s,
+                (told, "the other keeps to its past"),
+                0.7,
+                excess_s,
+                Advice.ALERT,
+            ),
+        )
     subject = group_subject({*senders.tolist(), *receivers.tolist()}, nodes)
     return (
-        Verdict(subject, slow, began_s, (told, "with two that disagree: inconclusive"), 0.3, excess_s, Advice.OBSERVE),
+        Verdict(
+            subject,
+            slow,
+            began_s,
+            (told, "with two that disagree: inconclusive"),
+            0.3,
+            excess_s,
+            Advice.OBSERVE,
+        ),
     )
 
 
@@ -241,11 +287,15 @@ def _same_node(first: np.ndarray, second: np.ndarray, nodes: Mapping[int, str]) 
     if not len(ranks):
         return np.zeros(0, bool)
     _, places = np.unique([nodes.get(int(rank), f"?{rank}") for rank in ranks], return_inverse=True)
-    same: np.ndarray = places[np.searchsorted(ranks, first)] == places[np.searchsorted(ranks, second)]
+    same: np.ndarray = (
+        places[np.searchsorted(ranks, first)] == places[np.searchsorted(ranks, second)]
+    )
     return same
 
 
-def median_delays(keys: np.ndarray, delays_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def median_delays(
+    keys: np.ndarray, delays_s: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the distinct keys of one step's messages, their median delays and how many each had."""
     grouped = median_by(keys, delays_s)
     return grouped.keys, grouped.medians, grouped.counts

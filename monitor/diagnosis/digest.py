@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.accounts import account
-from monitor.diagnosis.signatures import signatures
-from monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
-from monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords
-from monitor.rows import joined
+from keepstep.monitor.diagnosis.accounts import account
+from keepstep.monitor.diagnosis.signatures import signatures
+from keepstep.monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
+from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
 
 FORGOTTEN_STEPS = 3
 
@@ -73,7 +72,9 @@ class Reading:
 
 
 def digest(
-    told: Iterable[RankRecords], communicators: Mapping[int, Communicator], memory: Memory = FORGETFUL
+    told: Iterable[RankRecords],
+    communicators: Mapping[int, Communicator],
+    memory: Memory = FORGETFUL,
 ) -> tuple[Memory, Digest]:
     """Return what the ranks' records come to since the last reading, and what to remember for the next.
 
@@ -91,7 +92,9 @@ def digest(
     records = reading.records
 
     is_operation = records["kind"] == Kind.OPERATION
-    operations, operation_owner = _newest(records.compress(is_operation), reading.owner[is_operation])
+    operations, operation_owner = _newest(
+        records.compress(is_operation), reading.owner[is_operation]
+    )
     frontiers, is_open = _frontiers(reading, operations, operation_owner, memory.frontiers)
     is_phase = records["kind"] == Kind.PHASE
     phases, phase_owner = records.compress(is_phase), reading.owner[is_phase]
@@ -154,7 +157,11 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     lowest_new = np.full(len(cuts), np.iinfo(np.uint64).max, np.uint64)
     new = stamps > cuts["stamp"][reading.owner]
     np.minimum.at(lowest_new, reading.owner[new], stamps[new])
-    lost = found & (lowest_new != np.iinfo(np.uint64).max) & (lowest_new > cuts["stamp"] + np.uint64(2))
+    lost = (
+        found
+        & (lowest_new != np.iinfo(np.uint64).max)
+        & (lowest_new > cuts["stamp"] + np.uint64(2))
+    )
     cuts["cut_s"][lost] = -np.inf
     cuts["busy_s"][lost] = -np.inf
     return cuts
@@ -186,7 +193,9 @@ def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.n
     order = np.lexsort((operations["ended_s"], operations["number"], channel))
     operations, owner, channel = operations.take(order), owner[order], channel[order]
     last = np.ones(len(operations), bool)
-    last[:-1] = (channel[1:] != channel[:-1]) | (operations["number"][1:] != operations["number"][:-1])
+    last[:-1] = (channel[1:] != channel[:-1]) | (
+        operations["number"][1:] != operations["number"][:-1]
+    )
     return operations.compress(last), owner[last]
 
 
@@ -197,7 +206,9 @@ def _channel(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
     direction = np.where(code == Operation.SEND, 1, np.where(code == Operation.RECEIVE, 2, 0))
     peer = np.where(direction > 0, operations["peer"].astype(np.int64) + 1, 0)
     # 24 bits of peers, 2 of direction, 17 of communicators within one reading, and 20 of ranks: 63.
-    channel: np.ndarray = (((owner.astype(np.int64) << 17) | communicator) << 2 | direction) << 24 | peer
+    channel: np.ndarray = (
+        ((owner.astype(np.int64) << 17) | communicator) << 2 | direction
+    ) << 24 | peer
     return channel
 
 
@@ -217,7 +228,9 @@ def _frontiers(
         rows = np.zeros(len(starts), FRONTIER)
         rows["rank"] = ranks[owner[starts]]
         rows["communicator"] = first["communicator"]
-        rows["direction"] = np.where((code == Operation.SEND) | (code == Operation.RECEIVE), code, 0)
+        rows["direction"] = np.where(
+            (code == Operation.SEND) | (code == Operation.RECEIVE), code, 0
+        )
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
     old = remembered.compress(np.isin(remembered["rank"], ranks))
     same, at = _find(rows, old)
@@ -240,7 +253,9 @@ def _frontiers(
         rows["open_nbytes"][has_open] = opened["nbytes"]
         rows["open_s"][has_open] = opened["enqueued_s"]
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
-        recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (rows["direction"][index] == 0)
+        recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (
+            rows["direction"][index] == 0
+        )
         slots = (numbers % np.uint64(HISTORY)).astype(np.int64)
         rows["history"][index[recent], slots[recent]] = signatures(operations.compress(recent))
     # A channel of which nothing new was read is as far as it was, and has nothing under way.
@@ -259,7 +274,9 @@ def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     both = joined([rows, others])
     _, communicator = np.unique(both["communicator"], return_inverse=True)
     # 20 bits of ranks, 17 of communicators, 2 of direction (SEND and RECEIVE differ in their lowest bits), 24 of peers.
-    keys = (both["rank"].astype(np.int64) << 17 | communicator) << 2 | (both["direction"].astype(np.int64) & 3)
+    keys = (both["rank"].astype(np.int64) << 17 | communicator) << 2 | (
+        both["direction"].astype(np.int64) & 3
+    )
     keys = keys << 24 | (both["peer"].astype(np.int64) + 1)
     known = keys[len(rows) :]
     order = np.argsort(known)
@@ -280,7 +297,10 @@ def _ranks(
     rows = np.zeros(len(reading.ranks), RANK)
     rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
     rows["alive"], rows["ending"] = reading.column("is_alive"), reading.column("ending")
-    rows["offset_s"], rows["offset_error_s"] = reading.column("offset_s"), reading.column("offset_error_s")
+    rows["offset_s"], rows["offset_error_s"] = (
+        reading.column("offset_s"),
+        reading.column("offset_error_s"),
+    )
     rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
     moved = cuts["moved_s"].copy()
     for name in ("enqueued_s", "started_s", "ended_s"):

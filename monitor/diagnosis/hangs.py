@@ -1,6 +1,6 @@
 """Hangs: a job of which nothing moves any more, and the rank, link or communicator at the root of it.
 
-The graph of `monitor.diagnosis.waits` says where waiting ends; this decides whether it has lasted too long, and what to call it. All ages
+The graph of `keepstep.monitor.diagnosis.waits` says where waiting ends; this decides whether it has lasted too long, and what to call it. All ages
 are of one rank by its own node's clock, from its last sign of life to the moment of reading; so clocks need not agree, and a reader that
 is behind sees young ages rather than old ones. A rank whose records were not read lately is never blamed for what it did not tell.
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.mismatches import first_parting
-from monitor.diagnosis.subjects import gather, group_subject, link_subject, rank_subject
-from monitor.diagnosis.thresholds import HangThresholds
-from monitor.diagnosis.waits import OpenOperation, Waits, wait_for
-from monitor.records import Communicator, Ending, Phase
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.mismatches import first_parting
+from keepstep.monitor.diagnosis.subjects import gather, group_subject, link_subject, rank_subject
+from keepstep.monitor.diagnosis.thresholds import HangThresholds
+from keepstep.monitor.diagnosis.waits import OpenOperation, Waits, wait_for
+from keepstep.monitor.records import Communicator, Ending, Phase
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 INFINITE = float("inf")
 
@@ -65,7 +65,9 @@ def find_hangs(job: Standstill, thresholds: HangThresholds) -> tuple[Verdict, ..
             return partings
     if view.longest_wait_s < thresholds.waiter_share * view.plain_s:
         return dead
-    partings = _partings(view, view.waits & (view.waited_s >= thresholds.waiter_share * view.plain_s))
+    partings = _partings(
+        view, view.waits & (view.waited_s >= thresholds.waiter_share * view.plain_s)
+    )
     if partings:
         return dead + partings
     silent = {rank for rank, row in view.rows.items() if not row["alive"]} | job.stopped
@@ -85,9 +87,17 @@ class _View:
         ranks, frontiers = job.ranks, job.frontiers
         self.rows = dict(zip(ranks["rank"].tolist(), ranks, strict=True))
         self.unread_s = dict(zip(ranks["rank"].tolist(), job.unread_s.tolist(), strict=True))
-        self.idle_s = dict(zip(ranks["rank"].tolist(), (ranks["read_at_s"] - ranks["moved_s"]).tolist(), strict=True))
+        self.idle_s = dict(
+            zip(
+                ranks["rank"].tolist(),
+                (ranks["read_at_s"] - ranks["moved_s"]).tolist(),
+                strict=True,
+            )
+        )
         at = np.minimum(np.searchsorted(ranks["rank"], frontiers["rank"]), len(ranks) - 1)
-        self.waits = (frontiers["open"] > 0) & (ranks["rank"][at] == frontiers["rank"]) & ranks["alive"][at]
+        self.waits = (
+            (frontiers["open"] > 0) & (ranks["rank"][at] == frontiers["rank"]) & ranks["alive"][at]
+        )
         self.waited_s = np.where(self.waits, ranks["read_at_s"][at] - frontiers["open_s"], 0.0)
         self.longest_wait_s = float(np.max(self.waited_s, initial=0.0))
         self.started = bool((ranks["step"] >= 2).any())
@@ -124,23 +134,32 @@ class _View:
     def payloads(self, operation: OpenOperation) -> dict[int, int]:
         """Return the payload of each rank that waits in an operation, in bytes."""
         rows = np.flatnonzero(self._of(operation))
-        return {int(self.job.frontiers["rank"][row]): int(self.job.frontiers["open_nbytes"][row]) for row in rows}
+        return {
+            int(self.job.frontiers["rank"][row]): int(self.job.frontiers["open_nbytes"][row])
+            for row in rows
+        }
 
     def _of(self, operation: OpenOperation) -> np.ndarray:
         rows = self.job.frontiers
-        chosen: np.ndarray = (rows["communicator"] == operation.communicator) & (rows["open"] == operation.number)
+        chosen: np.ndarray = (rows["communicator"] == operation.communicator) & (
+            rows["open"] == operation.number
+        )
         if operation.pair is None:
             chosen &= rows["direction"] == 0
         else:
             chosen &= (
-                (rows["direction"] > 0) & np.isin(rows["rank"], operation.pair) & np.isin(rows["peer"], operation.pair)
+                (rows["direction"] > 0)
+                & np.isin(rows["rank"], operation.pair)
+                & np.isin(rows["peer"], operation.pair)
             )
         return chosen
 
     def name(self, operation: OpenOperation) -> str:
         """Return for people what an operation is."""
         if operation.pair is not None:
-            return f"message {operation.number} from rank {operation.pair[0]} to {operation.pair[1]}"
+            return (
+                f"message {operation.number} from rank {operation.pair[0]} to {operation.pair[1]}"
+            )
         known = self.job.communicators.get(operation.communicator)
         return f"operation {operation.number} of {known.name if known else operation.communicator}"
 
@@ -152,7 +171,12 @@ class _View:
 
 
 def _verdict(
-    subject: Subject, syndrome: Syndrome, since_s: float, evidence: Iterable[str], confidence: float, advice: Advice
+    subject: Subject,
+    syndrome: Syndrome,
+    since_s: float,
+    evidence: Iterable[str],
+    confidence: float,
+    advice: Advice,
 ) -> Verdict:
     return Verdict(subject, syndrome, since_s, tuple(evidence), confidence, INFINITE, advice)
 
@@ -170,7 +194,9 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     if not dead:
         return ()
     alive = {rank for rank, row in view.rows.items() if row["alive"]}
-    witnesses = {rank for rank, row in view.rows.items() if row["failed"] or row["ending"] == Ending.FAILED}
+    witnesses = {
+        rank for rank, row in view.rows.items() if row["failed"] or row["ending"] == Ending.FAILED
+    }
     raised = {rank for rank in dead - witnesses if view.rows[rank]["ending"] == Ending.RAISED}
     if not alive and not witnesses and not raised:
         return ()
@@ -191,10 +217,16 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
         return (_program_ended(view, raised),)
     needed = []
     for rank in sorted(raised or dead - witnesses - victims or dead - witnesses or dead):
-        waited = view.waited_s[view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))]
-        is_missed = bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
+        waited = view.waited_s[
+            view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))
+        ]
+        is_missed = (
+            bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
+        )
         row = view.rows[rank]
-        had_work = view.is_in_step(rank) or not row["marks_steps"] or row["ending"] != Ending.FINISHED
+        had_work = (
+            view.is_in_step(rank) or not row["marks_steps"] or row["ending"] != Ending.FINISHED
+        )
         if rank in raised or is_missed or open_of[rank] or (witnesses - {rank} and had_work):
             needed.append(rank)
     verdicts = []
@@ -204,12 +236,16 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
             f" {view.rows[rank]['step']}"
             for rank in subject.ranks[:4]
         ]
-        evidence += [f"it was in {name}" for rank in subject.ranks[:4] for name in open_of[rank][:1]]
+        evidence += [
+            f"it was in {name}" for rank in subject.ranks[:4] for name in open_of[rank][:1]
+        ]
         waiters = sorted({waiter for rank in subject.ranks for waiter in missed.get(rank, ())})
         if waiters:
             evidence.append(f"{len(waiters)} ranks wait for it, rank {waiters[0]} among them")
         if witnesses:
-            evidence.append(f"operations of {len(witnesses)} ranks failed, of rank {min(witnesses)} among them")
+            evidence.append(
+                f"operations of {len(witnesses)} ranks failed, of rank {min(witnesses)} among them"
+            )
         advice = Advice.REPLACE_NODE if subject.kind == "node" else Advice.RESTART_WORKER
         since_s = min(view.moved_s(rank) for rank in subject.ranks)
         verdicts.append(_verdict(subject, Syndrome.DEAD_PROCESS, since_s, evidence, 1.0, advice))
@@ -233,13 +269,22 @@ def _partings(view: _View, chosen: np.ndarray) -> tuple[Verdict, ...]:
         if parting is None:
             continue
         culprits = parting.minority
-        subjects = gather(culprits, view.job.nodes) if culprits else (group_subject(parting.ranks, view.job.nodes),)
+        subjects = (
+            gather(culprits, view.job.nodes)
+            if culprits
+            else (group_subject(parting.ranks, view.job.nodes),)
+        )
         known = view.job.communicators.get(identity)
-        evidence = (f"ranks call different things in {known.name if known else identity}", *parting.told())
+        evidence = (
+            f"ranks call different things in {known.name if known else identity}",
+            *parting.told(),
+        )
         since_s = min(view.moved_s(rank) for rank in parting.ranks if rank in view.rows)
         confidence = 0.95 if culprits else 0.6
         for subject in subjects:
-            verdicts.append(_verdict(subject, Syndrome.MISMATCH, since_s, evidence, confidence, Advice.ALERT))
+            verdicts.append(
+                _verdict(subject, Syndrome.MISMATCH, since_s, evidence, confidence, Advice.ALERT)
+            )
     return tuple(verdicts)
 
 
@@ -250,7 +295,9 @@ def _absent(view: _View, waits: Waits) -> list[Verdict]:
         row = view.rows.get(rank)
         if row is not None and not row["alive"]:
             continue
-        present = [waiter for waiter in waiters if waiter in view.rows and view.rows[waiter]["alive"]]
+        present = [
+            waiter for waiter in waiters if waiter in view.rows and view.rows[waiter]["alive"]
+        ]
         longest_s = max((view.idle_s[waiter] for waiter in present), default=0.0)
         told = f"{len(present)} ranks wait for it at once, for up to {longest_s:.1f} s"
         if row is None or view.unread_s[rank] > view.thresholds.stale_s:
@@ -271,10 +318,16 @@ def _absent(view: _View, waits: Waits) -> list[Verdict]:
         syndrome = Syndrome.NON_COMMUNICATION_HANG
         if not stopped and row["phase"] == Phase.DATA_WAIT:
             syndrome = Syndrome.DATA_STALL
-            evidence = (f"rank {rank} waits for data since {row['read_at_s'] - row['phase_s']:.1f} s", told)
+            evidence = (
+                f"rank {rank} waits for data since {row['read_at_s'] - row['phase_s']:.1f} s",
+                told,
+            )
         elif not stopped and row["phase"] == Phase.CHECKPOINT:
             syndrome = Syndrome.CHECKPOINT_STALL
-            evidence = (f"rank {rank} is in a checkpoint since {row['read_at_s'] - row['phase_s']:.1f} s", told)
+            evidence = (
+                f"rank {rank} is in a checkpoint since {row['read_at_s'] - row['phase_s']:.1f} s",
+                told,
+            )
         by_syndrome.setdefault(syndrome, {})[rank] = evidence
     verdicts = []
     for syndrome, found in by_syndrome.items():
@@ -287,7 +340,9 @@ def _absent(view: _View, waits: Waits) -> list[Verdict]:
             elif subject.kind == "node":
                 advice = Advice.REPLACE_NODE
             since_s = min(view.moved_s(rank) for rank in subject.ranks if rank in found)
-            verdicts.append(_verdict(subject, syndrome, since_s, lines, 0.5 if silent else 0.95, advice))
+            verdicts.append(
+                _verdict(subject, syndrome, since_s, lines, 0.5 if silent else 0.95, advice)
+            )
     return verdicts
 
 
@@ -300,13 +355,21 @@ def _stuck(view: _View, waits: Waits) -> list[Verdict]:
         if not members:
             continue
         patience_s = max(view.patience_of_s(rank) for rank in members)
-        if min(waited_s.values()) < patience_s or max(view.idle_s[rank] for rank in members) < patience_s:
+        if (
+            min(waited_s.values()) < patience_s
+            or max(view.idle_s[rank] for rank in members) < patience_s
+        ):
             continue
         subject, syndrome, confidence, more = _blame(view, operation, members)
         since_s = max(view.moved_s(rank) for rank in members)
-        evidence = (f"all ranks have begun {view.name(operation)}, the last {min(waited_s.values()):.1f} s ago", *more)
+        evidence = (
+            f"all ranks have begun {view.name(operation)}, the last {min(waited_s.values()):.1f} s ago",
+            *more,
+        )
         advice = Advice.ALERT if subject.kind in ("group", "link") else Advice.RESTART_WORKER
-        verdicts.setdefault((subject, syndrome), _verdict(subject, syndrome, since_s, evidence, confidence, advice))
+        verdicts.setdefault(
+            (subject, syndrome), _verdict(subject, syndrome, since_s, evidence, confidence, advice)
+        )
     return list(verdicts.values())
 
 
@@ -336,7 +399,9 @@ def _blame(
     fewest = rows["rank"][rows["entered"] < rows["entered"].max()].tolist()
     if 0 < len(fewest) <= (len(known) - 1) // 2:
         subjects = gather(fewest, nodes)
-        told = (f"ranks {', '.join(map(str, fewest[:6]))} have called fewer operations than the others",)
+        told = (
+            f"ranks {', '.join(map(str, fewest[:6]))} have called fewer operations than the others",
+        )
         subject = subjects[0] if len(subjects) == 1 else group_subject(fewest, nodes)
         if len(members) == len(known):
             return subject, Syndrome.NON_COMMUNICATION_HANG, 0.8, told
@@ -353,9 +418,14 @@ def _deadlock(view: _View, cycle: tuple[int, ...]) -> list[Verdict]:
     astray in its own code. If there are such ranks, and one of them stopped clearly before all others, it is the likelier root.
     """
     idle_s = {rank: view.idle_s[rank] for rank in cycle}
-    if min(idle_s.values()) < view.plain_s * view.thresholds.waiter_share or max(idle_s.values()) < view.plain_s:
+    if (
+        min(idle_s.values()) < view.plain_s * view.thresholds.waiter_share
+        or max(idle_s.values()) < view.plain_s
+    ):
         return []
-    told: tuple[str, ...] = (f"ranks wait for each other in a circle: {' -> '.join(map(str, (*cycle, cycle[0])))}",)
+    told: tuple[str, ...] = (
+        f"ranks wait for each other in a circle: {' -> '.join(map(str, (*cycle, cycle[0])))}",
+    )
     since_s = min(view.moved_s(rank) for rank in cycle)
     frontiers = view.job.frontiers
     blocking = set(frontiers["rank"][(frontiers["open"] > 0) & ~frontiers["asynchronous"]].tolist())
@@ -364,8 +434,22 @@ def _deadlock(view: _View, cycle: tuple[int, ...]) -> list[Verdict]:
         first = max(loose, key=lambda rank: idle_s[rank])
         others = max((age for rank, age in idle_s.items() if rank != first), default=0.0)
         if idle_s[first] > others + view.thresholds.waiter_share * view.job.step_s:
-            told = (*told, f"rank {first} has only asynchronous operations under way and stopped before the others")
+            told = (
+                *told,
+                f"rank {first} has only asynchronous operations under way and stopped before the others",
+            )
             subject = rank_subject(first, view.job.nodes)
-            return [_verdict(subject, Syndrome.NON_COMMUNICATION_HANG, since_s, told, 0.6, Advice.RESTART_WORKER)]
+            return [
+                _verdict(
+                    subject,
+                    Syndrome.NON_COMMUNICATION_HANG,
+                    since_s,
+                    told,
+                    0.6,
+                    Advice.RESTART_WORKER,
+                )
+            ]
     subject = group_subject(cycle, view.job.nodes)
-    return [_verdict(subject, Syndrome.MISMATCH, since_s, told, 0.6 if loose else 0.9, Advice.ALERT)]
+    return [
+        _verdict(subject, Syndrome.MISMATCH, since_s, told, 0.6 if loose else 0.9, Advice.ALERT)
+    ]

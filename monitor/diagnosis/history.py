@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from monitor.diagnosis.robust import MEDIAN_TO_MEAN_ERROR, median_by, spread
-from monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.diagnosis.robust import MEDIAN_TO_MEAN_ERROR, median_by, spread
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
 
 _LEARNING = 0.05
 _MEAN_TO_SIGMA = 1.2533
@@ -59,7 +59,13 @@ class History:
         values = values[-window:]
         # Subjects that no step of the window tells of are gone: this bounds the memory.
         alive = ~np.isnan(values).all(axis=0)
-        return History(every[alive], np.append(self.steps, step)[-window:], values[:, alive], past[alive], drift[alive])
+        return History(
+            every[alive],
+            np.append(self.steps, step)[-window:],
+            values[:, alive],
+            past[alive],
+            drift[alive],
+        )
 
     def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> History:
         """Return the history with what the last step teaches of subjects that do not deviate; `deviating` has shape (subjects,)."""
@@ -87,7 +93,9 @@ class History:
         return _MEAN_TO_SIGMA * float(np.median(known)) if len(known) else 0.0
 
 
-NOTHING = History(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0), np.zeros(0))
+NOTHING = History(
+    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0), np.zeros(0)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,9 @@ class Deviations:
     noise: float
 
 
-def deviations(history: History, groups: np.ndarray, least_ratio: float, thresholds: SlowThresholds) -> Deviations:
+def deviations(
+    history: History, groups: np.ndarray, least_ratio: float, thresholds: SlowThresholds
+) -> Deviations:
     """Compare every subject with its peers, and with its own past.
 
     Args:
@@ -125,7 +135,9 @@ def deviations(history: History, groups: np.ndarray, least_ratio: float, thresho
     count = len(history.keys)
     if not count or not len(history.steps):
         empty = np.zeros(count)
-        return Deviations(empty, empty > 0, empty, empty > 0, empty.astype(np.int64), float("nan"), 0.0)
+        return Deviations(
+            empty, empty > 0, empty, empty > 0, empty.astype(np.int64), float("nan"), 0.0
+        )
     peers, enough = _from_peers(history.values, groups, thresholds.peers)
     changed = history.values - history.past
     known = ~np.isnan(changed)
@@ -151,11 +163,19 @@ def deviations(history: History, groups: np.ndarray, least_ratio: float, thresho
     since = np.where(high.all(axis=0), 0, len(high) - np.argmin(high[::-1], axis=0))
     since = np.minimum(since, len(high) - 1)
     return Deviations(
-        np.exp(ratio), hot_by_peers | hot_by_past, excess_s, from_peers, since, shift, noise if noise else own_noise
+        np.exp(ratio),
+        hot_by_peers | hot_by_past,
+        excess_s,
+        from_peers,
+        since,
+        shift,
+        noise if noise else own_noise,
     )
 
 
-def _from_peers(values: np.ndarray, groups: np.ndarray, least: int) -> tuple[np.ndarray, np.ndarray]:
+def _from_peers(
+    values: np.ndarray, groups: np.ndarray, least: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Return logarithms over the median of the group, step by step, and where the group is large enough to tell."""
     residuals = np.full(values.shape, np.nan)
     enough = np.zeros(values.shape, bool)

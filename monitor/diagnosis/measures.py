@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from monitor.diagnosis.robust import spread
-from monitor.diagnosis.subjects import gather, group_subject
-from monitor.diagnosis.tables import MEASURE
-from monitor.diagnosis.thresholds import MeasureThresholds
-from monitor.records import Communicator, Measure
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.robust import spread
+from keepstep.monitor.diagnosis.subjects import gather, group_subject
+from keepstep.monitor.diagnosis.tables import MEASURE
+from keepstep.monitor.diagnosis.thresholds import MeasureThresholds
+from keepstep.monitor.records import Communicator, Measure
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _NAMES = {int(Measure.LOSS): "loss", int(Measure.GRADIENT_NORM): "gradient norm"}
 
@@ -78,7 +78,11 @@ def judge_measures(
     calm, odd = dict(curves.calm), dict(curves.odd)
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
     keys = pending[["step", "code", "communicator"]][order]
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.int64)
+    starts = (
+        np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+        if len(keys)
+        else np.zeros(0, np.int64)
+    )
     for at in np.split(order, starts[1:]) if len(order) else ():
         rows = pending[at]
         step, code = int(rows["step"][0]), int(rows["code"][0])
@@ -88,7 +92,11 @@ def judge_measures(
         if len(rows) < wanted and step + late > curves.step:
             continue
         keep[at] = False
-        found = _disagreement(rows, nodes) if is_checksum else _spike(rows, calm, odd, nodes, thresholds)
+        found = (
+            _disagreement(rows, nodes)
+            if is_checksum
+            else _spike(rows, calm, odd, nodes, thresholds)
+        )
         compared = int(rows["communicator"][0]) if is_checksum else 0
         if compared:
             # The newest comparison is what holds of these replicas.
@@ -102,7 +110,9 @@ def judge_measures(
             finding = Finding(replace(verdict, since_s=since_s), *until, compared)
             standing[verdict.subject, verdict.syndrome] = finding
     still = tuple(
-        one for one in standing.values() if one.communicator or one.step >= curves.step or one.until_s >= now_s
+        one
+        for one in standing.values()
+        if one.communicator or one.step >= curves.step or one.until_s >= now_s
     )
     curves = Curves(pending[keep], calm, odd, still, curves.step)
     return curves, tuple(one.verdict for one in still)
@@ -121,7 +131,8 @@ def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:
     told = f"{_NAMES[code]} of step {step} is {first['value'][0]} at {len(ranks)} of {len(others)} ranks"
     subjects = gather(ranks, nodes) if 2 * len(ranks) < len(others) else (Subject("job", ()),)
     return [
-        Verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, (told,), 1.0, 0.0, Advice.ALERT) for subject in subjects
+        Verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, (told,), 1.0, 0.0, Advice.ALERT)
+        for subject in subjects
     ]
 
 
@@ -151,7 +162,17 @@ def _spike(
             lasting = odd.get(code, 0) >= thresholds.sustained
             confidence, advice = (0.9, Advice.ALERT) if lasting else (0.6, Advice.OBSERVE)
             since_s = float(rows["at_s"].min())
-            return [Verdict(Subject("job", ()), Syndrome.LOSS_SPIKE, since_s, (told,), confidence, 0.0, advice)]
+            return [
+                Verdict(
+                    Subject("job", ()),
+                    Syndrome.LOSS_SPIKE,
+                    since_s,
+                    (told,),
+                    confidence,
+                    0.0,
+                    advice,
+                )
+            ]
     odd[code] = 0
     calm[code] = (*calm.get(code, ()), now)[-thresholds.window :]
     return []

@@ -15,9 +15,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from monitor.diagnosis.subjects import node_subject
-from monitor.diagnosis.thresholds import NodeThresholds
-from monitor.verdicts import Advice, Syndrome, Verdict
+from keepstep.monitor.diagnosis.subjects import node_subject
+from keepstep.monitor.diagnosis.thresholds import NodeThresholds
+from keepstep.monitor.verdicts import Advice, Syndrome, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,9 @@ def judge_nodes(
     """Take in readings, one a node, repeated ones among them, and return what stands."""
     following: dict[str, NodePast] = {}
     for name, reading in metrics.items():
-        known = past.get(name) or NodePast((), _counts(reading, "ecc_uncorrected"), _xid_counts(reading))
+        known = past.get(name) or NodePast(
+            (), _counts(reading, "ecc_uncorrected"), _xid_counts(reading)
+        )
         readings = known.readings
         if not readings or reading.at_s > readings[-1].at_s:
             readings = (*readings, reading)[-(thresholds.sustained + 1) :]
@@ -138,7 +140,10 @@ def _usual_clocks(metrics: Mapping[str, NodeMetrics]) -> tuple[float, float]:
     """Return the median clock of processors and of busy GPUs over the nodes; 0.0 with fewer than three to compare."""
     processors = [one.cpu_hz for one in metrics.values() if one.cpu_hz > 0]
     devices = [
-        gpu.clock_hz for one in metrics.values() for gpu in one.gpus if gpu.clock_hz > 0 and gpu.busy_share > 0.5
+        gpu.clock_hz
+        for one in metrics.values()
+        for gpu in one.gpus
+        if gpu.clock_hz > 0 and gpu.busy_share > 0.5
     ]
     return (
         float(np.median(processors)) if len(processors) >= 3 else 0.0,
@@ -153,7 +158,10 @@ def _throttled(past: NodePast, clocks: tuple[float, float], thresholds: NodeThre
     recent = past.readings[-thresholds.sustained :]
     if len(past.readings) > thresholds.sustained:
         pairs = list(zip(past.readings[:-1], past.readings[1:], strict=True))
-        shares = [(after.throttled_s - before.throttled_s) / (after.at_s - before.at_s) for before, after in pairs]
+        shares = [
+            (after.throttled_s - before.throttled_s) / (after.at_s - before.at_s)
+            for before, after in pairs
+        ]
         if min(shares) > thresholds.throttled_share:
             return f"its cgroup was denied the processor {min(shares):.0%} of the time (cpu.stat)"
     if clocks[0] and all(0 < one.cpu_hz < thresholds.clock_ratio * clocks[0] for one in recent):
@@ -163,7 +171,9 @@ def _throttled(past: NodePast, clocks: tuple[float, float], thresholds: NodeThre
         if all(other.celsius >= thresholds.gpu_celsius for other in same):
             return f"GPU {gpu.index} is at {gpu.celsius:.0f} degrees Celsius"
         slow = thresholds.clock_ratio * clocks[1]
-        if clocks[1] and all(0 < other.clock_hz < slow and other.busy_share > 0.5 for other in same):
+        if clocks[1] and all(
+            0 < other.clock_hz < slow and other.busy_share > 0.5 for other in same
+        ):
             return f"GPU {gpu.index} runs at {gpu.clock_hz / 1e6:.0f} MHz, others at {clocks[1] / 1e6:.0f}"
     return ""
 
@@ -176,13 +186,19 @@ def _device_errors(
         more = gpu.ecc_uncorrected - past.ecc_at_first.get(gpu.index, 0)
         if more > 0:
             told.append(f"GPU {gpu.index} has {more} new uncorrectable memory errors")
-        codes = [code for code in gpu.xids[past.xids_at_first.get(gpu.index, 0) :] if code in thresholds.bad_xids]
+        codes = [
+            code
+            for code in gpu.xids[past.xids_at_first.get(gpu.index, 0) :]
+            if code in thresholds.bad_xids
+        ]
         if codes:
             told.append(f"GPU {gpu.index} reports Xid {', '.join(map(str, sorted(set(codes))))}")
     if not told:
         return []
     subject = node_subject(name, nodes)
-    return [Verdict(subject, Syndrome.DEVICE_ERROR, now_s, tuple(told), 0.95, 0.0, Advice.REPLACE_NODE)]
+    return [
+        Verdict(subject, Syndrome.DEVICE_ERROR, now_s, tuple(told), 0.95, 0.0, Advice.REPLACE_NODE)
+    ]
 
 
 def _memory(
@@ -197,12 +213,18 @@ def _memory(
     if max(shares) < thresholds.memory_share:
         told = f"{last.memory_available / 2**20:.0f} MiB of memory are left, {shares[-1]:.1%}"
     elif max(shares) < thresholds.memory_low_share and last.at_s > readings[0].at_s:
-        rate = (readings[0].memory_available - last.memory_available) / (last.at_s - readings[0].at_s)
-        falling = all(after.memory_available < before.memory_available for before, after in pairwise(readings))
+        rate = (readings[0].memory_available - last.memory_available) / (
+            last.at_s - readings[0].at_s
+        )
+        falling = all(
+            after.memory_available < before.memory_available for before, after in pairwise(readings)
+        )
         if falling and last.memory_available / rate < thresholds.memory_horizon_s:
-            told = (
-                f"memory shrinks by {rate / 2**20:.0f} MiB a second and is gone in {last.memory_available / rate:.0f} s"
-            )
+            told = f"memory shrinks by {rate / 2**20:.0f} MiB a second and is gone in {last.memory_available / rate:.0f} s"
     if not told:
         return []
-    return [Verdict(node_subject(name, nodes), Syndrome.MEMORY_SHORT, now_s, (told,), 0.9, 0.0, Advice.ALERT)]
+    return [
+        Verdict(
+            node_subject(name, nodes), Syndrome.MEMORY_SHORT, now_s, (told,), 0.9, 0.0, Advice.ALERT
+        )
+    ]

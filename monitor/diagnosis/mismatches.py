@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.signatures import describe
-from monitor.diagnosis.tables import HISTORY
+from keepstep.monitor.diagnosis.signatures import describe
+from keepstep.monitor.diagnosis.tables import HISTORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,9 @@ class Parting:
         total = sum(map(len, self.calls.values()))
         if 2 * len(most) <= total:
             return ()
-        return tuple(sorted(rank for ranks in self.calls.values() if ranks is not most for rank in ranks))
+        return tuple(
+            sorted(rank for ranks in self.calls.values() if ranks is not most for rank in ranks)
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -47,8 +49,12 @@ class Parting:
     def told(self) -> tuple[str, ...]:
         """Return who called what, for people; most first, at most four ranks by name."""
         lines = []
-        for signature, ranks in sorted(self.calls.items(), key=lambda item: (-len(item[1]), item[1])):
-            names = ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
+        for signature, ranks in sorted(
+            self.calls.items(), key=lambda item: (-len(item[1]), item[1])
+        ):
+            names = ", ".join(map(str, ranks[:4])) + (
+                f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+            )
             lines.append(f"operation {self.number}: {describe(signature)} at rank {names}")
         return tuple(lines)
 
@@ -66,9 +72,13 @@ def first_parting(frontiers: np.ndarray) -> Parting | None:
         if known.sum() < 2 or len(np.unique(calls[known])) < 2:
             continue
         by_call: dict[int, list[int]] = defaultdict(list)
-        for rank, call in zip(frontiers["rank"][known].tolist(), calls[known].tolist(), strict=True):
+        for rank, call in zip(
+            frontiers["rank"][known].tolist(), calls[known].tolist(), strict=True
+        ):
             by_call[call].append(rank)
         return Parting(
-            int(frontiers["communicator"][0]), number, {call: tuple(sorted(ranks)) for call, ranks in by_call.items()}
+            int(frontiers["communicator"][0]),
+            number,
+            {call: tuple(sorted(ranks)) for call, ranks in by_call.items()},
         )
     return None

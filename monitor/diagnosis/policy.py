@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 
 class Mode(StrEnum):
@@ -61,9 +61,7 @@ class Action:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {'; '.join(self.verdict.evidence)}"
-        )
+        return f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {'; '.join(self.verdict.evidence)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,9 @@ def decide(
         return state, ()
     # The costliest first: the budget goes to who loses most. Ties are broken by name, so that equal inputs give equal outputs.
     standing = [
-        key for key, case in cases.items() if case.last_s == now_s and now_s - case.first_s >= policy.sustained_s
+        key
+        for key, case in cases.items()
+        if case.last_s == now_s and now_s - case.first_s >= policy.sustained_s
     ]
     for key in sorted(standing, key=lambda one: (-cases[one].lost_s, str(one[0]), one[1])):
         state, action = _treat(policy, state, key, nodes)
@@ -179,7 +179,9 @@ def _follow(
     policy: Policy, state: PolicyState, verdicts: Sequence[Verdict], step_s: float, now_s: float
 ) -> dict[tuple[Subject, Syndrome], Case]:
     """Return the cases with what stands now taken in, and what was gone for long forgotten."""
-    cases = {key: case for key, case in state.cases.items() if now_s - case.last_s <= policy.forgotten_s}
+    cases = {
+        key: case for key, case in state.cases.items() if now_s - case.last_s <= policy.forgotten_s
+    }
     for verdict in verdicts:
         key = (verdict.subject, verdict.syndrome)
         case = cases.get(key)
@@ -189,7 +191,10 @@ def _follow(
         # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
         stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
         cases[key] = replace(
-            case, verdict=verdict, last_s=now_s, lost_s=case.lost_s + stood_s * _loss_rate(verdict, step_s)
+            case,
+            verdict=verdict,
+            last_s=now_s,
+            lost_s=case.lost_s + stood_s * _loss_rate(verdict, step_s),
         )
     return cases
 
@@ -212,7 +217,9 @@ def _treat(
         places, ranks = _targets(wanted, verdict, nodes)
         denied = _denied(policy, state, wanted, places, ranks, nodes)
         if not denied:
-            action = Action(wanted, verdict.subject, verdict, _told_loss(state, case), places, ranks)
+            action = Action(
+                wanted, verdict.subject, verdict, _told_loss(state, case), places, ranks
+            )
             return _spend(state, key, action), action
         return _alert(policy, state, key, f"not done: {denied}")
     if verdict.advice is Advice.OBSERVE:
@@ -222,11 +229,17 @@ def _treat(
 
 def _told_loss(state: PolicyState, case: Case) -> str:
     """Return for people what was lost: by a standstill all the time since it began, whoever looked."""
-    lost_s = state.now_s - case.verdict.since_s if math.isinf(case.verdict.cost_s_per_step) else case.lost_s
+    lost_s = (
+        state.now_s - case.verdict.since_s
+        if math.isinf(case.verdict.cost_s_per_step)
+        else case.lost_s
+    )
     return f"{max(lost_s, case.lost_s):.0f} s lost so far"
 
 
-def _wanted(policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]) -> ActionKind | None:
+def _wanted(
+    policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]
+) -> ActionKind | None:
     """Return what the verdict calls for, as far as the policy goes; None for telling people at most.
 
     A worker that was restarted and has the same kind of trouble again, or still, is on a bad node: that escalates to a replacement,
@@ -250,7 +263,9 @@ def _is_due(policy: Policy, case: Case, wanted: ActionKind) -> bool:
     cost_s = case.verdict.cost_s_per_step
     if math.isinf(cost_s) or cost_s <= 0.0:
         return True
-    return case.lost_s >= (policy.replace_cost_s if wanted is ActionKind.REPLACE_NODE else policy.restart_cost_s)
+    return case.lost_s >= (
+        policy.replace_cost_s if wanted is ActionKind.REPLACE_NODE else policy.restart_cost_s
+    )
 
 
 def _places(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
@@ -259,7 +274,9 @@ def _places(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(sorted({nodes[rank] for rank in subject.ranks if nodes.get(rank)}))
 
 
-def _targets(wanted: ActionKind, verdict: Verdict, nodes: Mapping[int, str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _targets(
+    wanted: ActionKind, verdict: Verdict, nodes: Mapping[int, str]
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
     if wanted is ActionKind.REPLACE_NODE:
         return _places(verdict.subject, nodes), ()
     return (), verdict.subject.ranks
@@ -293,7 +310,10 @@ def allowance(policy: Policy, nodes: Mapping[int, str]) -> int:
 
 
 def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) -> PolicyState:
-    cases = {**state.cases, key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s)}
+    cases = {
+        **state.cases,
+        key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s),
+    }
     return replace(
         state,
         cases=cases,
@@ -309,9 +329,15 @@ def undone(state: PolicyState, action: Action) -> PolicyState:
     return replace(
         state,
         cases={**state.cases, key: replace(case, acted=None)} if case is not None else state.cases,
-        replaced=tuple(entry for entry in state.replaced if entry not in {(state.now_s, one) for one in action.nodes}),
+        replaced=tuple(
+            entry
+            for entry in state.replaced
+            if entry not in {(state.now_s, one) for one in action.nodes}
+        ),
         restarted=tuple(
-            entry for entry in state.restarted if entry not in {(state.now_s, one) for one in action.ranks}
+            entry
+            for entry in state.restarted
+            if entry not in {(state.now_s, one) for one in action.ranks}
         ),
     )
 

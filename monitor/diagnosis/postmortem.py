@@ -20,14 +20,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from monitor.diagnosis.digest import digest
-from monitor.diagnosis.mismatches import Parting
-from monitor.diagnosis.signatures import SYMMETRIC, describe, signatures
-from monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
-from monitor.diagnosis.waits import OpenOperation, wait_for
-from monitor.records import Communicator, Flag, JobRecords, Kind, Operation
-from monitor.rows import joined
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.digest import digest
+from keepstep.monitor.diagnosis.mismatches import Parting
+from keepstep.monitor.diagnosis.signatures import SYMMETRIC, describe, signatures
+from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
+from keepstep.monitor.diagnosis.waits import OpenOperation, wait_for
+from keepstep.monitor.records import Communicator, Flag, JobRecords, Kind, Operation, joined
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 INFINITE = float("inf")
 _MESSAGES = (Operation.SEND, Operation.RECEIVE)
@@ -85,7 +84,9 @@ def examine(job: JobRecords) -> Postmortem:
         slow, doubts = _slow(job)
         verdicts += slow
         remarks += doubts
-    return Postmortem(tuple(sorted(job.ranks)), view.missing, view.waits, tuple(verdicts), tuple(remarks))
+    return Postmortem(
+        tuple(sorted(job.ranks)), view.missing, view.waits, tuple(verdicts), tuple(remarks)
+    )
 
 
 class _View:
@@ -98,10 +99,13 @@ class _View:
         _, told = digest(job.ranks.values(), job.communicators)
         self.operations = {rank: _operations(one.records) for rank, one in job.ranks.items()}
         self.partings = _first_partings(self.operations, job.communicators)
-        self.frontiers, self.remarks, self.outdated = _advance(told.frontiers, self.operations, job.communicators)
+        self.frontiers, self.remarks, self.outdated = _advance(
+            told.frontiers, self.operations, job.communicators
+        )
         self.graph = wait_for(self.frontiers, job.communicators)
         self.waits = tuple(
-            Wait(self.name(one), one.waiting, self.lacking(one), self.since_s(one)) for one in self.graph.operations
+            Wait(self.name(one), one.waiting, self.lacking(one), self.since_s(one))
+            for one in self.graph.operations
         )
 
     def lacking(self, operation: OpenOperation) -> tuple[int, ...]:
@@ -120,7 +124,9 @@ class _View:
     def call(self, operation: OpenOperation, rank: int) -> np.ndarray:
         """Return the records, one at most, with which a rank called an operation."""
         mine = self.operations[rank]
-        chosen = (mine["communicator"] == operation.communicator) & (mine["number"] == operation.number)
+        chosen = (mine["communicator"] == operation.communicator) & (
+            mine["number"] == operation.number
+        )
         if operation.pair is None:
             chosen &= ~np.isin(mine["code"], _MESSAGES)
         else:
@@ -156,7 +162,11 @@ class _View:
     def begun(self, operation: OpenOperation) -> tuple[int, ...]:
         """Return, of those that wait in an operation, whose device is known to have begun it."""
         calls = {rank: self.call(operation, rank) for rank in operation.waiting}
-        return tuple(rank for rank, call in calls.items() if len(call) and call["started_s"][0] > call["enqueued_s"][0])
+        return tuple(
+            rank
+            for rank, call in calls.items()
+            if len(call) and call["started_s"][0] > call["enqueued_s"][0]
+        )
 
     def last_call(self, rank: int) -> str:
         """Return for people what a rank did last."""
@@ -174,7 +184,9 @@ class _View:
 
 
 def _operations(records: np.ndarray) -> np.ndarray:
-    operations: np.ndarray = records[(records["kind"] == Kind.OPERATION) & (records["communicator"] != 0)]
+    operations: np.ndarray = records[
+        (records["kind"] == Kind.OPERATION) & (records["communicator"] != 0)
+    ]
     return operations
 
 
@@ -184,7 +196,9 @@ def _collectives(operations: np.ndarray) -> np.ndarray:
 
 
 def _advance(
-    frontiers: np.ndarray, operations: Mapping[int, np.ndarray], communicators: Mapping[int, Communicator]
+    frontiers: np.ndarray,
+    operations: Mapping[int, np.ndarray],
+    communicators: Mapping[int, Communicator],
 ) -> tuple[np.ndarray, tuple[str, ...], frozenset[int]]:
     """Move frontiers to where their ranks must have been; return with them what that says of dumps, and of whose."""
     remarks, outdated = list[str](), set[int]()
@@ -197,7 +211,12 @@ def _advance(
             if rank not in entered and not _is_whole(operations[rank]):
                 # What it did in this group has been overwritten since.
                 row = np.zeros(1, frontiers.dtype)
-                row["rank"], row["communicator"], row["peer"], row["entered"] = rank, identity, -1, number
+                row["rank"], row["communicator"], row["peer"], row["entered"] = (
+                    rank,
+                    identity,
+                    -1,
+                    number,
+                )
                 frontiers = joined([frontiers, row])
                 continue
             frontiers["open"][frontiers["rank"] == rank] = 0
@@ -215,7 +234,11 @@ def _left(operations: Mapping[int, np.ndarray]) -> dict[int, tuple[int, int]]:
     """Return, by communicator, the highest number of a collective that somebody has left who could not before all had come, and who."""
     left: dict[int, tuple[int, int]] = {}
     for rank, mine in operations.items():
-        ended = mine[np.isin(mine["code"], SYMMETRIC) & (mine["ended_s"] > 0) & (mine["flags"] & Flag.FAILED == 0)]
+        ended = mine[
+            np.isin(mine["code"], SYMMETRIC)
+            & (mine["ended_s"] > 0)
+            & (mine["flags"] & Flag.FAILED == 0)
+        ]
         for identity in np.unique(ended["communicator"]).tolist():
             number = int(ended["number"][ended["communicator"] == identity].max())
             left[identity] = max(left.get(identity, (0, -1)), (number, rank))
@@ -239,7 +262,9 @@ def _first_partings(
     calls = signatures(rows)
     order = np.lexsort((calls, rows["number"], rows["communicator"]))
     rows, owner, calls = rows.take(order), owner[order], calls[order]
-    same = (rows["communicator"][1:] == rows["communicator"][:-1]) & (rows["number"][1:] == rows["number"][:-1])
+    same = (rows["communicator"][1:] == rows["communicator"][:-1]) & (
+        rows["number"][1:] == rows["number"][:-1]
+    )
     differ = np.flatnonzero(same & (calls[1:] != calls[:-1]))
     found: dict[int, Parting] = {}
     for at in differ.tolist():
@@ -250,7 +275,9 @@ def _first_partings(
         by_call: dict[int, list[int]] = defaultdict(list)
         for rank, call in zip(owner[chosen].tolist(), calls[chosen].tolist(), strict=True):
             by_call[call].append(rank)
-        found[identity] = Parting(identity, number, {call: tuple(sorted(ranks)) for call, ranks in by_call.items()})
+        found[identity] = Parting(
+            identity, number, {call: tuple(sorted(ranks)) for call, ranks in by_call.items()}
+        )
     return found
 
 
@@ -267,9 +294,18 @@ def _mismatches(view: _View) -> list[Verdict]:
         evidence = [f"ranks call different things in {view.group(identity)}", *parting.told()]
         cost_s = INFINITE
         if not any(one.communicator == identity for one in view.graph.operations):
-            evidence.append("it went through: a wrong result, or the beginning of what happened later")
+            evidence.append(
+                "it went through: a wrong result, or the beginning of what happened later"
+            )
             cost_s = 0.0
-        verdict = _verdict(subject, Syndrome.MISMATCH, min(called), evidence, 0.95 if culprits else 0.6, Advice.ALERT)
+        verdict = _verdict(
+            subject,
+            Syndrome.MISMATCH,
+            min(called),
+            evidence,
+            0.95 if culprits else 0.6,
+            Advice.ALERT,
+        )
         verdicts.append(replace(verdict, cost_s_per_step=cost_s))
     return verdicts
 
@@ -292,7 +328,9 @@ def _hangs(view: _View) -> list[Verdict]:
         for rank in one.missing:
             if rank in graph.absent and rank not in view.outdated:
                 lacking[rank].append(one)
-    verdicts = [_absent(view, rank, lacking[rank]) for rank in sorted(lacking) if rank in view.job.ranks]
+    verdicts = [
+        _absent(view, rank, lacking[rank]) for rank in sorted(lacking) if rank in view.job.ranks
+    ]
     gone = [rank for rank in sorted(lacking) if rank not in view.job.ranks]
     if gone:
         verdicts.insert(0, _gone(view, gone, lacking))
@@ -307,9 +345,16 @@ def _hangs(view: _View) -> list[Verdict]:
     verdicts += [_stuck(view, one) for one in roots]
     if stuck and not roots:
         members = sorted({rank for one in stuck for rank in one.waiting})
-        evidence = ["ranks run these operations in different orders, each behind another:", *map(view.name, stuck[:6])]
+        evidence = [
+            "ranks run these operations in different orders, each behind another:",
+            *map(view.name, stuck[:6]),
+        ]
         since_s = min(map(view.since_s, stuck))
-        verdicts.append(_verdict(group_subject(members, {}), Syndrome.MISMATCH, since_s, evidence, 0.7, Advice.ALERT))
+        verdicts.append(
+            _verdict(
+                group_subject(members, {}), Syndrome.MISMATCH, since_s, evidence, 0.7, Advice.ALERT
+            )
+        )
     if not verdicts and graph.cycle and not view.partings:
         circle = " -> ".join(map(str, (*graph.cycle, graph.cycle[0])))
         within = [one for one in sound if set(one.waiting) & set(graph.cycle)]
@@ -327,17 +372,28 @@ def _absent(view: _View, rank: int, lacking: Sequence[OpenOperation]) -> Verdict
     evidence += [f"nor to {view.name(one)}" for one in lacking if one is not first][:3]
     evidence.append(view.last_call(rank))
     syndrome = Syndrome.NON_COMMUNICATION_HANG
-    return _verdict(rank_subject(rank, {}), syndrome, view.since_s(first), evidence, 0.9, Advice.RESTART_WORKER)
+    return _verdict(
+        rank_subject(rank, {}), syndrome, view.since_s(first), evidence, 0.9, Advice.RESTART_WORKER
+    )
 
 
-def _gone(view: _View, ranks: Sequence[int], lacking: Mapping[int, Sequence[OpenOperation]]) -> Verdict:
+def _gone(
+    view: _View, ranks: Sequence[int], lacking: Mapping[int, Sequence[OpenOperation]]
+) -> Verdict:
     first = min((one for rank in ranks for one in lacking[rank]), key=view.since_s)
     evidence = [
         f"there is no dump of {_ranks(ranks)}, and others wait: dead, or not collected",
         f"missing in {view.name(first)}",
         _awaited(view, first),
     ]
-    return _verdict(group_subject(ranks, {}), Syndrome.DEAD_PROCESS, view.since_s(first), evidence, 0.6, Advice.ALERT)
+    return _verdict(
+        group_subject(ranks, {}),
+        Syndrome.DEAD_PROCESS,
+        view.since_s(first),
+        evidence,
+        0.6,
+        Advice.ALERT,
+    )
 
 
 def _awaited(view: _View, operation: OpenOperation) -> str:
@@ -353,10 +409,15 @@ def _is_queued(view: _View, operation: OpenOperation, stuck: Collection[OpenOper
 
 
 def _stuck(view: _View, operation: OpenOperation) -> Verdict:
-    evidence = [f"all ranks have called {view.name(operation)}, and it does not end", _awaited(view, operation)]
+    evidence = [
+        f"all ranks have called {view.name(operation)}, and it does not end",
+        _awaited(view, operation),
+    ]
     since_s, syndrome = view.since_s(operation), Syndrome.COMMUNICATION_HANG
     if operation.pair is not None:
-        return _verdict(link_subject(*operation.pair, {}), syndrome, since_s, evidence, 0.8, Advice.ALERT)
+        return _verdict(
+            link_subject(*operation.pair, {}), syndrome, since_s, evidence, 0.8, Advice.ALERT
+        )
     members = view.job.communicators[operation.communicator].ranks
     begun = view.begun(operation)
     queued = tuple(rank for rank in operation.waiting if rank not in begun)
@@ -365,7 +426,9 @@ def _stuck(view: _View, operation: OpenOperation) -> Verdict:
             f"the device of {_ranks(queued)} never began it: something before it on the device does not end"
         )
         syndrome = Syndrome.NON_COMMUNICATION_HANG
-        return _verdict(group_subject(queued, {}), syndrome, since_s, evidence, 0.8, Advice.RESTART_WORKER)
+        return _verdict(
+            group_subject(queued, {}), syndrome, since_s, evidence, 0.8, Advice.RESTART_WORKER
+        )
     if len(operation.waiting) <= (len(members) - 1) // 2:
         evidence.append(
             f"{len(members) - len(operation.waiting)} ranks have left it, {len(operation.waiting)} have not"
@@ -382,14 +445,22 @@ def _slow(job: JobRecords) -> tuple[list[Verdict], list[str]]:
     arrived: dict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
     for rank, one in job.ranks.items():
         mine = _operations(one.records)
-        mine = mine[np.isin(mine["code"], SYMMETRIC) & (mine["ended_s"] > 0) & (mine["flags"] & Flag.UNOBSERVED == 0)]
-        for identity, number, began_s, ended_s in mine[["communicator", "number", "started_s", "ended_s"]].tolist():
+        mine = mine[
+            np.isin(mine["code"], SYMMETRIC)
+            & (mine["ended_s"] > 0)
+            & (mine["flags"] & Flag.UNOBSERVED == 0)
+        ]
+        for identity, number, began_s, ended_s in mine[
+            ["communicator", "number", "started_s", "ended_s"]
+        ].tolist():
             arrived[identity, number][rank] = (began_s + one.offset_s, ended_s + one.offset_s)
     comparable = {rank for rank, one in job.ranks.items() if np.isfinite(one.offset_error_s)}
     whole = [
         came
         for (identity, _), came in arrived.items()
-        if len(came) > 1 and len(came) == len(job.communicators[identity].ranks) and comparable.issuperset(came)
+        if len(came) > 1
+        and len(came) == len(job.communicators[identity].ranks)
+        and comparable.issuperset(came)
     ]
     if not whole:
         return [], [
@@ -399,7 +470,9 @@ def _slow(job: JobRecords) -> tuple[list[Verdict], list[str]]:
     error_s = float(np.median([max(ended) - min(ended) for ended in ends]))
     waited: dict[int, list[float]] = defaultdict(list)
     for came in whole:
-        (others_s, _), (last_s, last) = sorted((began_s, rank) for rank, (began_s, _) in came.items())[-2:]
+        (others_s, _), (last_s, last) = sorted(
+            (began_s, rank) for rank, (began_s, _) in came.items()
+        )[-2:]
         if last_s - others_s > error_s:
             waited[last].append(last_s - others_s)
     begin_s = min(began_s for came in whole for began_s, _ in came.values())
@@ -408,19 +481,30 @@ def _slow(job: JobRecords) -> tuple[list[Verdict], list[str]]:
     total_s = sum(map(sum, counted.values()))
     for rank, times in counted.items():
         cost_s = sum(times)
-        if len(times) < _SLOW_TIMES or cost_s < _SLOW_SHARE * total_s or cost_s < _SLOW_COST * span_s:
+        if (
+            len(times) < _SLOW_TIMES
+            or cost_s < _SLOW_SHARE * total_s
+            or cost_s < _SLOW_COST * span_s
+        ):
             continue
         evidence = (
             f"rank {rank} came last to {len(waited[rank])} of {len(whole)} collectives, by {float(np.median(times)):.3f} s in the median",
             f"that is {cost_s / span_s:.0%} of {span_s:.1f} s, and {cost_s / total_s:.0%} of all such waiting",
         )
         slow = Syndrome.NON_COMMUNICATION_SLOW
-        return [Verdict(rank_subject(rank, {}), slow, begin_s, evidence, 0.6, 0.0, Advice.ALERT)], []
+        return [
+            Verdict(rank_subject(rank, {}), slow, begin_s, evidence, 0.6, 0.0, Advice.ALERT)
+        ], []
     return [], []
 
 
 def _verdict(
-    subject: Subject, syndrome: Syndrome, since_s: float, evidence: Iterable[str], confidence: float, advice: Advice
+    subject: Subject,
+    syndrome: Syndrome,
+    since_s: float,
+    evidence: Iterable[str],
+    confidence: float,
+    advice: Advice,
 ) -> Verdict:
     return Verdict(subject, syndrome, since_s, tuple(evidence), confidence, INFINITE, advice)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from monitor.records import DTYPES, Operation
+from keepstep.monitor.records import DTYPES, Operation
 
 ROOTED = (Operation.BROADCAST, Operation.REDUCE, Operation.GATHER, Operation.SCATTER)
 EQUALLY_SIZED = (Operation.ALL_REDUCE, Operation.BROADCAST, Operation.REDUCE)
@@ -25,7 +25,9 @@ SYMMETRIC = (
 def signatures(operations: np.ndarray) -> np.ndarray:
     """Return the signatures, uint64, of records of collectives."""
     code = operations["code"]
-    root = np.where(np.isin(code, ROOTED), operations["peer"].astype(np.int64) + 1, 0).astype(np.uint64)
+    root = np.where(np.isin(code, ROOTED), operations["peer"].astype(np.int64) + 1, 0).astype(
+        np.uint64
+    )
     nbytes = np.where(np.isin(code, EQUALLY_SIZED), operations["nbytes"], 0) & np.uint64(0xFFFFFFFF)
     dtype = np.where(code == Operation.BARRIER, 0, operations["dtype"]).astype(np.uint64)
     packed: np.ndarray = (
@@ -43,7 +45,11 @@ def describe(signature: int) -> str:
     if code < 0:
         return "an unknown operation"
     operation = Operation(code)
-    dtype, root, nbytes = (signature >> 48) & 0xFF, ((signature >> 32) & 0xFFFF) - 1, signature & 0xFFFFFFFF
+    dtype, root, nbytes = (
+        (signature >> 48) & 0xFF,
+        ((signature >> 32) & 0xFFFF) - 1,
+        signature & 0xFFFFFFFF,
+    )
     words = operation.name.lower()
     if operation in EQUALLY_SIZED:
         words += f" of {nbytes} bytes"

@@ -1,8 +1,8 @@
 """Ranks that hold the job up by what they do outside of communication.
 
-The figure is a rank's own time per step (see `monitor.diagnosis.accounts`): who is late because it waited for another has a normal one. Peers are
+The figure is a rank's own time per step (see `keepstep.monitor.diagnosis.accounts`): who is late because it waited for another has a normal one. Peers are
 ranks of equal role, which call the same operations equally often in a step: stages of a pipeline that do other work are others. A rank
-deviates if its own time exceeds its peers' or its own past (`monitor.diagnosis.history`), and it costs: the job waits for the excess in
+deviates if its own time exceeds its peers' or its own past (`keepstep.monitor.diagnosis.history`), and it costs: the job waits for the excess in
 every step. Where data, checkpoint or garbage collection make up most of the excess, the verdict says so.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.history import Deviations, History, deviations
-from monitor.diagnosis.robust import MAD_TO_SIGMA, MEDIAN_TO_MEAN_ERROR
-from monitor.diagnosis.subjects import gather, group_subject, rank_subject
-from monitor.diagnosis.thresholds import SlowThresholds
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.robust import MAD_TO_SIGMA, MEDIAN_TO_MEAN_ERROR
+from keepstep.monitor.diagnosis.subjects import gather, group_subject, rank_subject
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _PARTS = (
     ("data_s", Syndrome.DATA_STALL, "waiting for data"),
@@ -44,7 +44,9 @@ class Slow:
     nodes: Mapping[int, str]
 
 
-def find_slow_ranks(job: Slow, thresholds: SlowThresholds) -> tuple[tuple[Verdict, ...], np.ndarray]:
+def find_slow_ranks(
+    job: Slow, thresholds: SlowThresholds
+) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return the verdicts, and which ranks of `job.own` deviate, so that their past does not learn from it."""
     roles = job.rows["role"].max(axis=0)
     found = deviations(job.own, roles, 1 + thresholds.own_excess, thresholds)
@@ -79,7 +81,9 @@ def _crowded(
     return crowded
 
 
-def _verdicts(job: Slow, found: Deviations, slow: np.ndarray, roles: np.ndarray, step_s: float) -> tuple[Verdict, ...]:
+def _verdicts(
+    job: Slow, found: Deviations, slow: np.ndarray, roles: np.ndarray, step_s: float
+) -> tuple[Verdict, ...]:
     by_syndrome: dict[Syndrome, dict[int, int]] = defaultdict(dict)
     parts: dict[int, str] = {}
     for at in slow.tolist():
@@ -105,11 +109,14 @@ def _verdicts(job: Slow, found: Deviations, slow: np.ndarray, roles: np.ndarray,
             if job.lateness.get(rank):
                 evidence.append(f"it came last to {job.lateness[rank]} collectives in these steps")
             since_s = float(
-                job.rows["ended_s"][found.since[worst], worst] - job.rows["duration_s"][found.since[worst], worst]
+                job.rows["ended_s"][found.since[worst], worst]
+                - job.rows["duration_s"][found.since[worst], worst]
             )
             confidence = 0.9 if found.from_peers[worst] else 0.75
             advice = _advice(syndrome, subject, cost_s, step_s)
-            verdicts.append(Verdict(subject, syndrome, since_s, tuple(evidence), confidence, cost_s, advice))
+            verdicts.append(
+                Verdict(subject, syndrome, since_s, tuple(evidence), confidence, cost_s, advice)
+            )
     return tuple(verdicts)
 
 
@@ -132,7 +139,9 @@ def _part(rows: np.ndarray, at: int, roles: np.ndarray, excess_s: float) -> tupl
     return Syndrome.NON_COMMUNICATION_SLOW, ""
 
 
-def _pairs(job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThresholds) -> tuple[Verdict, ...]:
+def _pairs(
+    job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThresholds
+) -> tuple[Verdict, ...]:
     """Judge pairs of ranks of equal role with nobody else: if they disagree, only their own past can tell which it is."""
     if len(job.own.keys) != 2 or roles[0] != roles[1]:
         return ()
@@ -142,7 +151,12 @@ def _pairs(job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThreshol
         return ()
     middle = float(np.median(apart))
     slower = 0 if middle > 0 else 1
-    noise = float(np.median(np.abs(apart - middle))) * MAD_TO_SIGMA * MEDIAN_TO_MEAN_ERROR / np.sqrt(len(apart))
+    noise = (
+        float(np.median(np.abs(apart - middle)))
+        * MAD_TO_SIGMA
+        * MEDIAN_TO_MEAN_ERROR
+        / np.sqrt(len(apart))
+    )
     limit = max(np.log(1 + thresholds.own_excess), thresholds.sigmas * noise)
     often = int((np.abs(apart) * np.sign(middle * apart) > limit / 2).sum())
     own_s = np.exp(np.nanmedian(job.own.values, axis=0))
@@ -152,7 +166,9 @@ def _pairs(job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThreshol
     if cost_s < max(thresholds.cost_share * step_s, thresholds.cost_s):
         return ()
     changed = np.nanmedian(job.own.values, axis=0) - job.own.past
-    evidence = [f"rank {job.own.keys[at]} takes {own_s[at]:.4f} s a step of its own" for at in (0, 1)]
+    evidence = [
+        f"rank {job.own.keys[at]} takes {own_s[at]:.4f} s a step of its own" for at in (0, 1)
+    ]
     since_s = float(job.rows["ended_s"][0, slower])
     is_known = not np.isnan(changed).any()
     if is_known and changed[slower] > limit and abs(changed[1 - slower]) < limit / 2:

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from monitor.diagnosis.history import History
-from monitor.diagnosis.subjects import gather, rank_subject
-from monitor.diagnosis.thresholds import SlowThresholds, StallThresholds
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.history import History
+from keepstep.monitor.diagnosis.subjects import gather, rank_subject
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds, StallThresholds
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _FORGOTTEN = 3
 """Checkpoints that should have come since the last one: then the job saves no more, and nothing is known of how it would."""
@@ -37,7 +37,10 @@ def find_stalls(
     if len(rows) < slow.sustained or not told.any():
         return ()
     step_s = np.array(
-        [np.median(row["duration_s"][here]) if here.any() else np.nan for row, here in zip(rows, told, strict=True)]
+        [
+            np.median(row["duration_s"][here]) if here.any() else np.nan
+            for row, here in zip(rows, told, strict=True)
+        ]
     )
     found = [*_data(rows, told, step_s, thresholds, slow)]
     found += _garbage(rows, told, step_s, named, nodes, thresholds, slow)
@@ -46,19 +49,32 @@ def find_stalls(
 
 
 def _data(
-    rows: np.ndarray, told: np.ndarray, step_s: np.ndarray, thresholds: StallThresholds, slow: SlowThresholds
+    rows: np.ndarray,
+    told: np.ndarray,
+    step_s: np.ndarray,
+    thresholds: StallThresholds,
+    slow: SlowThresholds,
 ) -> list[Verdict]:
     """All wait for data: the loaders, or the store behind them, do not keep up."""
     waits_s = np.array(
-        [np.median(row["data_s"][here]) if here.any() else 0.0 for row, here in zip(rows, told, strict=True)]
+        [
+            np.median(row["data_s"][here]) if here.any() else 0.0
+            for row, here in zip(rows, told, strict=True)
+        ]
     )
     share = waits_s / np.maximum(step_s, 1e-9)
     cost_s = float(np.median(waits_s))
     if (share > thresholds.data_share).sum() < slow.sustained or cost_s < slow.cost_s:
         return []
-    evidence = (f"all ranks wait {cost_s:.4f} s of every step of {float(np.nanmedian(step_s)):.4f} s for data",)
+    evidence = (
+        f"all ranks wait {cost_s:.4f} s of every step of {float(np.nanmedian(step_s)):.4f} s for data",
+    )
     since_s = _began(rows, told)
-    return [Verdict(Subject("job", ()), Syndrome.DATA_STALL, since_s, evidence, 0.8, cost_s, Advice.ALERT)]
+    return [
+        Verdict(
+            Subject("job", ()), Syndrome.DATA_STALL, since_s, evidence, 0.8, cost_s, Advice.ALERT
+        )
+    ]
 
 
 def _garbage(
@@ -75,7 +91,9 @@ def _garbage(
     longest_s = spent_s.max(axis=1)
     cost_s = float(longest_s.mean())
     often = longest_s > thresholds.garbage_share * step_s
-    if cost_s < max(thresholds.garbage_share * float(np.nanmedian(step_s)), slow.cost_s) or 2 * often.sum() < len(rows):
+    if cost_s < max(
+        thresholds.garbage_share * float(np.nanmedian(step_s)), slow.cost_s
+    ) or 2 * often.sum() < len(rows):
         return []
     by_rank = spent_s.sum(axis=0)
     guilty = np.flatnonzero(by_rank > 0.1 * by_rank.sum())
@@ -90,7 +108,17 @@ def _garbage(
         f"the rank that collects longest takes {cost_s:.4f} s of a step of {float(np.nanmedian(step_s)):.4f} s on average",
         "collect on all ranks at the same step (gc.freeze, gc.disable and a gc.collect every so many steps)",
     )
-    return [Verdict(subject, Syndrome.GARBAGE_COLLECTION, _began(rows, told), evidence, 0.8, cost_s, Advice.ALERT)]
+    return [
+        Verdict(
+            subject,
+            Syndrome.GARBAGE_COLLECTION,
+            _began(rows, told),
+            evidence,
+            0.8,
+            cost_s,
+            Advice.ALERT,
+        )
+    ]
 
 
 def _checkpoints(
@@ -124,7 +152,9 @@ def _checkpoints(
             f"rank {subject.ranks[0]} takes {longest_s:.2f} s to save, others {float(usual_s.max()):.2f} s",
             f"in each of {thresholds.saves} checkpoints, {every:.0f} steps apart",
         )
-        verdicts.append(Verdict(subject, Syndrome.CHECKPOINT_STALL, since_s, evidence, 0.7, cost, Advice.ALERT))
+        verdicts.append(
+            Verdict(subject, Syndrome.CHECKPOINT_STALL, since_s, evidence, 0.7, cost, Advice.ALERT)
+        )
     return verdicts
 
 

@@ -13,13 +13,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from monitor.diagnosis.delays import average_delays, median_delays, message_delays
-from monitor.diagnosis.history import NOTHING, History
-from monitor.diagnosis.tables import COLLECTIVE, EMPTY, LATECOMER, MESSAGE, STEP, TRANSFER, Digest, merge
-from monitor.diagnosis.thresholds import SlowThresholds
-from monitor.diagnosis.transfers import transfer_keys
-from monitor.records import Communicator
-from monitor.rows import joined
+from keepstep.monitor.diagnosis.delays import average_delays, median_delays, message_delays
+from keepstep.monitor.diagnosis.history import NOTHING, History
+from keepstep.monitor.diagnosis.tables import (
+    COLLECTIVE,
+    EMPTY,
+    LATECOMER,
+    MESSAGE,
+    STEP,
+    TRANSFER,
+    Digest,
+    merge,
+)
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.diagnosis.transfers import transfer_keys
+from keepstep.monitor.records import Communicator, joined
 
 _LATE_S = 6.0
 """How much later than the first rank's news of a step the last one's may come: three levels of daemons, each of which asks once a second
@@ -76,7 +84,8 @@ class Window:
     def ended_s(self) -> tuple[float, ...]:
         """Return when each whole step ended, by the job's clock; the median over ranks."""
         return tuple(
-            float(np.median(self.rows["ended_s"][self.rows["step"] == step])) for step in self.own.steps.tolist()
+            float(np.median(self.rows["ended_s"][self.rows["step"] == step]))
+            for step in self.own.steps.tolist()
         )
 
 
@@ -127,7 +136,10 @@ def late_steps(step_s: float) -> float:
 
 def distrusting(window: Window, told: Digest) -> Window:
     """Return the window when clocks have turned out to be off: messages that were told by them are not to be read off both sides."""
-    heard = [window.newest, *(int(table["step"].max(initial=0)) for table in (window.pending.messages, told.messages))]
+    heard = [
+        window.newest,
+        *(int(table["step"].max(initial=0)) for table in (window.pending.messages, told.messages)),
+    ]
     return replace(window, distrusted=max(heard))
 
 
@@ -160,7 +172,9 @@ def _push(
 ) -> Window:
     pending, length = window.pending, thresholds.window
     messages = pending.messages.compress(pending.messages["step"] == step)
-    sent, took_s = message_delays(messages, clock_error_s if step > window.distrusted else {}, nodes)
+    sent, took_s = message_delays(
+        messages, clock_error_s if step > window.distrusted else {}, nodes
+    )
     links, delays_s, link_counts = median_delays(sent, took_s)
     transfers = pending.transfers.compress(pending.transfers["step"] == step)
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
@@ -168,7 +182,9 @@ def _push(
     saved = rows[rows["checkpoint_s"] > 0]
     kept = joined([window.rows, rows])
     kept = kept.compress(kept["step"] >= own.steps[0])
-    latecomers = joined([window.latecomers, pending.latecomers.compress(pending.latecomers["step"] == step)])
+    latecomers = joined(
+        [window.latecomers, pending.latecomers.compress(pending.latecomers["step"] == step)]
+    )
     return replace(
         window,
         rows=kept,
@@ -176,13 +192,17 @@ def _push(
         own=own,
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
-        transfers=window.transfers.push(step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length),
+        transfers=window.transfers.push(
+            step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length
+        ),
         # Whoever saves alone, rank 0 say, has no peers, and must not crowd out what all do.
         saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length)
         if len(saved) >= thresholds.peers
         else window.saves,
         link_counts=dict(zip(links.tolist(), link_counts.astype(float).tolist(), strict=True)),
-        transfer_counts=dict(zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)),
+        transfer_counts=dict(
+            zip(keys.tolist(), transfers["count"].astype(float).tolist(), strict=True)
+        ),
     )
 
 

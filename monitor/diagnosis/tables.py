@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.records import Communicator
-from monitor.rows import joined
+from keepstep.monitor.records import Communicator, joined
 
 RANK = np.dtype(
     [
@@ -25,7 +24,10 @@ RANK = np.dtype(
         ("ending", "u1"),  # Ending: what it said of its end
         ("marks_steps", "?"),  # whether it ever told a STEP phase
         ("in_step", "?"),
-        ("heard_from", "<i4"),  # of whom it received a message since its last whole step ended, -1 if of nobody
+        (
+            "heard_from",
+            "<i4",
+        ),  # of whom it received a message since its last whole step ended, -1 if of nobody
         ("phase", "i1"),  # innermost phase under way, -1 if none
         ("step", "<u4"),  # highest step heard of
         ("failed", "<u4"),  # operations within reach that ended with an error
@@ -52,7 +54,11 @@ FRONTIER = np.dtype(
         ("open_nbytes", "<u8"),
         ("open_s", "<f8"),  # when that was called, by the node's clock
         ("asynchronous", "?"),  # of the open one
-        ("history", "<u8", (HISTORY,)),  # signatures of the last numbers, at number % HISTORY; 0: not known
+        (
+            "history",
+            "<u8",
+            (HISTORY,),
+        ),  # signatures of the last numbers, at number % HISTORY; 0: not known
     ]
 )
 
@@ -77,7 +83,10 @@ COLLECTIVE = np.dtype(
         ("step", "<u4"),
         ("size_class", "u1"),
         ("arrived", "<u4"),
-        ("shortest_s", "<f8"),  # of the last to arrive: the transfer alone; inf where ranks leave at different times
+        (
+            "shortest_s",
+            "<f8",
+        ),  # of the last to arrive: the transfer alone; inf where ranks leave at different times
         ("last", "<i4"),  # who that was
         ("lowest", "<u8"),  # signatures: if they differ, ranks called different things
         ("highest", "<u8"),
@@ -114,7 +123,14 @@ MESSAGE = np.dtype(
 )
 
 MEASURE = np.dtype(
-    [("rank", "<i4"), ("step", "<u4"), ("code", "u1"), ("communicator", "<u4"), ("value", "<f8"), ("at_s", "<f8")]
+    [
+        ("rank", "<i4"),
+        ("step", "<u4"),
+        ("code", "u1"),
+        ("communicator", "<u4"),
+        ("value", "<f8"),
+        ("at_s", "<f8"),
+    ]
 )
 
 
@@ -158,8 +174,12 @@ def merge(digests: Iterable[Digest], communicators: Mapping[int, Communicator]) 
         frontiers=_sorted(parts, "frontiers", "peer", "direction", "communicator", "rank"),
         steps=_sorted(parts, "steps", "rank", "step"),
         collectives=partial,
-        transfers=_fold_transfers(joined([*(part.transfers for part in parts), transfers_of(whole)])),
-        latecomers=_fold_latecomers(joined([*(part.latecomers for part in parts), latecomers_of(whole)])),
+        transfers=_fold_transfers(
+            joined([*(part.transfers for part in parts), transfers_of(whole)])
+        ),
+        latecomers=_fold_latecomers(
+            joined([*(part.latecomers for part in parts), latecomers_of(whole)])
+        ),
         messages=fold_messages(joined([part.messages for part in parts])),
         measures=_sorted(parts, "measures", "rank", "communicator", "code", "step"),
         mismatches=joined([*(part.mismatches for part in parts), differing]),
@@ -171,7 +191,9 @@ def fold_collectives(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
     # The last sort key is the first that counts; by duration within a collective, so that its first row is the last to arrive.
-    rows = rows.take(np.lexsort((rows["last"], rows["shortest_s"], rows["number"], rows["communicator"])))
+    rows = rows.take(
+        np.lexsort((rows["last"], rows["shortest_s"], rows["number"], rows["communicator"]))
+    )
     starts = _starts(rows["communicator"], rows["number"])
     folded: np.ndarray = rows.take(starts)
     folded["arrived"] = np.add.reduceat(rows["arrived"], starts)
@@ -182,12 +204,16 @@ def fold_collectives(rows: np.ndarray) -> np.ndarray:
     for index in np.flatnonzero(lowest != highest):
         part = rows[starts[index] : (starts[index + 1] if index + 1 < len(starts) else len(rows))]
         folded["lowest_rank"][index] = part["lowest_rank"][part["lowest"] == lowest[index]].min()
-        folded["highest_rank"][index] = part["highest_rank"][part["highest"] == highest[index]].min()
+        folded["highest_rank"][index] = part["highest_rank"][
+            part["highest"] == highest[index]
+        ].min()
     folded["lowest"], folded["highest"] = lowest, highest
     return folded
 
 
-def split_whole(rows: np.ndarray, communicators: Mapping[int, Communicator]) -> tuple[np.ndarray, np.ndarray]:
+def split_whole(
+    rows: np.ndarray, communicators: Mapping[int, Communicator]
+) -> tuple[np.ndarray, np.ndarray]:
     """Divide folded collectives into those of which all ranks have told, and the others."""
     distinct, index = np.unique(rows["communicator"], return_inverse=True)
     sizes = np.array([_size(communicators, int(identity)) for identity in distinct], np.int64)
@@ -218,7 +244,9 @@ def fold_messages(rows: np.ndarray) -> np.ndarray:
     if len(rows) < 2:
         return rows
     rows = rows.take(
-        np.lexsort((rows["sides"], rows["number"], rows["communicator"], rows["receiver"], rows["sender"]))
+        np.lexsort(
+            (rows["sides"], rows["number"], rows["communicator"], rows["receiver"], rows["sender"])
+        )
     )
     starts = _starts(rows["sender"], rows["receiver"], rows["communicator"], rows["number"])
     folded: np.ndarray = rows.take(starts)
@@ -232,7 +260,9 @@ def fold_messages(rows: np.ndarray) -> np.ndarray:
 def _fold_transfers(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
-    rows = rows.take(np.lexsort((rows["sum_s"], rows["step"], rows["size_class"], rows["communicator"])))
+    rows = rows.take(
+        np.lexsort((rows["sum_s"], rows["step"], rows["size_class"], rows["communicator"]))
+    )
     starts = _starts(rows["communicator"], rows["size_class"], rows["step"])
     folded: np.ndarray = rows.take(starts)
     folded["count"] = np.add.reduceat(rows["count"], starts)

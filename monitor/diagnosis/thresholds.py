@@ -158,6 +158,8 @@ class Thresholds:
             stale_s=self.hang.stale_s * factor,
             silent_s=self.hang.silent_s * factor,
         )
-        slow = replace(self.slow, cost_s=self.slow.cost_s * factor, least_s=self.slow.least_s * factor)
+        slow = replace(
+            self.slow, cost_s=self.slow.cost_s * factor, least_s=self.slow.least_s * factor
+        )
         measure = replace(self.measure, held_s=self.measure.held_s * factor)
         return replace(self, hang=hang, slow=slow, measure=measure)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.diagnosis.history import Deviations, History, deviations
-from monitor.diagnosis.subjects import group_subject, node_subject, rank_subject
-from monitor.diagnosis.thresholds import SlowThresholds
-from monitor.records import Communicator
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.subjects import group_subject, node_subject, rank_subject
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.records import Communicator
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 _CLASS_BITS = 8
 
@@ -74,7 +74,9 @@ def find_slow_transfers(
         others = [int(history.keys[at]) >> _CLASS_BITS for at in members if not found.hot[at]]
         subject, confidence = _localise(identities, others, fabric)
         worst = slow[np.argmax(cost_s[slow])]
-        verdicts.append(_verdict(subject, confidence, slow, int(worst), history, found, cost_s, fabric))
+        verdicts.append(
+            _verdict(subject, confidence, slow, int(worst), history, found, cost_s, fabric)
+        )
     return _best(verdicts), found.hot
 
 
@@ -96,7 +98,11 @@ def _groups(keys: np.ndarray, fabric: Fabric) -> np.ndarray:
 
 def _localise(slow: Sequence[int], fast: Sequence[int], fabric: Fabric) -> tuple[Subject, float]:
     """Return whom all slow communicators and no fast one have in common, and how sure that is."""
-    known = [set(fabric.communicators[identity].ranks) for identity in slow if identity in fabric.communicators]
+    known = [
+        set(fabric.communicators[identity].ranks)
+        for identity in slow
+        if identity in fabric.communicators
+    ]
     if not known:
         return Subject("job", ()), 0.3
     if len(set(slow)) > 1:
@@ -109,7 +115,9 @@ def _localise(slow: Sequence[int], fast: Sequence[int], fabric: Fabric) -> tuple
         common = set.intersection(*known) - cleared
         if len(common) == 1:
             return rank_subject(next(iter(common)), fabric.nodes), 0.75
-        places = [{fabric.nodes.get(rank, "") for rank in ranks if rank not in cleared} for ranks in known]
+        places = [
+            {fabric.nodes.get(rank, "") for rank in ranks if rank not in cleared} for ranks in known
+        ]
         shared = set.intersection(*places) - {""}
         if len(shared) == 1:
             return node_subject(shared.pop(), fabric.nodes), 0.75
@@ -139,11 +147,15 @@ def _verdict(
     if len(slow) > 1:
         evidence.append(f"so do {len(slow) - 1} others of its kind")
     since_s = (
-        float(fabric.since_s[min(int(found.since[worst]), len(fabric.since_s) - 1)]) if len(fabric.since_s) else 0.0
+        float(fabric.since_s[min(int(found.since[worst]), len(fabric.since_s) - 1)])
+        if len(fabric.since_s)
+        else 0.0
     )
     advice = Advice.REPLACE_NODE if subject.kind == "node" else Advice.ALERT
     cost = float(cost_s[worst])
-    return Verdict(subject, Syndrome.COMMUNICATION_SLOW, since_s, tuple(evidence), confidence, cost, advice)
+    return Verdict(
+        subject, Syndrome.COMMUNICATION_SLOW, since_s, tuple(evidence), confidence, cost, advice
+    )
 
 
 def _best(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
@@ -151,15 +163,20 @@ def _best(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
     named: dict[Subject, Verdict] = {}
     for verdict in sorted(verdicts, key=lambda one: -one.cost_s_per_step):
         named.setdefault(verdict.subject, verdict)
-    precise = {rank for subject in named if subject.kind in ("rank", "node") for rank in subject.ranks}
+    precise = {
+        rank for subject in named if subject.kind in ("rank", "node") for rank in subject.ranks
+    }
     return tuple(
         verdict
         for subject, verdict in named.items()
-        if subject.kind in ("rank", "node") or not (precise & set(subject.ranks) or (precise and subject.kind == "job"))
+        if subject.kind in ("rank", "node")
+        or not (precise & set(subject.ranks) or (precise and subject.kind == "job"))
     )
 
 
-def _all_together(history: History, fabric: Fabric, counts: np.ndarray, thresholds: SlowThresholds) -> Verdict | None:
+def _all_together(
+    history: History, fabric: Fabric, counts: np.ndarray, thresholds: SlowThresholds
+) -> Verdict | None:
     """Judge a slowdown of all communicators against their own past."""
     changed = history.values - history.past
     if len(changed) < thresholds.sustained or np.isnan(changed).all():
@@ -172,8 +189,12 @@ def _all_together(history: History, fabric: Fabric, counts: np.ndarray, threshol
         return None
     # A step waits for the communicators of one rank, not for all of the job's: count each kind once.
     groups = _groups(history.keys, fabric)
-    extra_s = np.exp(np.nan_to_num(history.values[-1], nan=-30.0)) - np.exp(np.nan_to_num(history.past, nan=-30.0))
-    cost_s = sum(float(np.median((extra_s * counts)[groups == group])) for group in np.unique(groups))
+    extra_s = np.exp(np.nan_to_num(history.values[-1], nan=-30.0)) - np.exp(
+        np.nan_to_num(history.past, nan=-30.0)
+    )
+    cost_s = sum(
+        float(np.median((extra_s * counts)[groups == group])) for group in np.unique(groups)
+    )
     if cost_s < max(thresholds.job_cost_share * fabric.step_s, thresholds.cost_s):
         return None
     ratio = float(np.exp(np.median(common)))
@@ -182,4 +203,12 @@ def _all_together(history: History, fabric: Fabric, counts: np.ndarray, threshol
         "own times have not grown; nothing tells which link it is: probe them pairwise",
     )
     since_s = float(fabric.since_s[0]) if len(fabric.since_s) else 0.0
-    return Verdict(Subject("job", ()), Syndrome.COMMUNICATION_SLOW, since_s, evidence, 0.5, cost_s, Advice.ALERT)
+    return Verdict(
+        Subject("job", ()),
+        Syndrome.COMMUNICATION_SLOW,
+        since_s,
+        evidence,
+        0.5,
+        cost_s,
+        Advice.ALERT,
+    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from monitor.records import Communicator, Operation
+from keepstep.monitor.records import Communicator, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,9 @@ class Waits:
 
 
 def wait_for(
-    frontiers: np.ndarray, communicators: Mapping[int, Communicator], silent: Collection[int] = frozenset()
+    frontiers: np.ndarray,
+    communicators: Mapping[int, Communicator],
+    silent: Collection[int] = frozenset(),
 ) -> Waits:
     """Build the graph of frontiers (dtype FRONTIER) and follow it.
 
@@ -95,7 +97,9 @@ def wait_for(
     )
 
 
-def _collectives(frontiers: np.ndarray, communicators: Mapping[int, Communicator]) -> list[OpenOperation]:
+def _collectives(
+    frontiers: np.ndarray, communicators: Mapping[int, Communicator]
+) -> list[OpenOperation]:
     rows = frontiers[frontiers["direction"] == 0]
     opened = np.unique(rows["communicator"][rows["open"] > 0])
     rows = rows[np.isin(rows["communicator"], opened)]
@@ -121,7 +125,14 @@ def _collectives(frontiers: np.ndarray, communicators: Mapping[int, Communicator
             while members and members[-1][0] < number:
                 missing.append(members.pop()[1])
             found.append(
-                OpenOperation(identity, number, None, tuple(sorted(waiting[number])), tuple(sorted(missing)), earlier)
+                OpenOperation(
+                    identity,
+                    number,
+                    None,
+                    tuple(sorted(waiting[number])),
+                    tuple(sorted(missing)),
+                    earlier,
+                )
             )
             earlier = len(found) - 1
     return found
@@ -133,7 +144,10 @@ def _messages(frontiers: np.ndarray) -> list[OpenOperation]:
         return []
     entered: dict[tuple[int, int, int, int], int] = {}
     opened: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
-    columns = (rows[name].tolist() for name in ("rank", "communicator", "direction", "peer", "entered", "open"))
+    columns = (
+        rows[name].tolist()
+        for name in ("rank", "communicator", "direction", "peer", "entered", "open")
+    )
     for rank, communicator, direction, peer, reached, number in zip(*columns, strict=True):
         entered[rank, communicator, direction, peer] = reached
         if number:
@@ -142,9 +156,17 @@ def _messages(frontiers: np.ndarray) -> list[OpenOperation]:
     found = []
     for (communicator, number, sender, receiver), waiting in sorted(opened.items()):
         has_sent = entered.get((sender, communicator, int(Operation.SEND), receiver), 0) >= number
-        has_received = entered.get((receiver, communicator, int(Operation.RECEIVE), sender), 0) >= number
-        missing = tuple(rank for rank, came in ((sender, has_sent), (receiver, has_received)) if not came)
-        found.append(OpenOperation(communicator, number, (sender, receiver), tuple(sorted(waiting)), missing, -1))
+        has_received = (
+            entered.get((receiver, communicator, int(Operation.RECEIVE), sender), 0) >= number
+        )
+        missing = tuple(
+            rank for rank, came in ((sender, has_sent), (receiver, has_received)) if not came
+        )
+        found.append(
+            OpenOperation(
+                communicator, number, (sender, receiver), tuple(sorted(waiting)), missing, -1
+            )
+        )
     return found
 
 
@@ -152,7 +174,9 @@ def _lacking(operations: tuple[OpenOperation, ...]) -> list[bool]:
     """Return for each operation whether somebody has not begun it; `earlier` always points backwards."""
     lacking: list[bool] = []
     for operation in operations:
-        lacking.append(bool(operation.missing) or (operation.earlier >= 0 and lacking[operation.earlier]))
+        lacking.append(
+            bool(operation.missing) or (operation.earlier >= 0 and lacking[operation.earlier])
+        )
     return lacking
 
 
@@ -187,7 +211,9 @@ def _reaching(
     return ranks
 
 
-def _cycle(start: int, operations: tuple[OpenOperation, ...], of_rank: Mapping[int, list[int]]) -> tuple[int, ...]:
+def _cycle(
+    start: int, operations: tuple[OpenOperation, ...], of_rank: Mapping[int, list[int]]
+) -> tuple[int, ...]:
     """Follow first edges from a rank none of whose ways ends, until a rank comes again."""
     path: list[int] = []
     position_of: dict[int, int] = {}

@@ -10,19 +10,26 @@ Owners: a `Doctor` owns its listening socket and the threads that serve it; leav
 
 from __future__ import annotations
 
+import operator
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation, SecretDiffers
-from monitor.preflight.judgement import Examination, Finding, judge
-from monitor.preflight.meeting import Line, LinkResult
-from monitor.preflight.pairing import rounds
-from monitor.preflight.selftests import disk, matmuls, memory_rate
+from keepstep.monitor.errors import (
+    MonitorError,
+    MonitorUnreachable,
+    ProtocolViolation,
+    SecretDiffers,
+)
+from keepstep.monitor.preflight.judgement import Examination, Finding, judge
+from keepstep.monitor.preflight.link_probe import Line, LinkResult
+from keepstep.monitor.preflight.pairing import rounds
+from keepstep.monitor.preflight.selftests import disk, matmuls, memory_rate
 
 _GREETING_S = 5.0
 _LINK_S = 60.0
@@ -62,14 +69,19 @@ class Outcome:
         return {
             "nodes": [one.to_json() for one in self.examinations],
             "missing": dict(self.missing),
-            "findings": [{"subject": one.subject, "what": one.what, "evidence": one.evidence} for one in self.findings],
+            "findings": [
+                {"subject": one.subject, "what": one.what, "evidence": one.evidence}
+                for one in self.findings
+            ],
         }
 
 
 class Doctor:
     """One node's doctor: listens while its context lasts, and examines."""
 
-    def __init__(self, name: str, listen: tuple[str, int], secret: bytes, patience_s: float) -> None:
+    def __init__(
+        self, name: str, listen: tuple[str, int], secret: bytes, patience_s: float
+    ) -> None:
         self._name = name
         self._listen = listen
         self._secret = secret
@@ -85,7 +97,9 @@ class Doctor:
         try:
             self._listener = socket.create_server(self._listen, backlog=128)
         except OSError as error:
-            raise MonitorError(f"cannot listen on {self._listen[0]}:{self._listen[1]}: {error}") from error
+            raise MonitorError(
+                f"cannot listen on {self._listen[0]}:{self._listen[1]}: {error}"
+            ) from error
         self.port: int = self._listener.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, name="doctor accepts")]
         self._threads[0].start()
@@ -132,7 +146,9 @@ class Doctor:
             loopback = self._measure((host, self.port), _LOOPBACK_ROUND)
         except (MonitorUnreachable, ProtocolViolation) as error:
             errors["loopback"] = str(error)
-        return Examination(roster.own, self._name, memory_rate(), written, matmuls(), loopback, {}, errors)
+        return Examination(
+            roster.own, self._name, memory_rate(), written, matmuls(), loopback, {}, errors
+        )
 
     def _wait_for(self, roster: Roster) -> dict[str, str]:
         """Wait until every peer answers; return those that never did, with the reason. Peers may be started minutes later."""
@@ -183,13 +199,19 @@ class Doctor:
                     errors[partner] = str(error)
             else:
                 with self._changed:
-                    self._changed.wait_for(lambda done=number: done in self._measured, self._patience_s)  # type: ignore[misc]
+                    self._changed.wait_for(
+                        partial(operator.contains, self._measured, number), self._patience_s
+                    )
         return replace(own, links=links, errors=errors)
 
     def _gather(self, roster: Roster, own: Examination, missing: dict[str, str]) -> Outcome:
         """Ask everybody for what they found, and stay until everybody has asked."""
         found = [own]
-        present = [address for address in roster.everybody if address != roster.own and address not in missing]
+        present = [
+            address
+            for address in roster.everybody
+            if address != roster.own and address not in missing
+        ]
         for address in present:
             try:
                 told = self._ask(address, {"ask": "result", "from": roster.own}, self._patience_s)
@@ -197,7 +219,9 @@ class Doctor:
             except (MonitorUnreachable, ProtocolViolation) as error:
                 missing[address] = str(error)
             except (KeyError, TypeError) as error:
-                missing[address] = f"its result is not understood ({error}); install the same keepstep on all nodes"
+                missing[address] = (
+                    f"its result is not understood ({error}); install the same keepstep on all nodes"
+                )
         with self._changed:
             asking = set(present) - set(missing)
             self._changed.wait_for(lambda: asking <= self._asked_by, self._patience_s)
@@ -209,7 +233,9 @@ class Doctor:
         try:
             line.send({"ask": "measure", "round": number})
             if line.receive(self._patience_s).get("ready") is not True:
-                raise MonitorUnreachable(f"the doctor at {line.peer} was not ready for round {number}")
+                raise MonitorUnreachable(
+                    f"the doctor at {line.peer} was not ready for round {number}"
+                )
             return line.measure(_LINK_S)
         finally:
             line.close()
@@ -234,7 +260,9 @@ class Doctor:
                     line.close()
                     return
                 self._lines.add(line)
-                thread = threading.Thread(target=self._serve, args=(line,), name=f"doctor serves {line.peer}")
+                thread = threading.Thread(
+                    target=self._serve, args=(line,), name=f"doctor serves {line.peer}"
+                )
                 self._threads = [known for known in self._threads if known.is_alive()] + [thread]
                 thread.start()
 
@@ -255,7 +283,9 @@ class Doctor:
                 line.send({"name": self._name})
             case {"ask": "measure", "round": int(number)}:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._round in (number, _CLOSED), self._patience_s)
+                    self._changed.wait_for(
+                        lambda: self._round in (number, _CLOSED), self._patience_s
+                    )
                     is_ready = self._round == number
                 line.send({"ready": is_ready})
                 try:
@@ -267,7 +297,9 @@ class Doctor:
                         self._changed.notify_all()
             case {"ask": "result", "from": str(asking)}:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._result is not None or self._round == _CLOSED, self._patience_s)
+                    self._changed.wait_for(
+                        lambda: self._result is not None or self._round == _CLOSED, self._patience_s
+                    )
                     result = self._result
                 line.send({"result": result})
                 with self._changed:

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from monitor.preflight.meeting import LinkResult
-from monitor.preflight.pairing import best_of, outliers
-from monitor.preflight.selftests import DiskResult, MatmulResult
+from keepstep.monitor.preflight.link_probe import LinkResult
+from keepstep.monitor.preflight.pairing import best_of, outliers
+from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult
 
 CLOCK_S = 1.0
 """Leases, tokens and logs bear less than this between wall clocks."""
@@ -96,7 +96,9 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
         missing: addresses whose doctor never answered, with the reason.
     """
     names = names_of(found)
-    findings = [Finding(address, "does not answer", reason) for address, reason in sorted(missing.items())]
+    findings = [
+        Finding(address, "does not answer", reason) for address, reason in sorted(missing.items())
+    ]
     for one in found:
         findings += _defects(one, names, missing)
     slow: set[str] = set()
@@ -126,17 +128,27 @@ def names_of(found: Sequence[Examination]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _defects(one: Examination, names: Mapping[str, str], missing: Mapping[str, str]) -> list[Finding]:
+def _defects(
+    one: Examination, names: Mapping[str, str], missing: Mapping[str, str]
+) -> list[Finding]:
     findings = []
     for matmul in one.matmuls:
         if not matmul.is_right:
-            findings.append(Finding(names[one.address], "wrong matrix product", f"{matmul.device} multiplies wrongly"))
+            findings.append(
+                Finding(
+                    names[one.address],
+                    "wrong matrix product",
+                    f"{matmul.device} multiplies wrongly",
+                )
+            )
         if not matmul.is_repeatable:
             sentence = f"{matmul.device} gives other bits when it multiplies the same again"
             findings.append(Finding(names[one.address], "product does not repeat", sentence))
     for concerned, reason in one.errors.items():
         if concerned in names:
-            findings.append(Finding(f"{names[one.address]} -> {names[concerned]}", "link failed", reason))
+            findings.append(
+                Finding(f"{names[one.address]} -> {names[concerned]}", "link failed", reason)
+            )
         elif concerned not in missing:
             findings.append(Finding(names[one.address], f"{concerned} failed", reason))
     return findings
@@ -164,7 +176,12 @@ def _comparable(found: Sequence[Examination]) -> list[tuple[str, dict[str, float
     compared: list[tuple[str, dict[str, float], str, bool]] = [
         ("memory", {one.address: one.memory_rate for one in found}, "B/s", True),
         ("disk", {one.address: one.disk.write_rate for one in found if one.disk}, "B/s", True),
-        ("loopback", {one.address: one.loopback.send_rate for one in found if one.loopback}, "B/s", True),
+        (
+            "loopback",
+            {one.address: one.loopback.send_rate for one in found if one.loopback},
+            "B/s",
+            True,
+        ),
         # At its best a sick node is still slow; the best of a healthy one is not spoilt by a sick partner.
         ("sending", best_of(rates, addresses, 0), "B/s", True),
         ("receiving", best_of(rates, addresses, 1), "B/s", True),
@@ -176,7 +193,9 @@ def _comparable(found: Sequence[Examination]) -> list[tuple[str, dict[str, float
     return compared
 
 
-def _single_links(found: Sequence[Examination], names: Mapping[str, str], slow: set[str]) -> list[Finding]:
+def _single_links(
+    found: Sequence[Examination], names: Mapping[str, str], slow: set[str]
+) -> list[Finding]:
     """Name links that are slow between nodes that are not."""
     rates = {pair: rate for pair, rate in _rates(found).items() if slow.isdisjoint(pair)}
     latencies = {
@@ -191,13 +210,17 @@ def _single_links(found: Sequence[Examination], names: Mapping[str, str], slow: 
         for (sender, receiver), rate in sorted(rates.items()):
             if rate < LINK_SHARE * usual:
                 sentence = f"{_told(rate, 'B/s')}, the median of all links is {_told(usual, 'B/s')}"
-                findings.append(Finding(f"{names[sender]} -> {names[receiver]}", "slow link", sentence))
+                findings.append(
+                    Finding(f"{names[sender]} -> {names[receiver]}", "slow link", sentence)
+                )
     if len(latencies) > 2:
         usual = statistics.median(latencies.values())
         for (one, other), latency_s in sorted(latencies.items()):
             if latency_s > LATENCY_RATIO * usual:
                 sentence = f"{_told(latency_s, 's')} there and back, the median of all links is {_told(usual, 's')}"
-                findings.append(Finding(f"{names[one]} -> {names[other]}", "long latency", sentence))
+                findings.append(
+                    Finding(f"{names[one]} -> {names[other]}", "long latency", sentence)
+                )
     return findings
 
 
@@ -210,7 +233,9 @@ def _clocks(found: Sequence[Examination], names: Mapping[str, str]) -> list[Find
             ahead.setdefault(one.address, []).append(-link.clock_offset_s)
     return [
         Finding(
-            names[address], "clock is off", f"its wall clock is {statistics.median(offsets):+.2f} s from the others'"
+            names[address],
+            "clock is off",
+            f"its wall clock is {statistics.median(offsets):+.2f} s from the others'",
         )
         for address, offsets in sorted(ahead.items())
         if address in names and abs(statistics.median(offsets)) > CLOCK_S

@@ -47,7 +47,9 @@ class Outlier:
     sigmas: float
 
 
-def outliers(values: Mapping[str, float], least_share: float, *, low_is_bad: bool) -> tuple[Outlier, ...]:
+def outliers(
+    values: Mapping[str, float], least_share: float, *, low_is_bad: bool
+) -> tuple[Outlier, ...]:
     """Return those whose value is bad against the others', the worst first.
 
     Args:
@@ -60,13 +62,17 @@ def outliers(values: Mapping[str, float], least_share: float, *, low_is_bad: boo
     usual = _usual(list(values.values()))
     found = []
     for name, value in values.items():
-        others = [other for peer, other in values.items() if peer != name] if len(values) <= _FEW else []
+        others = (
+            [other for peer, other in values.items() if peer != name] if len(values) <= _FEW else []
+        )
         # Among few, one that is far off spoils the median and the noise that it is held against.
         median, noise = _usual(others) if others else usual
         excess = median - value if low_is_bad else value - median
         is_beyond = excess > SIGMAS * noise and excess > least_share * abs(median)
         # Where the others scatter so much that this says nothing, one that is far behind the last of them still is.
-        is_apart = bool(others) and (value * _APART < min(others) if low_is_bad else value > max(others) * _APART)
+        is_apart = bool(others) and (
+            value * _APART < min(others) if low_is_bad else value > max(others) * _APART
+        )
         if is_beyond or is_apart:
             found.append(Outlier(name, value, median, excess / noise))
     return tuple(sorted(found, key=lambda one: -one.sigmas))
@@ -79,7 +85,9 @@ def _usual(values: Sequence[float]) -> tuple[float, float]:
     return median, max(spread, _FLOOR * abs(median), 1e-300)
 
 
-def best_of(links: Mapping[tuple[str, str], float], names: Sequence[str], side: int) -> dict[str, float]:
+def best_of(
+    links: Mapping[tuple[str, str], float], names: Sequence[str], side: int
+) -> dict[str, float]:
     """Return for every node the best rate of its links, as sender (`side` 0) or receiver (1): a sick node is slow with everybody."""
     best: dict[str, float] = {}
     for pair, rate in links.items():

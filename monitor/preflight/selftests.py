@@ -53,7 +53,10 @@ def memory_rate() -> float:
 
 def matmuls() -> tuple[MatmulResult, ...]:
     """Return the results of the processor and of every GPU."""
-    devices = [torch.device("cpu"), *(torch.device("cuda", index) for index in range(torch.cuda.device_count()))]
+    devices = [
+        torch.device("cpu"),
+        *(torch.device("cuda", index) for index in range(torch.cuda.device_count())),
+    ]
     return tuple(map(_matmul, devices))
 
 
@@ -89,7 +92,10 @@ def is_product(left: torch.Tensor, right: torch.Tensor, product: torch.Tensor) -
     With vectors of +1 and -1, and sums that float64 holds exactly, one wrong element cannot hide; wrong ones that cancel each other
     go undetected once in 256.
     """
-    signs = torch.randint(0, 2, (right.shape[1], 8), generator=torch.Generator().manual_seed(7)) * 2.0 - 1.0
+    signs = (
+        torch.randint(0, 2, (right.shape[1], 8), generator=torch.Generator().manual_seed(7)) * 2.0
+        - 1.0
+    )
     signs = signs.to(product.device, torch.float64)
     claimed = product.double() @ signs
     return bool(torch.equal(claimed, left.double() @ (right.double() @ signs)))
@@ -99,7 +105,9 @@ def _matmul(device: torch.device) -> MatmulResult:
     size = _SIZE[device.type]
     generator = torch.Generator().manual_seed(20)
     # Integers to 4 in size: every partial sum of 8192 products stays below 2**24, so float32 is exact in any order, TF32 too.
-    left, right = (torch.randint(-4, 5, (size, size), generator=generator).float().to(device) for _ in range(2))
+    left, right = (
+        torch.randint(-4, 5, (size, size), generator=generator).float().to(device) for _ in range(2)
+    )
     # And fractions, where the order of summation shows in the last bits: the same device must take the same order again.
     uneven = torch.rand(size, size, generator=generator).to(device)
     digests, times, right_each = set(), [], True

@@ -1,8 +1,8 @@
 """Attaching the recorder to this process, whoever launched it.
 
 Three ways: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which `import torch` acts
-upon, by the entry point that PyTorch offers to extensions (`keepstep_monitor`; PyTorch 2.5 and later, unless
-TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m monitor.run script.py`.
+upon, by the entry point that PyTorch offers to extensions (`keepstep.autoload`; PyTorch 2.5 and later, unless
+TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m keepstep.monitor.run script.py`.
 
 By KEEPSTEP_MONITOR a process is recorded once it has entered the default process group: nothing else tells workers, and their ranks,
 from what runs in the same environment. Under `srun torchrun`, Slurm's variables are those of torchrun's agent; the parent of
@@ -28,12 +28,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from monitor.errors import MonitorError, RecorderUnavailable
-from monitor.records import Ending
-from monitor.telemetry.native import NativeRecorder
-from monitor.telemetry.phases import AutomaticPhases
-from monitor.telemetry.recorder import Recorder
-from monitor.telemetry.ring import Identity, process_started
+from keepstep.monitor.errors import MonitorError, RecorderUnavailable
+from keepstep.monitor.records import Ending
+from keepstep.monitor.telemetry.native import NativeRecorder
+from keepstep.monitor.telemetry.phases import AutomaticPhases
+from keepstep.monitor.telemetry.recorder import Recorder
+from keepstep.monitor.telemetry.ring import Identity, process_started
 
 _log = logging.getLogger(__name__)
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -59,7 +59,9 @@ class Attachment:
         self.process = os.getpid()
         self._former_hook, sys.excepthook = sys.excepthook, self._on_exception
         # So that processes that this one starts, and that take themselves for its rank, do not take its ring from it.
-        os.environ[ATTACHED_VARIABLE] = f"{identity.rank} {self.process} {process_started(self.process)}"
+        os.environ[ATTACHED_VARIABLE] = (
+            f"{identity.rank} {self.process} {process_started(self.process)}"
+        )
 
     def remove(self) -> None:
         """Take away the hooks and stop recording."""
@@ -71,7 +73,9 @@ class Attachment:
             self.recorder.close()
             os.environ.pop(ATTACHED_VARIABLE, None)
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Note that the process ends by an exception; a person who interrupts it is none."""
         if issubclass(kind, Exception) and self.process == os.getpid():
             self.recorder.ends(Ending.FAILED if is_of_communication(error) else Ending.RAISED)
@@ -84,14 +88,20 @@ def is_of_communication(error: BaseException) -> bool:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and _BACK_ENDS.search(str(cause))):
+        if isinstance(cause, dist.DistError) or (
+            isinstance(cause, RuntimeError) and _BACK_ENDS.search(str(cause))
+        ):
             return True
         cause = cause.__cause__ or cause.__context__
     return False
 
 
 def attach(
-    *, job: str | None = None, rank: int | None = None, node: str | None = None, generation: int | None = None
+    *,
+    job: str | None = None,
+    rank: int | None = None,
+    node: str | None = None,
+    generation: int | None = None,
 ) -> Recorder:
     """Record this worker from now on; a second call returns the same recorder.
 
@@ -165,7 +175,8 @@ def identify(environment: Mapping[str, str]) -> Identity:
     size = _first_number(environment, _SIZES)
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     return Identity(
-        job=environment.get("KEEPSTEP_JOB") or (run if run != "none" else environment.get("SLURM_JOB_ID") or "default"),
+        job=environment.get("KEEPSTEP_JOB")
+        or (run if run != "none" else environment.get("SLURM_JOB_ID") or "default"),
         rank=dist.get_rank() if is_initialized else -1 if rank is None else rank,
         node=environment.get("KEEPSTEP_NODE") or socket.gethostname(),
         generation=int(environment.get("TORCHELASTIC_RESTART_COUNT") or -1) + 1,
@@ -175,7 +186,9 @@ def identify(environment: Mapping[str, str]) -> Identity:
 
 def _is_anothers(environment: Mapping[str, str], rank: int) -> bool:
     """Return whether a process that lives is recorded as this rank, and has handed its environment down to this one."""
-    marked = [int(field) for field in environment.get(ATTACHED_VARIABLE, "").split() if field.isdecimal()]
+    marked = [
+        int(field) for field in environment.get(ATTACHED_VARIABLE, "").split() if field.isdecimal()
+    ]
     if len(marked) != 3 or marked[0] != rank or marked[1] == os.getpid():
         return False
     # Environments outlive processes: a job may submit the next one.

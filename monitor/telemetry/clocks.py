@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from monitor.records import Flag, JobRecords, Kind, Operation, RankRecords
+from keepstep.monitor.records import Flag, JobRecords, Kind, Operation, RankRecords
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -61,13 +61,17 @@ def align(job: JobRecords, reference: str | None = None) -> JobRecords:
     """Return the records with each rank's clock offset filled in. See `estimate_clocks`."""
     clocks = estimate_clocks(job.ranks, reference)
     ranks = {
-        rank: replace(one, offset_s=clocks[one.node].offset_s, offset_error_s=clocks[one.node].error_s)
+        rank: replace(
+            one, offset_s=clocks[one.node].offset_s, offset_error_s=clocks[one.node].error_s
+        )
         for rank, one in job.ranks.items()
     }
     return JobRecords(ranks, job.communicators)
 
 
-def estimate_clocks(ranks: Mapping[int, RankRecords], reference: str | None = None) -> dict[str, ClockOffset]:
+def estimate_clocks(
+    ranks: Mapping[int, RankRecords], reference: str | None = None
+) -> dict[str, ClockOffset]:
     """Estimate the offset of each node's clock.
 
     Args:
@@ -89,7 +93,9 @@ def estimate_clocks(ranks: Mapping[int, RankRecords], reference: str | None = No
         if not (np.isfinite(low) and np.isfinite(high)):
             clocks[name] = ClockOffset(0.0, float("inf"))
             continue
-        offset = (low + high) / 2 if np.isnan(likely[node]) else min(max(float(likely[node]), low), high)
+        offset = (
+            (low + high) / 2 if np.isnan(likely[node]) else min(max(float(likely[node]), low), high)
+        )
         clocks[name] = ClockOffset(offset, max(high - offset, offset - low))
     return clocks
 
@@ -134,9 +140,13 @@ def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> lis
         family = (called["communicator"].astype(np.int64) << 30) + (other << 2) + way
         for kind in np.unique(family).tolist():
             mine = np.flatnonzero(family == kind)[-LATEST_OPERATIONS:]
-            columns = np.column_stack([called["number"][mine], code[mine], entered[mine], left[mine]])
+            columns = np.column_stack(
+                [called["number"][mine], code[mine], entered[mine], left[mine]]
+            )
             first = mine[0]
-            pair = {0: (-1, -1), 1: (rank, int(peer[first])), 2: (int(peer[first]), rank)}[int(way[first])]
+            pair = {0: (-1, -1), 1: (rank, int(peer[first])), 2: (int(peer[first]), rank)}[
+                int(way[first])
+            ]
             told[int(called["communicator"][first]), *pair].append((index[one.node], columns))
     return [meeting for parts in told.values() if (meeting := _meet(parts)) is not None]
 
@@ -151,7 +161,10 @@ def _meet(parts: list[tuple[int, Floats]]) -> _Meeting | None:
     code = np.where(np.isin(called[:, 1], _PAIR), 0, called[:, 1])
     unique, row = np.unique(called[:, 0] * _CODES + code, return_inverse=True)
     at = np.repeat(column, [len(rows) for _, rows in parts])
-    entered, left = np.full((len(unique), len(nodes)), -np.inf), np.full((len(unique), len(nodes)), np.inf)
+    entered, left = (
+        np.full((len(unique), len(nodes)), -np.inf),
+        np.full((len(unique), len(nodes)), np.inf),
+    )
     values = np.concatenate([rows[:, 2:] for _, rows in parts])
     # Ranks of one node share its clock: the last of them to enter and the first to leave bound most tightly.
     np.maximum.at(entered, (row, at), np.where(np.isnan(values[:, 0]), -np.inf, values[:, 0]))

@@ -5,7 +5,7 @@ timeout and `torch.distributed.flight_recorder` reads: a pickle. A pickle is a p
 containers and scalars only and refuses whatever else one asks for. The rank is the number at the end of the file's name, as there.
 
 What such a dump does not tell: steps and phases, roots, failures, and how a clock relates to another's, so each rank counts as a node of
-its own, for `monitor.telemetry.clocks` to align. Times are wall clock seconds. gloo's operations never tell their end: retired ones are taken as
+its own, for `keepstep.monitor.telemetry.clocks` to align. Times are wall clock seconds. gloo's operations never tell their end: retired ones are taken as
 over, and marked as unobserved. Nor do its dumps name the ranks of a group: the default group is all ranks that any dump knows of, another
 one those who use it. Sends and receives are numbered as they lie in the dump; where its buffer had gone round, so that the first are
 missing, both sides are numbered such that the last ones that ended are the same one.
@@ -26,8 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from monitor.errors import DumpUnreadable
-from monitor.records import DTYPES, RECORD, Communicator, Flag, JobRecords, Kind, Operation, RankRecords
+from keepstep.monitor.errors import DumpUnreadable
+from keepstep.monitor.records import (
+    DTYPES,
+    RECORD,
+    Communicator,
+    Flag,
+    JobRecords,
+    Kind,
+    Operation,
+    RankRecords,
+)
 
 _SUPPORTED = ("2.",)
 
@@ -104,18 +113,26 @@ def read_dumps(places: Iterable[Path]) -> JobRecords:
         DumpUnreadable: there is none; or a file is no dump, cannot be read, is damaged, or asks to run something.
     """
     try:
-        paths = [path for place in places for path in (sorted(place.iterdir()) if place.is_dir() else [place])]
+        paths = [
+            path
+            for place in places
+            for path in (sorted(place.iterdir()) if place.is_dir() else [place])
+        ]
     except OSError as error:
         raise DumpUnreadable(f"{error.filename} cannot be read: {error.strerror}") from error
     if not paths:
         raise DumpUnreadable("there is no dump: the directory is empty")
     dumps = {dump.rank: dump for dump in map(_read, paths)}
     if len(dumps) < len(paths):
-        raise DumpUnreadable(f"{len(paths)} files of only {len(dumps)} ranks: analyze one set of dumps at a time")
+        raise DumpUnreadable(
+            f"{len(paths)} files of only {len(dumps)} ranks: analyze one set of dumps at a time"
+        )
     groups = _groups(dumps)
     ranks = {dump.rank: _convert(dump, groups[dump.rank]) for dump in dumps.values()}
     _match_messages(ranks, {rank for rank, dump in dumps.items() if not dump.is_whole})
-    return JobRecords(ranks, {group.identity: group for used in groups.values() for group in used.values()})
+    return JobRecords(
+        ranks, {group.identity: group for used in groups.values() for group in used.values()}
+    )
 
 
 def _read(path: Path) -> _Dump:
@@ -123,12 +140,17 @@ def _read(path: Path) -> _Dump:
         data = path.read_bytes()
         found = re.search(r"(\d+)(\.json)?$", path.name)
         if found is None:
-            raise DumpUnreadable("which rank's is it? The file's name must end in the rank's number")
+            raise DumpUnreadable(
+                "which rank's is it? The file's name must end in the rank's number"
+            )
         told = json.loads(data) if data[:1] == b"{" else _Unpickler(io.BytesIO(data)).load()
         version = str(told["version"])
         if not version.startswith(_SUPPORTED):
             raise DumpUnreadable(f"Flight Recorder's format {version}; this reads 2.x")
-        members = {name: tuple(json.loads(group["ranks"])) for name, group in told.get("pg_config", {}).items()}
+        members = {
+            name: tuple(json.loads(group["ranks"]))
+            for name, group in told.get("pg_config", {}).items()
+        }
         entries = sorted(told.get("entries") or (), key=lambda entry: entry["record_id"])
         is_whole = not entries or entries[0]["record_id"] == 0
         entries = _settled(entries)
@@ -140,12 +162,18 @@ def _read(path: Path) -> _Dump:
         pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError, OverflowError,
         MemoryError, RecursionError,
     ) as error:  # fmt: skip
-        raise DumpUnreadable(f"{path} is no dump of Flight Recorder, or is damaged: {error!r}") from error
+        raise DumpUnreadable(
+            f"{path} is no dump of Flight Recorder, or is damaged: {error!r}"
+        ) from error
     # gloo tells of its newest group's ranks, without the group's name.
     rank = int(found[1])
     groups = {name: ranks for name, ranks in members.items() if name}
     return _Dump(
-        rank, entries, is_whole, groups, frozenset({rank, *(one for ranks in members.values() for one in ranks)})
+        rank,
+        entries,
+        is_whole,
+        groups,
+        frozenset({rank, *(one for ranks in members.values() for one in ranks)}),
     )
 
 
@@ -184,7 +212,9 @@ def _groups(dumps: Mapping[int, _Dump]) -> dict[int, dict[str, Communicator]]:
         for entry in dump.entries:
             users[_group(entry)].add(dump.rank)
             descriptions[_group(entry)] = str(entry["process_group"][1])
-    everybody = sorted({rank for dump in dumps.values() for rank in dump.known} | set().union(*users.values()))
+    everybody = sorted(
+        {rank for dump in dumps.values() for rank in dump.known} | set().union(*users.values())
+    )
     described = {(name, ranks) for dump in dumps.values() for name, ranks in dump.groups.items()}
     found: dict[int, dict[str, Communicator]] = {rank: {} for rank in dumps}
     for name, ranks in users.items():
@@ -192,7 +222,12 @@ def _groups(dumps: Mapping[int, _Dump]) -> dict[int, dict[str, Communicator]]:
         shown = name if told in _UNDESCRIBED else f"{name} ({told})"
         for rank in ranks:
             members = dumps[rank].groups.get(name) or next(
-                (members for other, members in sorted(described) if other == name and rank in members), None
+                (
+                    members
+                    for other, members in sorted(described)
+                    if other == name and rank in members
+                ),
+                None,
             )
             if members is None:
                 # Where nobody tells who belongs to a group, it is those who use it.
@@ -209,7 +244,9 @@ def _match_messages(ranks: Mapping[int, RankRecords], cut: Set[int]) -> None:
         for code in (Operation.SEND, Operation.RECEIVE):
             mine = (records["code"] == code) & (records["peer"] >= 0)
             for identity, peer in np.unique(records[mine][["communicator", "peer"]]).tolist():
-                at = np.flatnonzero(mine & (records["communicator"] == identity) & (records["peer"] == peer))
+                at = np.flatnonzero(
+                    mine & (records["communicator"] == identity) & (records["peer"] == peer)
+                )
                 pair = (rank, peer) if code == Operation.SEND else (peer, rank)
                 told[identity, *pair].append((rank, records, at))
     for (_, sender, receiver), sides in told.items():
@@ -271,7 +308,9 @@ def _convert(dump: _Dump, groups: Mapping[str, Communicator]) -> RankRecords:
             )  # fmt: skip
             last_s = max(last_s, created_s, ended_s)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
-        raise DumpUnreadable(f"the dump of rank {dump.rank} has an entry that cannot be read: {error!r}") from error
+        raise DumpUnreadable(
+            f"the dump of rank {dump.rank} has an entry that cannot be read: {error!r}"
+        ) from error
     return RankRecords(dump.rank, f"host of rank {dump.rank}", records, last_s)
 
 

@@ -13,11 +13,11 @@ import logging
 import time
 from pathlib import Path
 
-from monitor.errors import RingUnreadable
-from monitor.records import Communicator, JobRecords, RankRecords
-from monitor.telemetry.ring import Identity
-from monitor.telemetry.ring_files import ring_paths
-from monitor.telemetry.ring_reader import Records, RingReader
+from keepstep.monitor.errors import RingUnreadable
+from keepstep.monitor.records import Communicator, JobRecords, RankRecords
+from keepstep.monitor.telemetry.ring import Identity
+from keepstep.monitor.telemetry.ring_files import ring_paths
+from keepstep.monitor.telemetry.ring_reader import Records, RingReader
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class JobRings:
     """Keeps the job's rings open; finds new ones and those that were replaced.
 
     Args:
-        directory: where the job's rings lie; `monitor.telemetry.ring_files.job_directory`.
+        directory: where the job's rings lie; `keepstep.monitor.telemetry.ring_files.job_directory`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -40,7 +40,9 @@ class JobRings:
         self._refresh()
         self._present = []
         # Where the directory outlives a restart of the node, so do rings that were created later than now.
-        rings = [reader for reader in self._readers.values() if reader.created_s <= time.monotonic()]
+        rings = [
+            reader for reader in self._readers.values() if reader.created_s <= time.monotonic()
+        ]
         newest = max(rings, key=lambda reader: reader.created_s, default=None)
         ranks: dict[int, RankRecords] = {}
         communicators: dict[int, Communicator] = {}
@@ -54,7 +56,12 @@ class JobRings:
                 continue
             self._present.append(reader)
             ranks[reader.identity.rank] = RankRecords(
-                reader.identity.rank, reader.identity.node, records, time.monotonic(), is_alive, reader.ending
+                reader.identity.rank,
+                reader.identity.node,
+                records,
+                time.monotonic(),
+                is_alive,
+                reader.ending,
             )
             communicators |= reader.communicators()
         return JobRecords(ranks, communicators)
@@ -121,5 +128,7 @@ def _are_of_one_launch(one: Identity, other: Identity) -> bool:
 
 def _last_sign_s(reader: RingReader, records: Records) -> float:
     """Return when, at least, a process was still alive, in monotonic seconds."""
-    times = [float(records[name].max()) for name in ("enqueued_s", "ended_s")] if len(records) else []
+    times = (
+        [float(records[name].max()) for name in ("enqueued_s", "ended_s")] if len(records) else []
+    )
     return max([reader.created_s, *times])

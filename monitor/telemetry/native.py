@@ -1,7 +1,7 @@
 """Builds and loads the native recorder of operations (`operations.cpp`), which records without the GIL, in about a microsecond.
 
 It is built against the PyTorch that is installed, whose headers come with it, by the machine's C++ compiler: ten seconds, once for each
-version of PyTorch and of this source, on each machine or shared home. `python -m monitor.telemetry.native` builds it ahead of time, for images
+version of PyTorch and of this source, on each machine or shared home. `python -m keepstep.monitor.telemetry.native` builds it ahead of time, for images
 whose workers have no compiler; then it needs to be found where `library_path` says.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from monitor.errors import RecorderUnavailable
-from monitor.telemetry.ring import STEP_OFFSET, Ring
+from keepstep.monitor.errors import RecorderUnavailable
+from keepstep.monitor.telemetry.ring import STEP_OFFSET, Ring
 
 _SOURCE = Path(__file__).with_name("operations.cpp")
 _BUILD_TIMEOUT_S = 600
@@ -45,7 +45,9 @@ class NativeRecorder:
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
-            raise RecorderUnavailable(f"{path} cannot be loaded: {error}. Remove it, and it is built anew.") from error
+            raise RecorderUnavailable(
+                f"{path} cannot be loaded: {error}. Remove it, and it is built anew."
+            ) from error
         self._library.keepstep_open.argtypes = [ctypes.c_char_p, *[ctypes.c_size_t] * 5, _DESCRIBE]
         # ctypes must keep what the library may call.
         self._describe = _DESCRIBE()
@@ -53,7 +55,13 @@ class NativeRecorder:
     def open(self, ring: Ring, describe: Describe) -> None:
         """Record operations into a ring from now on, with all communicators' numbers from 1."""
 
-        def told(name: bytes, rank: int, size: int, identity: ctypes._Pointer[ctypes.c_uint32], ranks: object) -> None:
+        def told(
+            name: bytes,
+            rank: int,
+            size: int,
+            identity: ctypes._Pointer[ctypes.c_uint32],
+            ranks: object,
+        ) -> None:
             found, members = describe(name.decode(errors="replace"), rank, size)
             identity[0] = found
             ctypes.memmove(ranks, (ctypes.c_int32 * size)(*members), 4 * size)  # type: ignore[arg-type]
@@ -64,7 +72,9 @@ class NativeRecorder:
             os.fsencode(ring.path), ring.sizes.nbytes, lane.offset, lane.capacity, lane.counter_offset, STEP_OFFSET, called
         )  # fmt: skip
         if error:
-            raise RecorderUnavailable(f"{ring.path} cannot be opened for the native recorder: {os.strerror(error)}")
+            raise RecorderUnavailable(
+                f"{ring.path} cannot be opened for the native recorder: {os.strerror(error)}"
+            )
         self._describe = called
 
     def close(self) -> None:
@@ -79,7 +89,11 @@ def library_path() -> Path:
     """
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
     own = os.environ.get("KEEPSTEP_CACHE_DIR")
-    base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep"
+    base = (
+        Path(own)
+        if own
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep"
+    )
     return base / f"operations-{digest}-torch-{torch.__version__}.so"
 
 
@@ -101,7 +115,9 @@ def build() -> Path:
                 _compile(unfinished)
                 os.rename(unfinished, path)
     except OSError as error:
-        raise RecorderUnavailable(f"{path} cannot be built: {error}. Set KEEPSTEP_CACHE_DIR.") from error
+        raise RecorderUnavailable(
+            f"{path} cannot be built: {error}. Set KEEPSTEP_CACHE_DIR."
+        ) from error
     return _own(path)
 
 
@@ -116,11 +132,16 @@ def _own(path: Path) -> Path:
 
 
 def _compile(target: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("c++")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+    )
     if not compiler:
         raise RecorderUnavailable(
             "operations are not recorded: there is no C++ compiler here to build the recorder. Install g++, or build where "
-            f"there is one, with the same PyTorch (python -m monitor.telemetry.native), and copy the library to {target.parent}."
+            f"there is one, with the same PyTorch (python -m keepstep.monitor.telemetry.native), and copy the library to {target.parent}."
         )
     include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     command = [
@@ -130,14 +151,24 @@ def _compile(target: Path) -> None:
     ]  # fmt: skip
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_BUILD_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_BUILD_TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise RecorderUnavailable(f"building the recorder took longer than {_BUILD_TIMEOUT_S} s") from error
-    if done.returncode:
-        complaints = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise RecorderUnavailable(
-            "operations are not recorded; the recorder cannot be built: " + " | ".join(complaints[:5])
+            f"building the recorder took longer than {_BUILD_TIMEOUT_S} s"
+        ) from error
+    if done.returncode:
+        complaints = [
+            line for line in done.stderr.splitlines() if "error" in line
+        ] or done.stderr.splitlines()
+        raise RecorderUnavailable(
+            "operations are not recorded; the recorder cannot be built: "
+            + " | ".join(complaints[:5])
         )
 
 

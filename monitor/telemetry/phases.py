@@ -26,12 +26,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
-from monitor.records import Phase
-from monitor.telemetry.recorder import Recorder
+from keepstep.monitor.records import Phase
+from keepstep.monitor.telemetry.recorder import Recorder
 
 _SHORT_COLLECTION_S = 1e-3
 # Calls of a model that generates token by token are one record until then, so that they do not flush out the ring.
@@ -109,7 +112,9 @@ class AutomaticPhases:
 
     def _arm(self) -> None:
         if self._armed is None:
-            self._armed = torch.nn.modules.module.register_module_forward_pre_hook(self._before_module)
+            self._armed = torch.nn.modules.module.register_module_forward_pre_hook(
+                self._before_module
+            )
 
     def _disarm(self) -> None:
         if self._armed is not None:

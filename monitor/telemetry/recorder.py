@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from monitor.records import Communicator, Ending, Kind, Measure, Phase
-from monitor.telemetry.ring import Identity, Ring
-from monitor.telemetry.ring_files import create_ring
+from keepstep.monitor.records import Communicator, Ending, Kind, Measure, Phase
+from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring_files import create_ring
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from monitor.telemetry.native import NativeRecorder
+    from keepstep.monitor.telemetry.native import NativeRecorder
 
 _log = logging.getLogger(__name__)
 _F64 = struct.Struct("<d")
@@ -95,7 +95,11 @@ class Recorder:
     def begin(self, phase: Phase) -> int:
         """Mark the beginning of a phase; returns what `end` wants."""
         now_s = time.monotonic()
-        if phase in _BEGIN_A_STEP and self._counts_itself and (self._updated_s or self._step_position < 0):
+        if (
+            phase in _BEGIN_A_STEP
+            and self._counts_itself
+            and (self._updated_s or self._step_position < 0)
+        ):
             self._begin_step(self.step + 1, self._updated_s or now_s)
         step = self.ring.step
         return self.ring.marks.begin(Kind.PHASE, phase, number=step, step=step, enqueued_s=now_s)
@@ -107,7 +111,9 @@ class Recorder:
     def note(self, phase: Phase, began_s: float, ended_s: float) -> None:
         """Record a phase that is over."""
         step = self.ring.step
-        self.ring.marks.begin(Kind.PHASE, phase, number=step, step=step, enqueued_s=began_s, ended_s=ended_s)
+        self.ring.marks.begin(
+            Kind.PHASE, phase, number=step, step=step, enqueued_s=began_s, ended_s=ended_s
+        )
 
     def updated(self) -> None:
         """Say that an optimizer has run. If another one runs before the next forward or backward pass, the step lasts until then."""
@@ -115,7 +121,9 @@ class Recorder:
             self._updated_s = time.monotonic()
             self.ring.marks.end(self._step_position, self._updated_s)
 
-    def measure(self, measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
+    def measure(
+        self, measure: Measure, value: float, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Report a number of the step under way.
 
         Args:
@@ -139,7 +147,9 @@ class Recorder:
             self._communicators.add(communicator.identity)
             if not self.ring.add_communicator(communicator):
                 _log.warning(
-                    "the telemetry ring has no room for process group %s, the %dth", name, len(self._communicators)
+                    "the telemetry ring has no room for process group %s, the %dth",
+                    name,
+                    len(self._communicators),
                 )
         return communicator.identity, communicator.ranks
 
@@ -157,7 +167,9 @@ class Recorder:
     def _begin_step(self, number: int, at_s: float) -> None:
         self.ring.step = number
         self._updated_s = 0.0
-        self._step_position = self.ring.marks.begin(Kind.PHASE, Phase.STEP, number=number, step=number, enqueued_s=at_s)
+        self._step_position = self.ring.marks.begin(
+            Kind.PHASE, Phase.STEP, number=number, step=number, enqueued_s=at_s
+        )
 
 
 def _global_ranks(name: str, size: int) -> Sequence[int]:

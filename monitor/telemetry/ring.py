@@ -1,7 +1,7 @@
 """The telemetry ring: what one worker tells, in a file in shared memory that others read at any instant.
 
 A reader needs nothing from the worker: not its GIL, not its being scheduled, not its life. The file stays when the process is killed, and
-whoever holds it open keeps it whole when a new worker of the same rank puts its own in its place (see `monitor.telemetry.ring_files`).
+whoever holds it open keeps it whole when a new worker of the same rank puts its own in its place (see `keepstep.monitor.telemetry.ring_files`).
 
 Format, version 1. Native byte order, which is little-endian wherever this runs. All offsets are bytes from the start of the file.
 
@@ -49,8 +49,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monitor.errors import RingUnwritable
-from monitor.records import RECORD, Communicator, Ending
+from keepstep.monitor.errors import RingUnwritable
+from keepstep.monitor.records import RECORD, Communicator, Ending
 
 VERSION = 1
 MAGIC = b"keepstep-ring\0\0\0"
@@ -117,7 +117,9 @@ class Sizes:
     def __post_init__(self) -> None:
         for capacity in (self.operations, self.marks):
             if capacity < 256 or capacity & (capacity - 1):
-                raise ValueError(f"a lane of {capacity} records: it must be a power of two, at least 256")
+                raise ValueError(
+                    f"a lane of {capacity} records: it must be a power of two, at least 256"
+                )
 
     @property
     def regions(self) -> tuple[Region, Region, Region]:
@@ -286,7 +288,9 @@ def process_started(process: int) -> int | None:
 
 
 def _new_file(path: Path, nbytes: int) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+    )
     try:
         # Without pages reserved now, a full /dev/shm would kill the worker with SIGBUS later.
         os.posix_fallocate(descriptor, 0, nbytes)

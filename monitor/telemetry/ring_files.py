@@ -20,10 +20,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from monitor.errors import RingUnreadable, RingUnwritable
-from monitor.records import Ending
-from monitor.telemetry.ring import Identity, Ring, Sizes
-from monitor.telemetry.ring_reader import RingReader
+from keepstep.monitor.errors import RingUnreadable, RingUnwritable
+from keepstep.monitor.records import Ending
+from keepstep.monitor.telemetry.ring import Identity, Ring, Sizes
+from keepstep.monitor.telemetry.ring_reader import RingReader
 
 _log = logging.getLogger(__name__)
 DIRECTORY_VARIABLE = "KEEPSTEP_MONITOR_DIR"
@@ -47,7 +47,11 @@ def job_directory(job: str) -> Path:
 def recorded_jobs() -> tuple[str, ...]:
     """Return the jobs of this user that have rings on this node, as their directories are named."""
     try:
-        return tuple(sorted(name for name in os.listdir(base_directory()) if ring_paths(base_directory() / name)))
+        return tuple(
+            sorted(
+                name for name in os.listdir(base_directory()) if ring_paths(base_directory() / name)
+            )
+        )
     except OSError:
         return ()
 
@@ -79,7 +83,9 @@ def create_ring(identity: Identity, sizes: Sizes | None = None) -> Ring:
         _say_whose(path, identity)
         os.rename(unfinished, path)
     except OSError as error:
-        raise RingUnwritable(f"rank {identity.rank}: no telemetry ring in {directory}: {error}") from error
+        raise RingUnwritable(
+            f"rank {identity.rank}: no telemetry ring in {directory}: {error}"
+        ) from error
     ring.path = path
     return ring
 
@@ -92,7 +98,9 @@ def _say_whose(path: Path, identity: Identity) -> None:
         return
     try:
         # Ranks are handed out anew with a generation: then the one who had this one before has another ring now, or will soon.
-        is_in_use = reader.process != os.getpid() and reader.is_alive() and reader.ending == Ending.NONE
+        is_in_use = (
+            reader.process != os.getpid() and reader.is_alive() and reader.ending == Ending.NONE
+        )
         if is_in_use and reader.identity.generation >= identity.generation:
             _log.warning(
                 "rank %d of job %s: process %d on this node has this name too, and is not watched any more. "

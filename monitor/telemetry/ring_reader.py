@@ -1,4 +1,4 @@
-"""Reading a worker's telemetry ring from another process, at any instant. The format is described in `monitor.telemetry.ring`.
+"""Reading a worker's telemetry ring from another process, at any instant. The format is described in `keepstep.monitor.telemetry.ring`.
 
 A reader maps the file for reading only: it cannot disturb the worker, and takes nothing from it but memory bandwidth.
 """
@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from monitor.errors import RingUnreadable
-from monitor.records import RECORD, Communicator, Ending
-from monitor.rows import as_bytes, joined
-from monitor.telemetry.ring import (
+from keepstep.monitor.errors import RingUnreadable
+from keepstep.monitor.records import RECORD, Communicator, Ending, as_bytes, joined
+from keepstep.monitor.telemetry.ring import (
     FIXED,
     HEADER_NBYTES,
     JOB_OFFSET,
@@ -89,20 +88,37 @@ class RingReader:
             status = os.fstat(descriptor)
             self.inode = status.st_ino
             if status.st_size < HEADER_NBYTES:
-                raise RingUnreadable(f"{path} is no telemetry ring, or cut short: {status.st_size} bytes")
+                raise RingUnreadable(
+                    f"{path} is no telemetry ring, or cut short: {status.st_size} bytes"
+                )
             return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ), status.st_size
         finally:
             os.close(descriptor)
 
     def _parse(self, nbytes: int) -> None:
-        magic, version, header_nbytes, record_nbytes, process, started, rank, world_size, generation, created_s = (
-            FIXED.unpack_from(self._memory, 0)
-        )
+        (
+            magic,
+            version,
+            header_nbytes,
+            record_nbytes,
+            process,
+            started,
+            rank,
+            world_size,
+            generation,
+            created_s,
+        ) = FIXED.unpack_from(self._memory, 0)
         if magic != MAGIC:
             raise RingUnreadable(f"{self.path} is no telemetry ring: it begins with {magic!r}")
         if version != VERSION:
-            remedy = "upgrade the monitor" if version > VERSION else "restart the worker with this version of keepstep"
-            raise RingUnreadable(f"{self.path} has format version {version}, this monitor reads {VERSION}: {remedy}")
+            remedy = (
+                "upgrade the monitor"
+                if version > VERSION
+                else "restart the worker with this version of keepstep"
+            )
+            raise RingUnreadable(
+                f"{self.path} has format version {version}, this monitor reads {VERSION}: {remedy}"
+            )
         lanes = [LANE.unpack_from(self._memory, at) for at in (72, 96, 120)]
         try:
             sizes = Sizes(lanes[0][1], lanes[1][1], lanes[2][1])
@@ -119,7 +135,9 @@ class RingReader:
         self.process: int = process
         self.process_started: int = started
         self.created_s: float = created_s
-        self.identity = Identity(self._name(JOB_OFFSET), rank, self._name(NODE_OFFSET), generation, world_size)
+        self.identity = Identity(
+            self._name(JOB_OFFSET), rank, self._name(NODE_OFFSET), generation, world_size
+        )
         operations, marks, self._table = sizes.regions
         self.operations = LaneReader(self._memory, operations)
         """Operations, in the order in which they were called."""
@@ -200,14 +218,22 @@ class LaneReader:
         records = self._copy(None, first, end)
         after = self._copy("stamp", first, end)
         whole = (before == expected) & (records["stamp"] == expected) & (after == expected)
-        return Part(records.compress(whole), end, end - max(position, 0) - int(np.count_nonzero(whole)))
+        return Part(
+            records.compress(whole), end, end - max(position, 0) - int(np.count_nonzero(whole))
+        )
 
     def _copy(self, field: str | None, first: int, end: int) -> Records:
         """Return a copy of the slots of positions [first, end), or of one field of theirs."""
-        slots: Records = np.frombuffer(self._memory, RECORD, self._region.capacity, self._region.offset)
+        slots: Records = np.frombuffer(
+            self._memory, RECORD, self._region.capacity, self._region.offset
+        )
         column = as_bytes(slots) if field is None else slots[field]
         start, stop = first % self._region.capacity, (end - 1) % self._region.capacity + 1
-        copy = column[start:stop].copy() if start < stop else np.concatenate([column[start:], column[:stop]])
+        copy = (
+            column[start:stop].copy()
+            if start < stop
+            else np.concatenate([column[start:], column[:stop]])
+        )
         return copy.view(RECORD) if field is None else copy
 
 

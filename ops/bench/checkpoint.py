@@ -53,7 +53,9 @@ Result = dict[str, Any]
 @click.option("--quick", is_flag=True, help="One repetition of a smaller state.")
 @click.option("--megabytes", type=int, help="Size of the state.")
 @click.option(
-    "--directory", type=click.Path(path_type=Path), help="Where; default: the system's place for temporary files."
+    "--directory",
+    type=click.Path(path_type=Path),
+    help="Where; default: the system's place for temporary files.",
 )
 def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | None) -> None:
     console = Console(stderr=as_json)
@@ -85,7 +87,9 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         "s3": summary(remote),
     }
     for part, found in parts.items():
-        table = Table(title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks")
+        table = Table(
+            title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks"
+        )
         for name in ("contender", *COLUMNS):
             table.add_column(name)
         for contender, row in found.items():
@@ -232,7 +236,9 @@ def s3_server() -> Iterator[Any]:
         server.stop()
 
 
-def ranks(action: str, name: str, layout: str, world: int, where: str, place: Path, megabytes: int) -> Result:
+def ranks(
+    action: str, name: str, layout: str, world: int, where: str, place: Path, megabytes: int
+) -> Result:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     store = place / f"store-{uuid.uuid4().hex}"
     started = [
@@ -245,7 +251,9 @@ def ranks(action: str, name: str, layout: str, world: int, where: str, place: Pa
         for rank in range(world)
     ]  # fmt: skip
     outputs = [process.communicate(timeout=600) for process in started]
-    failed = [error for process, (_, error) in zip(started, outputs, strict=True) if process.returncode]
+    failed = [
+        error for process, (_, error) in zip(started, outputs, strict=True) if process.returncode
+    ]
     if failed:
         raise RuntimeError(failed[0])
     return dict(json.loads(outputs[0][0].splitlines()[-1]))

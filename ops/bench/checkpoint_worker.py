@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import checkpoint.api
-import checkpoint.files  # As DCP is: imported before anything is measured.
+import keepstep.checkpoint.api  # Imported before anything is measured, as DCP is.
+import keepstep.checkpoint.stored.files  # noqa: F401
+from keepstep import checkpoint
 
 ACTION, CONTENDER, LAYOUT = sys.argv[1:4]
 RANK, WORLD = int(sys.argv[4]), int(sys.argv[5])
@@ -49,7 +50,9 @@ def state(*, fill: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes().items():
         whole = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
-        placement = Replicate() if LAYOUT == "tp" and len(shape) == 1 else Shard(1 if LAYOUT == "tp" else 0)
+        placement = (
+            Replicate() if LAYOUT == "tp" and len(shape) == 1 else Shard(1 if LAYOUT == "tp" else 0)
+        )
         made[name] = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
     return made
 
@@ -79,7 +82,9 @@ def save(held: dict[str, torch.Tensor]) -> float:
             dcp.save(held, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True))
             return time.monotonic() - began
         case "dcp_async":
-            future = dcp.async_save(held, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True))
+            future = dcp.async_save(
+                held, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True)
+            )
             blocked = time.monotonic() - began
             future.result()
             return blocked
@@ -124,7 +129,9 @@ def load(held: dict[str, torch.Tensor]) -> None:
         case "orbax":
             import orbax.checkpoint as orbax
 
-            for name, array in orbax.PyTreeCheckpointer().restore(Path(DIRECTORY) / "orbax").items():
+            for name, array in (
+                orbax.PyTreeCheckpointer().restore(Path(DIRECTORY) / "orbax").items()
+            ):
                 local(held[name]).copy_(torch.from_numpy(array))
         case "torch_save":
             for name, tensor in torch.load(own_file("torch")).items():
@@ -167,8 +174,12 @@ def main() -> None:
         ratio = None if "://" in DIRECTORY else total(read_bytes() - read_before) / needed
         result = {"load_s": time.monotonic() - began, "read_ratio": ratio}
         expected = state(fill=True)
-        assert all(torch.equal(local(held[name]), local(tensor)) for name, tensor in expected.items())
-    result["peak_extra_bytes"] = total((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024)
+        assert all(
+            torch.equal(local(held[name]), local(tensor)) for name, tensor in expected.items()
+        )
+    result["peak_extra_bytes"] = total(
+        (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024
+    )
     result["nbytes"] = needed
     if RANK == 0:
         print(json.dumps(result), flush=True)

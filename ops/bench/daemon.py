@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
-from monitor.records import Communicator, Kind, Operation, Phase
-from monitor.telemetry.ring import Identity, Ring
-from monitor.telemetry.ring_files import create_ring
+from keepstep.monitor.records import Communicator, Kind, Operation, Phase
+from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring_files import create_ring
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.1
@@ -35,9 +35,20 @@ def write(rings: list[Ring], operations: int, stop: threading.Event) -> None:
         now_s = time.monotonic()
         for ring in rings:
             ring.step = step
-            for phase in (Phase.STEP, Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
+            for phase in (
+                Phase.STEP,
+                Phase.DATA_WAIT,
+                Phase.FORWARD,
+                Phase.BACKWARD,
+                Phase.OPTIMIZER,
+            ):
                 ring.marks.begin(
-                    Kind.PHASE, phase, number=step, step=step, enqueued_s=now_s, ended_s=now_s + STEP_S * 0.9
+                    Kind.PHASE,
+                    phase,
+                    number=step,
+                    step=step,
+                    enqueued_s=now_s,
+                    ended_s=now_s + STEP_S * 0.9,
                 )
             for place in range(operations):
                 at_s = now_s + STEP_S * 0.8 * place / operations
@@ -52,23 +63,43 @@ def write(rings: list[Ring], operations: int, stop: threading.Event) -> None:
 
 def measure(ranks: int, operations: int, seconds: float, *, relay: bool) -> float:
     """Return the share of one processor that the daemon uses."""
-    rings = [create_ring(Identity("bench", rank, "node-a", world_size=ranks)) for rank in range(ranks)]
+    rings = [
+        create_ring(Identity("bench", rank, "node-a", world_size=ranks)) for rank in range(ranks)
+    ]
     for ring in rings:
         ring.add_communicator(Communicator(7, "world", tuple(range(ranks))))
     stop = threading.Event()
     writer = threading.Thread(target=write, args=(rings, operations, stop))
     writer.start()
-    command = [sys.executable, "-m", "elastic.cli", "monitor", "--job", "bench", "--node", "node-a", "--port", "0"]
-    daemon = subprocess.Popen([*command, *(["--relay"] if relay else [])], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "keepstep",
+        "monitor",
+        "--job",
+        "bench",
+        "--node",
+        "node-a",
+        "--port",
+        "0",
+    ]
+    daemon = subprocess.Popen(
+        [*command, *(["--relay"] if relay else [])], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     try:
         assert daemon.stdout is not None
         assert re.search("http", daemon.stdout.readline())
-        time.sleep(5)  # What it does at first, such as filling its memory, is no measure of what it costs.
+        time.sleep(
+            5
+        )  # What it does at first, such as filling its memory, is no measure of what it costs.
         process = psutil.Process(daemon.pid)
         before, began_s = process.cpu_times(), time.monotonic()
         time.sleep(seconds)
         after = process.cpu_times()
-        return (after.user + after.system - before.user - before.system) / (time.monotonic() - began_s)
+        return (after.user + after.system - before.user - before.system) / (
+            time.monotonic() - began_s
+        )
     finally:
         daemon.terminate()
         daemon.wait()
@@ -81,14 +112,18 @@ def measure(ranks: int, operations: int, seconds: float, *, relay: bool) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--operations", type=int, default=20, help="all-reduces a step; ten steps a second")
+    parser.add_argument(
+        "--operations", type=int, default=20, help="all-reduces a step; ten steps a second"
+    )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory:
         os.environ["KEEPSTEP_MONITOR_DIR"] = os.environ["XDG_RUNTIME_DIR"] = directory
         shares = {
-            role: measure(arguments.ranks, arguments.operations, arguments.seconds, relay=role == "relay")
+            role: measure(
+                arguments.ranks, arguments.operations, arguments.seconds, relay=role == "relay"
+            )
             for role in ("relay", "root")
         }
     result = {
@@ -103,7 +138,9 @@ def main() -> None:
     }
     if not arguments.json:
         for role, share in shares.items():
-            print(f"{role}: {share:.2%} of one processor, {share / (os.cpu_count() or 1):.2%} of this node's")
+            print(
+                f"{role}: {share:.2%} of one processor, {share / (os.cpu_count() or 1):.2%} of this node's"
+            )
     print(json.dumps(result))
 
 

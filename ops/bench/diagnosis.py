@@ -43,14 +43,14 @@ sys.path.insert(0, str(ROOT))
 
 import click  # noqa: E402
 
-from elastic.store.ports import ReservedPort  # noqa: E402
-from monitor.daemon.probes import NodeProbe  # noqa: E402
-from monitor.diagnosis.conclusion import NO_PAST, diagnose  # noqa: E402
-from monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, decide  # noqa: E402
-from monitor.diagnosis.thresholds import Thresholds  # noqa: E402
-from monitor.telemetry.clocks import align  # noqa: E402
-from monitor.telemetry.job_rings import JobRings  # noqa: E402
-from monitor.verdicts import Subject, Syndrome, Verdict  # noqa: E402
+from keepstep.elastic.store.ports import ReservedPort  # noqa: E402
+from keepstep.monitor.diagnosis.conclusion import NO_PAST, diagnose  # noqa: E402
+from keepstep.monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, decide  # noqa: E402
+from keepstep.monitor.diagnosis.thresholds import Thresholds  # noqa: E402
+from keepstep.monitor.node.probes import NodeProbe  # noqa: E402
+from keepstep.monitor.telemetry.clocks import align  # noqa: E402
+from keepstep.monitor.telemetry.job_rings import JobRings  # noqa: E402
+from keepstep.monitor.verdicts import Subject, Syndrome, Verdict  # noqa: E402
 
 sys.path.insert(1, HERE)
 from diagnosis_worker import Control, Ill, Specification  # noqa: E402
@@ -171,15 +171,22 @@ class Watcher:
             return ()
         job = align(job)
         processes = self.rings.processes()
-        metrics = {f"node-{rank}": self.probes[rank].sample({rank: process}) for rank, process in processes.items()}
+        metrics = {
+            f"node-{rank}": self.probes[rank].sample({rank: process})
+            for rank, process in processes.items()
+        }
         now_s = time.monotonic()
         self.past, verdicts = diagnose(job, metrics, self.past, now_s, Thresholds())
-        self.step = max((int(told.records["step"].max(initial=0)) for told in job.ranks.values()), default=0)
+        self.step = max(
+            (int(told.records["step"].max(initial=0)) for told in job.ranks.values()), default=0
+        )
         step_s = self.past.window.step_s()
         self.state, actions = decide(self.policy, self.state, verdicts, self.nodes, step_s, now_s)
         for action in actions:
             if action.kind is not ActionKind.ALERT:
-                self.acted.append(action.ranks or tuple(int(node.removeprefix("node-")) for node in action.nodes))
+                self.acted.append(
+                    action.ranks or tuple(int(node.removeprefix("node-")) for node in action.nodes)
+                )
         return verdicts
 
     def close(self) -> None:
@@ -189,10 +196,14 @@ class Watcher:
 
 
 @contextmanager
-def running(setup: Setup, kind: str, with_network: bool = False, overhead: int = 0) -> Iterator[Job]:
+def running(
+    setup: Setup, kind: str, with_network: bool = False, overhead: int = 0
+) -> Iterator[Job]:
     """Run a job; it and its network are gone afterwards."""
     with ExitStack() as owned:
-        directory = owned.enter_context(tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm"))
+        directory = owned.enter_context(
+            tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm")
+        )
         network = owned.enter_context(Network(setup.ranks)) if with_network else None
         port = owned.enter_context(ReservedPort()).number
         specification = Specification(
@@ -267,12 +278,18 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
                 }
                 until_s = time.monotonic() + SETTLE_S
             if first is not None:
-                beside |= {key: one for key, one in one_of(fresh).items() if not right(fault, one.subject)}
+                beside |= {
+                    key: one for key, one in one_of(fresh).items() if not right(fault, one.subject)
+                }
         right_syndrome, right_culprit = sound(fault, first) if first is not None else (False, False)
         if first is not None and not right_culprit:
             beside.pop((first.subject, first.syndrome), None)
         job.errors.seek(0)
-        innocent = [who for who in watcher.acted[acted:] if not any(set(who) <= set(at) for _, at in fault.culprits)]
+        innocent = [
+            who
+            for who in watcher.acted[acted:]
+            if not any(set(who) <= set(at) for _, at in fault.culprits)
+        ]
         return entry | {
             "syndrome_ok": right_syndrome,
             "culprit_ok": right_culprit,
@@ -321,9 +338,14 @@ def overhead(setup: Setup, windows: int) -> dict[str, Any]:
         found = json.loads((Path(job.specification.directory) / "overhead.json").read_text())
     result = {}
     for at, name in ((1, "processor"), (0, "wall")):
-        ratios = sorted(a[at] / b[at] - 1 for a, b in zip(found["with"], found["without"], strict=True))
+        ratios = sorted(
+            a[at] / b[at] - 1 for a, b in zip(found["with"], found["without"], strict=True)
+        )
         quarter = len(ratios) // 4
-        result[name] = [round(value, 5) for value in (ratios[quarter], statistics.median(ratios), ratios[-1 - quarter])]
+        result[name] = [
+            round(value, 5)
+            for value in (ratios[quarter], statistics.median(ratios), ratios[-1 - quarter])
+        ]
     return result
 
 
@@ -375,7 +397,11 @@ def _slow_receiver(network: Network) -> None:
 
 
 def faults() -> list[Fault]:
-    hang, dead, mismatch = {Syndrome.NON_COMMUNICATION_HANG}, {Syndrome.DEAD_PROCESS}, {Syndrome.MISMATCH}
+    hang, dead, mismatch = (
+        {Syndrome.NON_COMMUNICATION_HANG},
+        {Syndrome.DEAD_PROCESS},
+        {Syndrome.MISMATCH},
+    )
     slow, slow_comm = {Syndrome.NON_COMMUNICATION_SLOW}, {Syndrome.COMMUNICATION_SLOW}
     sick = [("rank", (SICK,))]
     link = [("link", (SICK, PEER))]
@@ -420,13 +446,23 @@ def faults() -> list[Fault]:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
 @click.option("--quick", is_flag=True, help="Fewer jobs for each fault, fewer healthy steps.")
-@click.option("--only", multiple=True, help="Faults whose name or job has this in it; also healthy, overhead.")
+@click.option(
+    "--only", multiple=True, help="Faults whose name or job has this in it; also healthy, overhead."
+)
 @click.option("--ranks", default=4, help="Of each job.")
 @click.option("--repeat", default=1, help="Times that each fault is injected.")
-@click.option("--compute", default=0.06, help="Seconds of processor that each rank computes in a step.")
+@click.option(
+    "--compute", default=0.06, help="Seconds of processor that each rank computes in a step."
+)
 @click.option("--disk", default=None, help="Directory on a real disk for the checkpoints.")
 def main(
-    as_json: bool, quick: bool, only: tuple[str, ...], ranks: int, repeat: int, compute: float, disk: str | None
+    as_json: bool,
+    quick: bool,
+    only: tuple[str, ...],
+    ranks: int,
+    repeat: int,
+    compute: float,
+    disk: str | None,
 ) -> None:
     def wanted(*names: str) -> bool:
         return not only or any(one in name for one in only for name in names)
@@ -454,13 +490,25 @@ def main(
             if not as_json:
                 print(json.dumps(entry, indent=1), flush=True)
             else:
-                print(f"{fault.name}/{fault.job}: {entry['verdict'] or 'missed'}", file=sys.stderr, flush=True)
+                print(
+                    f"{fault.name}/{fault.job}: {entry['verdict'] or 'missed'}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         calm = []
         for kind in ("ddp", "fsdp", "pipeline"):
             if wanted("healthy", f"healthy/{kind}"):
                 for busy in (True,) if quick else (False, True):
-                    calm.append(healthy(kind, setup, 1000 if quick else 3000, 60.0 if quick else 300.0, busy))
-                    print(json.dumps(calm[-1], indent=1), file=sys.stderr if as_json else sys.stdout, flush=True)
+                    calm.append(
+                        healthy(
+                            kind, setup, 1000 if quick else 3000, 60.0 if quick else 300.0, busy
+                        )
+                    )
+                    print(
+                        json.dumps(calm[-1], indent=1),
+                        file=sys.stderr if as_json else sys.stdout,
+                        flush=True,
+                    )
         cost = overhead(setup, 8 if quick else 30) if wanted("overhead") else None
     result = {
         "faults": entries,
@@ -468,9 +516,12 @@ def main(
         "right_syndrome": f"{sum(one['syndrome_ok'] for one in entries)}/{len(entries)}",
         "right_culprit": f"{sum(one['culprit_ok'] for one in entries)}/{len(entries)}",
         "healthy": calm,
-        "false_verdicts": sum(len(one["before"]) for one in entries) + sum(len(one["verdicts"]) for one in calm),
-        "healthy_steps": sum(one["baseline_steps"] for one in entries) + sum(one["steps"] for one in calm),
-        "false_evictions": sum(one["evicted_innocent"] for one in entries) + sum(one["evictions"] for one in calm),
+        "false_verdicts": sum(len(one["before"]) for one in entries)
+        + sum(len(one["verdicts"]) for one in calm),
+        "healthy_steps": sum(one["baseline_steps"] for one in entries)
+        + sum(one["steps"] for one in calm),
+        "false_evictions": sum(one["evicted_innocent"] for one in entries)
+        + sum(one["evictions"] for one in calm),
         "overhead": cost["processor"][1] if cost else None,
         "overhead_detail": cost,
         "left_out": left_out,

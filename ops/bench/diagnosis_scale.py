@@ -27,13 +27,12 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from traces import NODE, Fault, Shape, Simulation, mixture  # noqa: E402
 
-from monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # noqa: E402
-from monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
-from monitor.diagnosis.tables import Digest, merge  # noqa: E402
-from monitor.diagnosis.thresholds import Thresholds  # noqa: E402
-from monitor.records import JobRecords  # noqa: E402
-from monitor.rows import joined  # noqa: E402
-from monitor.verdicts import Syndrome, Verdict  # noqa: E402
+from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # noqa: E402
+from keepstep.monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
+from keepstep.monitor.diagnosis.tables import Digest, merge  # noqa: E402
+from keepstep.monitor.diagnosis.thresholds import Thresholds  # noqa: E402
+from keepstep.monitor.records import JobRecords, joined  # noqa: E402
+from keepstep.monitor.verdicts import Syndrome, Verdict  # noqa: E402
 
 SHAPES = {1024: Shape(8, 16), 4096: Shape(8, 64), 16384: Shape(16, 128)}
 FAULT_STEP, WITHIN, READ_EVERY_S, PATIENCE_S = 16, 20, 0.5, 60.0
@@ -64,7 +63,11 @@ Trial = dict[str, Any]
 @click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
 @click.option("--quick", is_flag=True, help="Fewer trials, and no accuracy at 16,384 ranks.")
 @click.option(
-    "--ranks", "sizes", type=int, multiple=True, help="Only jobs of this many ranks; may be given several times."
+    "--ranks",
+    "sizes",
+    type=int,
+    multiple=True,
+    help="Only jobs of this many ranks; may be given several times.",
 )
 @click.option("--trials", "count", type=int, help="Faults to inject at each size.")
 @click.option("--seed", default=1)
@@ -85,7 +88,9 @@ def main(as_json: bool, quick: bool, sizes: tuple[int, ...], count: int | None, 
     smallest, largest = min(done), max(done)
     for key in ("cpu_top", "cpu_nodes"):
         # 1 is linear in ranks.
-        results[f"{key}_growth"] = round(done[largest][key] / done[smallest][key] / (largest / smallest), 3)
+        results[f"{key}_growth"] = round(
+            done[largest][key] / done[smallest][key] / (largest / smallest), 3
+        )
     console.print(report(done))
     print(json.dumps(results))
 
@@ -116,7 +121,10 @@ def accuracy(shape: Shape, count: int, seed: int, console: Console) -> dict[str,
         if not trial["found"] or trial["wrong"]:
             console.print(f"{shape.ranks} ranks, {fault}: {trial}")
     every = [trial for some in kinds.values() for trial in some]
-    right, wrong = sum(trial["found"] for trial in every), sum(len(trial["wrong"]) for trial in every)
+    right, wrong = (
+        sum(trial["found"] for trial in every),
+        sum(len(trial["wrong"]) for trial in every),
+    )
     hangs = [trial["seconds"] for trial in every if trial["found"] and trial["hang"]]
     steps = [trial["steps"] for trial in every if trial["found"] and not trial["hang"]]
     return {
@@ -125,7 +133,10 @@ def accuracy(shape: Shape, count: int, seed: int, console: Console) -> dict[str,
         "recall": round(right / len(every), 4),
         "hang_s": [round(float(np.median(hangs)), 1), round(max(hangs), 1)] if hangs else None,
         "slow_steps": [float(np.median(steps)), max(steps)] if steps else None,
-        "kinds": {kind: f"{sum(trial['found'] for trial in some)}/{len(some)}" for kind, some in sorted(kinds.items())},
+        "kinds": {
+            kind: f"{sum(trial['found'] for trial in some)}/{len(some)}"
+            for kind, some in sorted(kinds.items())
+        },
     }
 
 
@@ -147,7 +158,11 @@ def inject(shape: Shape, fault: Fault, seed: int) -> Trial:
             break
     hang = not np.isfinite(job.time_s).all()
     stopped_s = now_s
-    while hang and not any(is_right(one, fault, job) for one in verdicts) and now_s < stopped_s + PATIENCE_S:
+    while (
+        hang
+        and not any(is_right(one, fault, job) for one in verdicts)
+        and now_s < stopped_s + PATIENCE_S
+    ):
         now_s += READ_EVERY_S
         past, verdicts = diagnose(
             job.read(ring, now_s, job.dead(step)), job.metrics(now_s, step), past, now_s, THRESHOLDS
@@ -174,7 +189,11 @@ def overlap(ring: list[np.ndarray], records: list[np.ndarray]) -> list[np.ndarra
 
 
 def wrongly(verdicts: tuple[Verdict, ...], fault: Fault, job: Simulation, step: int) -> set[str]:
-    return {f"{one.syndrome}: {one.subject}" for one in verdicts if step < fault.step or not is_right(one, fault, job)}
+    return {
+        f"{one.syndrome}: {one.subject}"
+        for one in verdicts
+        if step < fault.step or not is_right(one, fault, job)
+    }
 
 
 def is_right(verdict: Verdict, fault: Fault, job: Simulation) -> bool:
@@ -195,7 +214,11 @@ def is_right(verdict: Verdict, fault: Fault, job: Simulation) -> bool:
     if kind == "sender":
         at_end = stage in (0, job.shape.stages - 1)
         return subject.ranks == ((fault.rank, other) if at_end else (fault.rank,))
-    return subject.kind == "group" and fault.rank in subject.ranks and len(subject.ranks) == job.shape.replicas
+    return (
+        subject.kind == "group"
+        and fault.rank in subject.ranks
+        and len(subject.ranks) == job.shape.replicas
+    )
 
 
 def false_alarms(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
@@ -208,11 +231,17 @@ def false_alarms(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
     ring: list[np.ndarray] = []
     for step, records, now_s in job.steps():
         ring = overlap(ring, records)
-        past, verdicts = diagnose(job.read(ring, now_s, frozenset()), job.metrics(now_s, step), past, now_s, THRESHOLDS)
+        past, verdicts = diagnose(
+            job.read(ring, now_s, frozenset()), job.metrics(now_s, step), past, now_s, THRESHOLDS
+        )
         told |= {f"step {step} {one.syndrome}: {one.subject}" for one in verdicts}
         if step == steps:
             break
-    return {"healthy_steps": steps, "false_alarms": len(told), **({"alarms": sorted(told)[:5]} if told else {})}
+    return {
+        "healthy_steps": steps,
+        "false_alarms": len(told),
+        **({"alarms": sorted(told)[:5]} if told else {}),
+    }
 
 
 def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
@@ -235,7 +264,13 @@ def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
             seen = job.read(ring, end_s, frozenset())
             parts = racks(seen, memory)
             past, _ = conclude(
-                merge(parts, seen.communicators), seen.communicators, job.nodes, {}, past, end_s, THRESHOLDS
+                merge(parts, seen.communicators),
+                seen.communicators,
+                job.nodes,
+                {},
+                past,
+                end_s,
+                THRESHOLDS,
             )
             alone, _ = digest(list(seen.ranks.values())[:NODE], seen.communicators, alone)
             from_s = until_s = end_s
@@ -252,7 +287,9 @@ def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
             spent["one"] += time.process_time() - began
             began = time.process_time()
             told = merge(parts, seen.communicators)
-            past, _ = conclude(told, seen.communicators, job.nodes, {}, past, float(now_s), THRESHOLDS)
+            past, _ = conclude(
+                told, seen.communicators, job.nodes, {}, past, float(now_s), THRESHOLDS
+            )
             spent["top"] += time.process_time() - began
             until_s = float(now_s)
     seconds = until_s - from_s

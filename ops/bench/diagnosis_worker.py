@@ -117,7 +117,7 @@ def main() -> None:
     import torch
     import torch.distributed.fsdp
 
-    import monitor.telemetry.attachment
+    import keepstep.monitor.telemetry.attachment
 
     torch.set_num_threads(1)
     products = _calibrated(specification.compute_s)
@@ -133,7 +133,7 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - a rank that fails says so and ends as processes do
                 sys.excepthook(type(error), error, error.__traceback__)
             finally:
-                monitor.telemetry.attachment.detach()  # What `atexit` does where the interpreter ends by itself.
+                keepstep.monitor.telemetry.attachment.detach()  # What `atexit` does where the interpreter ends by itself.
                 os._exit(status)
         children.append(child)
     print(json.dumps(children), flush=True)
@@ -169,13 +169,15 @@ def _be(rank: int, specification: Specification, products: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import monitor
+    from keepstep import monitor
 
     torch.manual_seed(rank)
     dist.init_process_group("gloo")
     monitor.attach()
     work = Work(products, rank, Control(Path(specification.directory) / "control"))
-    step = {"ddp": _replicated, "fsdp": _sharded, "pipeline": _pipeline}[specification.job](rank, specification, work)
+    step = {"ddp": _replicated, "fsdp": _sharded, "pipeline": _pipeline}[specification.job](
+        rank, specification, work
+    )
     saved = Path(specification.disk) / f"rank-{rank}"
     number = 0
 
@@ -259,7 +261,9 @@ def _norm(work: Work, parameters: list[Any]) -> None:
 def _blocks() -> Any:
     from torch import nn
 
-    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+    return nn.Sequential(
+        nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)
+    )
 
 
 def _replicated(rank: int, specification: Specification, work: Work) -> Callable[[], None]:
@@ -269,7 +273,9 @@ def _replicated(rank: int, specification: Specification, work: Work) -> Callable
 
     def evaluate() -> None:
         # Where steps are timed, there is none.
-        until_s = time.monotonic() + (EVALUATION_S if rank == 0 and not specification.overhead else 0.0)
+        until_s = time.monotonic() + (
+            EVALUATION_S if rank == 0 and not specification.overhead else 0.0
+        )
         while time.monotonic() < until_s:
             _evaluate(model.module, work)
 
@@ -391,8 +397,8 @@ def _compare(turn: Callable[[], None], rank: int, specification: Specification) 
     """Measure steps with recording and without, in turn; rank 0 writes what they took."""
     import torch.distributed as dist
 
-    import monitor
-    from monitor.telemetry.attachment import detach
+    from keepstep import monitor
+    from keepstep.monitor.telemetry.attachment import detach
 
     def window(count: int) -> tuple[float, float]:
         dist.barrier()

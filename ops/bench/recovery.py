@@ -68,9 +68,13 @@ def main(as_json: bool, quick: bool) -> None:
         table.add_column(name)
     for contender in ("torchrun", "torchft", "keepstep"):
         for killed, measure in results[contender].items():
-            table.add_row(contender, killed, *(str(measure.get(k)) for k in ("gap_s", "full_s", "lost_steps")))
+            table.add_row(
+                contender, killed, *(str(measure.get(k)) for k in ("gap_s", "full_s", "lost_steps"))
+            )
     console.print(table)
-    console.print(f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s, ratio {ratio:.4f}")
+    console.print(
+        f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s, ratio {ratio:.4f}"
+    )
     print(json.dumps(results))
 
 
@@ -82,15 +86,27 @@ def median(measure: Callable[[Path], Measure], repeats: int, console: Console) -
         try:
             found.append(measure(directory))
         except Exception as error:  # noqa: BLE001 - one contender's failure is a result, and must not hide the others
-            logs = " ".join(path.read_text(errors="replace")[-300:] for path in directory.glob("*.log"))
-            found.append({"gap_s": None, "full_s": None, "lost_steps": None, "reason": f"{error} {logs}"[-600:]})
+            logs = " ".join(
+                path.read_text(errors="replace")[-300:] for path in directory.glob("*.log")
+            )
+            found.append(
+                {
+                    "gap_s": None,
+                    "full_s": None,
+                    "lost_steps": None,
+                    "reason": f"{error} {logs}"[-600:],
+                }
+            )
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         console.print(f"{measure.__name__}: {found[-1]}")
     good = [one for one in found if one["gap_s"] is not None]
     if not good:
         return found[0]
-    return {key: round(statistics.median(one[key] for one in good), 3) for key in ("gap_s", "full_s", "lost_steps")}
+    return {
+        key: round(statistics.median(one[key] for one in good), 3)
+        for key in ("gap_s", "full_s", "lost_steps")
+    }
 
 
 def judge(lines: list[Line], killed_at_s: float) -> Measure:
@@ -108,7 +124,9 @@ def judge(lines: list[Line], killed_at_s: float) -> Measure:
     }
 
 
-def wait_for(directory: Path, holds: Callable[[list[Line]], bool], every_s: float = 0.05) -> list[Line]:
+def wait_for(
+    directory: Path, holds: Callable[[list[Line]], bool], every_s: float = 0.05
+) -> list[Line]:
     """Follow what the ranks write until something holds of it."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
@@ -128,7 +146,9 @@ def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
 
     def holds(lines: list[Line]) -> bool:
         epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
-        full = [line for line in lines if line["epoch"] not in epochs and line["world_size"] == WORLD]
+        full = [
+            line for line in lines if line["epoch"] not in epochs and line["world_size"] == WORLD
+        ]
         return len(full) >= 2 * WORLD
 
     return holds
@@ -167,7 +187,9 @@ def kill_rank(directory: Path, rank: int) -> float:
     return at_s
 
 
-def start(command: list[str], directory: Path, name: str, **environment: str) -> subprocess.Popen[bytes]:
+def start(
+    command: list[str], directory: Path, name: str, **environment: str
+) -> subprocess.Popen[bytes]:
     with (directory / f"{name}.log").open("ab") as output:
         return subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
@@ -199,7 +221,10 @@ def torchrun_node(directory: Path) -> Measure:
     with processes() as started:
         started.append(start(command, directory, "node-0"))
         # The first agent serves the store, so it has to be there first; the second is the one to be killed.
-        wait_for(directory, lambda _: any(c.laddr.port == TORCHRUN_PORT for c in psutil.net_connections("tcp")))
+        wait_for(
+            directory,
+            lambda _: any(c.laddr.port == TORCHRUN_PORT for c in psutil.net_connections("tcp")),
+        )
         started.append(start(command, directory, "node-1"))
         wait_for(directory, steps_reached(KILL_AT))
         at_s = time.monotonic()
@@ -222,7 +247,14 @@ def torchft_worker(directory: Path) -> Measure:
         )  # fmt: skip
 
     with processes() as started:
-        options = ["--bind", f"127.0.0.1:{LIGHTHOUSE_PORT}", "--min_replicas", "1", "--join_timeout_ms", "1000"]
+        options = [
+            "--bind",
+            f"127.0.0.1:{LIGHTHOUSE_PORT}",
+            "--min_replicas",
+            "1",
+            "--join_timeout_ms",
+            "1000",
+        ]
         started.append(start([lighthouse, *options], directory, "lighthouse"))
         started.extend(group(number) for number in range(WORLD))
         wait_for(directory, steps_reached(KILL_AT))
@@ -230,12 +262,18 @@ def torchft_worker(directory: Path) -> Measure:
         started.append(group(3, attempt=1))
 
         def full(lines: list[Line]) -> list[Line]:
-            return [x for x in lines if x["rank"] == 3 and x["at_s"] > at_s and x["world_size"] == WORLD]
+            return [
+                x for x in lines if x["rank"] == 3 and x["at_s"] > at_s and x["world_size"] == WORLD
+            ]
 
         lines = wait_for(directory, lambda lines: bool(full(lines)))
         survivors = [line for line in lines if line["at_s"] > at_s and line["rank"] != 3]
         first = {line["rank"]: line["at_s"] for line in reversed(survivors)}
-        return {"gap_s": max(first.values()) - at_s, "full_s": full(lines)[0]["at_s"] - at_s, "lost_steps": 0.0}
+        return {
+            "gap_s": max(first.values()) - at_s,
+            "full_s": full(lines)[0]["at_s"] - at_s,
+            "lost_steps": 0.0,
+        }
 
 
 def keepstep(directory: Path, nodes: int) -> LocalCluster:
@@ -249,7 +287,12 @@ def keepstep_worker(directory: Path) -> Measure:
     with keepstep(directory, 1) as cluster:
         cluster.start("node-0")
         # The spare warms up once the job runs; a failure in the first seconds would find none.
-        wait_for(directory, lambda lines: steps_reached(KILL_AT)(lines) and len(cluster.workers_of("node-0")) > WORLD)
+        wait_for(
+            directory,
+            lambda lines: (
+                steps_reached(KILL_AT)(lines) and len(cluster.workers_of("node-0")) > WORLD
+            ),
+        )
         at_s = kill_rank(directory, 3)
         return judge(wait_for(directory, recovered(at_s)), at_s)
 
@@ -270,11 +313,15 @@ def healthy(pairs: int) -> tuple[float, float, float]:
     Both jobs are started, and their workers stopped and continued in turn, so that both see the machine's drift alike. A window is
     as long as keepstep goes from one stored checkpoint to the next, the first of a pair alternates, and the ratio is the median over pairs.
     """
-    places = {mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")}
+    places = {
+        mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")
+    }
     try:
         with processes() as started, keepstep(places["keepstep"], 1) as cluster:
             options = ("--standalone", "--nproc-per-node", str(WORLD))
-            started.append(start(torchrun(places["plain"], "plain", *options), places["plain"], "plain"))
+            started.append(
+                start(torchrun(places["plain"], "plain", *options), places["plain"], "plain")
+            )
             cluster.start("node-0", "--spares", "0")
             for place in places.values():
                 wait_for(place, steps_reached(10))
@@ -292,7 +339,11 @@ def healthy(pairs: int) -> tuple[float, float, float]:
         for place in places.values():
             shutil.rmtree(place, ignore_errors=True)
     ratios = [ours / plain for plain, ours in zip(found["plain"], found["keepstep"], strict=True)]
-    return statistics.median(found["plain"]), statistics.median(found["keepstep"]), statistics.median(ratios)
+    return (
+        statistics.median(found["plain"]),
+        statistics.median(found["keepstep"]),
+        statistics.median(ratios),
+    )
 
 
 def window(directory: Path) -> float:

@@ -36,16 +36,22 @@ def note(rank: int, step: int, world_size: int, epoch: int) -> None:
 def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
     share = GLOBAL_BATCH // world_size
     begin = step * GLOBAL_BATCH + rank * share
-    return torch.utils.data.default_collate([dataset[i % len(dataset)] for i in range(begin, begin + share)])
+    return torch.utils.data.default_collate(
+        [dataset[i % len(dataset)] for i in range(begin, begin + share)]
+    )
 
 
 def run_plain(*, saving: bool) -> None:
     """FSDP2 under torchrun; with `saving`, each rank's shard goes to a file after every step."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    served = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    served = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     # Left to itself a restart finds the addresses of the last attempt in torchrun's store, and fails once more.
     store = dist.PrefixStore(f"attempt-{attempt}", served)
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(
+        "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
     rank, world_size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,))
     with torch.device("meta"):
@@ -98,7 +104,11 @@ def resume(model: torch.nn.Module, optimizer: AdamW, rank: int, world_size: int)
             local(parameter).copy_(state["model"][name])
             optimizer.state[parameter] = {
                 slot: DTensor.from_local(
-                    value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                    value,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
                 )
                 if value.dim()
                 else value
@@ -112,19 +122,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_keepstep() -> None:
-    import elastic
+    import keepstep
 
-    def build(world: elastic.World) -> elastic.State:
+    def build(world: keepstep.World) -> keepstep.State:
         with torch.device("meta"):
             model = GPT(CONFIG)
         for block in model.blocks:
             fully_shard(block, mesh=world.mesh["dp"])
         fully_shard(model, mesh=world.mesh["dp"])
-        return elastic.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
+        return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
 
     dataset = Windows(standard_library(), CONTEXT)
     stored = str(DIRECTORY / "checkpoint")
-    with elastic.join(build, checkpoint=stored, checkpoint_every=25, snapshot_every=1) as job:
+    with keepstep.join(build, checkpoint=stored, checkpoint_every=25, snapshot_every=1) as job:
         for batch in job.batches(dataset, GLOBAL_BATCH, steps=STEPS, shuffle=False):
             with job.step() as step:
                 job.model(batch).backward()
@@ -165,7 +175,9 @@ def run_torchft() -> None:
         managed.zero_grad()
         model(batch_of(dataset, manager.current_step(), group, 4)).backward()
         # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients does what it would.
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         manager.allreduce(flat).wait()
         parts = flat.split([gradient.numel() for gradient in gradients])

@@ -31,10 +31,10 @@ import click
 import numpy as np
 from rich.console import Console
 
-from checkpoint.erasure import Combination, parity_rows
-from checkpoint.limits import Limits
-from elastic.records import Generation, Member, SnapshotId
-from elastic.snapshots import SnapshotProcess
+from keepstep.checkpoint.parity.erasure import Combination, parity_rows
+from keepstep.checkpoint.server.limits import Limits
+from keepstep.elastic.agent.snapshot_process import SnapshotProcess
+from keepstep.elastic.rendezvous.records import Generation, Member, SnapshotId
 
 ROOT = Path(__file__).parents[2]
 NODES = 2
@@ -49,7 +49,9 @@ Result = dict[str, Any]
 @click.option("--quick", is_flag=True, help="Fewer steps.")
 def main(as_json: bool, quick: bool) -> None:
     console = Console(stderr=as_json)
-    result = asyncio.run(measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console))
+    result = asyncio.run(
+        measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console)
+    )
     result |= kernels(2**26 if quick else 2**28)
     console.print(result)
     print(json.dumps(result))
@@ -79,7 +81,12 @@ class Nodes:
             stack.push_async_callback(server.close)
             self.servers.append(server)
         path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SECRET": secret.hex()}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "SECRET": secret.hex(),
+        }
         for rank, server in enumerate(self.servers):
             worker = await asyncio.create_subprocess_exec(
                 sys.executable, str(ROOT / "ops" / "bench" / "snapshot_worker.py"), str(rank), str(NODES),
@@ -142,7 +149,8 @@ class Nodes:
         """Begin a generation, with or without parity."""
         self.generation += 1
         members = tuple(
-            Member(f"n{rank}", "127.0.0.1", 1, rank, "", server.address) for rank, server in enumerate(self.servers)
+            Member(f"n{rank}", "127.0.0.1", 1, rank, "", server.address)
+            for rank, server in enumerate(self.servers)
         )
         generation = Generation(self.generation, members, "", 0, "benchmark", parity=parity)
         for server in self.servers:
@@ -168,7 +176,9 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
                     asked = "lazy" if mode == "protected" else mode
                     answers = await nodes.ask(do="window", mode=asked, steps=steps + 1)
                     # The slowest rank's time is the step's; the first step of a window fills pages and caches.
-                    seconds = [max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)][1:]
+                    seconds = [
+                        max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)
+                    ][1:]
                     step_s[mode].append(statistics.median(seconds))
                     ratios[mode].append(step_s[mode][-1] / step_s["none"][-1])
                     if mode == "lazy":
@@ -193,7 +203,9 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
     state_nbytes = copies[0]["nbytes"]
     return {
         "step_s": {mode: round(statistics.median(values), 4) for mode, values in step_s.items()},
-        "step_ratio": {mode: round(statistics.median(values), 4) for mode, values in ratios.items()},
+        "step_ratio": {
+            mode: round(statistics.median(values), 4) for mode, values in ratios.items()
+        },
         "snapshots_per_step": round(taken / (rounds * (steps + 1)), 3),
         "state_bytes_per_node": state_nbytes,
         "blocked_s": round(statistics.median(blocked), 6),

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint.capture import Capturer
-from checkpoint.client import SnapshotClient
-from checkpoint.copier import Snapshotter
+from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.memory.client import SnapshotClient
 
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
@@ -94,7 +94,10 @@ class Trainer:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.data.numel() * tensor.data.element_size() for tensor in self.capturer.capture().tensors)
+        return sum(
+            tensor.data.numel() * tensor.data.element_size()
+            for tensor in self.capturer.capture().tensors
+        )
 
     def snapshot(self) -> None:
         assert self.snapshotter is not None
@@ -136,7 +139,10 @@ class Trainer:
                     future.result()
                 state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
                 future = dcp.async_save(
-                    state, storage_writer=writer, process_group=self.saving, async_stager=self.stager
+                    state,
+                    storage_writer=writer,
+                    process_group=self.saving,
+                    async_stager=self.stager,
                 )
             seconds.append(time.monotonic() - began)
             blocked.append(at_write - before + time.monotonic() - after)

@@ -26,7 +26,9 @@ from types import TracebackType
 
 DEVICE = "switched"
 MTU = 9000
-_LINK = struct.Struct("<dddd")  # delay in seconds, bytes a second (0: no limit), share lost, 1 if cut
+_LINK = struct.Struct(
+    "<dddd"
+)  # delay in seconds, bytes a second (0: no limit), share lost, 1 if cut
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 
@@ -70,7 +72,10 @@ class Network:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._switch:
             os.kill(self._switch, 9)
@@ -89,7 +94,14 @@ class Network:
         cut: bool = False,
     ) -> None:
         """Say what a link does from now on; `rate` in bytes a second."""
-        _LINK.pack_into(self._links, (sender * self.size + receiver) * _LINK.size, delay_s, rate, lost, float(cut))
+        _LINK.pack_into(
+            self._links,
+            (sender * self.size + receiver) * _LINK.size,
+            delay_s,
+            rate,
+            lost,
+            float(cut),
+        )
 
     def _device(self, rank: int) -> int:
         """Return the open TUN device of a rank, made by a child within the namespace: a device stays where it was made."""
@@ -98,7 +110,9 @@ class Network:
         try:
             enter(namespace)
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI))
+            fcntl.ioctl(
+                device, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
+            )
         finally:
             ctypes.CDLL(None).setns(home, _CLONE_NEWNET)
             os.close(home)

@@ -28,7 +28,7 @@ sys.path.remove(str(Path(__file__).parent))
 
 import click
 
-from elastic.store.ports import ReservedPort
+from keepstep.elastic.store.ports import ReservedPort
 
 ROOT = Path(__file__).parents[2]
 WORLD = 2
@@ -40,7 +40,10 @@ Result = dict[str, Any]
 @click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
 @click.option("--quick", is_flag=True, help="Fewer repeats.")
 def main(as_json: bool, quick: bool) -> None:
-    with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory, ReservedPort() as port:
+    with (
+        tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory,
+        ReservedPort() as port,
+    ):
         workers = [
             subprocess.Popen(
                 [sys.executable, __file__, "worker"],
@@ -80,11 +83,11 @@ def work() -> None:
     from gpt import GPT, GPTConfig, initialize
     from torch.distributed.fsdp import fully_shard
 
-    import monitor
-    from monitor.records import Kind, Measure, Phase
-    from monitor.telemetry.attachment import detach
-    from monitor.telemetry.job_rings import JobRings
-    from monitor.telemetry.ring_files import job_directory
+    from keepstep import monitor
+    from keepstep.monitor.records import Kind, Measure, Phase
+    from keepstep.monitor.telemetry.attachment import detach
+    from keepstep.monitor.telemetry.job_rings import JobRings
+    from keepstep.monitor.telemetry.ring_files import job_directory
 
     torch.set_num_threads(1)
     quick = bool(os.environ["BENCH_QUICK"])
@@ -101,12 +104,16 @@ def work() -> None:
             for way, change in (("without", detach), ("with", monitor.attach)):
                 change()
                 best_us(lambda: dist.all_reduce(one, group=alone), 1)
-                operation_us[way].append(best_us(lambda: dist.all_reduce(one, group=alone), repeats))
+                operation_us[way].append(
+                    best_us(lambda: dist.all_reduce(one, group=alone), repeats)
+                )
         recorder = monitor.attach()
         rings = JobRings(job_directory("bench"))
         result = {
             "operation_us": {way: round(min(found), 2) for way, found in operation_us.items()},
-            "phase_us": round(best_us(lambda: recorder.end(recorder.begin(Phase.CHECKPOINT)), repeats), 2),
+            "phase_us": round(
+                best_us(lambda: recorder.end(recorder.begin(Phase.CHECKPOINT)), repeats), 2
+            ),
             "measure_us": round(best_us(lambda: recorder.measure(Measure.LOSS, 1.5), repeats), 2),
             "read_us": round(best_us(lambda: rings.read(4096), repeats, 10), 1),
         }
@@ -152,7 +159,9 @@ def work() -> None:
         marks = len(mine) - operations
         step_s = statistics.median(seconds for seconds, _ in found["without"])
         cpu_s = statistics.median(seconds for _, seconds in found["without"])
-        shares = sorted(a[1] / b[1] - 1 for a, b in zip(found["with"], found["without"], strict=True))
+        shares = sorted(
+            a[1] / b[1] - 1 for a, b in zip(found["with"], found["without"], strict=True)
+        )
         added_us = result["operation_us"]["with"] - result["operation_us"]["without"]
         result["step"] = {
             "step_s": round(step_s, 5),

@@ -16,8 +16,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
-from monitor.records import DTYPES, RECORD, Communicator, Flag, JobRecords, Kind, Measure, Operation, Phase, RankRecords
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+from keepstep.monitor.records import (
+    DTYPES,
+    RECORD,
+    Communicator,
+    Flag,
+    JobRecords,
+    Kind,
+    Measure,
+    Operation,
+    Phase,
+    RankRecords,
+)
 
 NODE = 8
 WORLD, PIPE = 1, 2
@@ -79,7 +90,9 @@ class Block:
     began_s: np.ndarray
     ended_s: np.ndarray
     flags: int = 0
-    changed: tuple[int, int] | None = None  # (position in the stage, other code): a rank that calls something else
+    changed: tuple[int, int] | None = (
+        None  # (position in the stage, other code): a rank that calls something else
+    )
 
 
 @dataclass
@@ -101,7 +114,9 @@ class Simulation:
         count = (shape.ranks + NODE - 1) // NODE
         self.offset_s = self.rng.uniform(-1e4, 1e4, count)
         self.offset_error_s = self.rng.normal(0, 1e-4, count)
-        self.speed = np.exp(self.rng.normal(0, self.jitter.rank, (shape.stages, shape.replicas, shape.tensor)))
+        self.speed = np.exp(
+            self.rng.normal(0, self.jitter.rank, (shape.stages, shape.replicas, shape.tensor))
+        )
         self.time_s = np.full((shape.stages, shape.replicas, shape.tensor), 2e4)
         self.last_s = 2e4  # when anything last happened
         self.fault_s = np.inf  # when a standstill began
@@ -119,11 +134,15 @@ class Simulation:
             for replica in range(shape.replicas):
                 identity = int(self.tensor_id[stage, replica])
                 members = tuple(ranks[stage, replica].tolist())
-                self.communicators[identity] = Communicator(identity, f"tensor {stage}.{replica}", members)
+                self.communicators[identity] = Communicator(
+                    identity, f"tensor {stage}.{replica}", members
+                )
             for place in range(shape.tensor):
                 identity = int(self.data_id[stage, place])
                 members = tuple(ranks[stage, :, place].tolist())
-                self.communicators[identity] = Communicator(identity, f"data {stage}.{place}", members)
+                self.communicators[identity] = Communicator(
+                    identity, f"data {stage}.{place}", members
+                )
 
     def steps(self) -> Iterator[tuple[int, list[np.ndarray], float]]:
         """Yield (step, records of each rank by its node's clock, when the last rank was through), for ever or until a hang."""
@@ -156,7 +175,9 @@ class Simulation:
         for place, node in enumerate(dict.fromkeys(self.nodes.values())):
             hot = node == bad and kind == "throttled node"
             xids = (79,) if node == bad and kind == "device error" else ()
-            gpu = GpuMetrics(0, 92.0 if hot else 60.0, 1.1e9 if hot else 1.7e9, xids=xids, busy_share=0.9)
+            gpu = GpuMetrics(
+                0, 92.0 if hot else 60.0, 1.1e9 if hot else 1.7e9, xids=xids, busy_share=0.9
+            )
             told[node] = NodeMetrics(
                 node,
                 at_s - float(self.offset_s[place]),
@@ -206,7 +227,9 @@ class Simulation:
                             and micro == half == 1
                             and not backward
                         )
-                        self._tensor(blocks, stage, where if strange and stage == where[0] else None)
+                        self._tensor(
+                            blocks, stage, where if strange and stage == where[0] else None
+                        )
                     sends[stage, micro] = time_s[stage].copy()
         for stage in range(shape.stages):
             self._gradients(blocks, stage, fault, first, where)
@@ -224,9 +247,16 @@ class Simulation:
         elif fault.kind == "dead node":
             self.time_s[where[0], where[1], :] = np.inf
 
-    def _compute(self, stage: int, work: float, fault: Fault | None, where: tuple[int, ...]) -> None:
+    def _compute(
+        self, stage: int, work: float, fault: Fault | None, where: tuple[int, ...]
+    ) -> None:
         size = self.time_s[stage].shape
-        took_s = self.compute_s * work * self.speed[stage] * np.exp(self.rng.normal(0, self.jitter.operation, size))
+        took_s = (
+            self.compute_s
+            * work
+            * self.speed[stage]
+            * np.exp(self.rng.normal(0, self.jitter.operation, size))
+        )
         hiccups = self.rng.random(size) < self.jitter.hiccup_probability
         took_s[hiccups] += self.rng.exponential(self.jitter.hiccup_s, int(hiccups.sum()))
         if fault and stage == where[0]:
@@ -243,9 +273,13 @@ class Simulation:
         self.calls[key] = self.calls.get(key, 0) + 1
         return self.calls[key]
 
-    def _tensor(self, blocks: list[list[Block]], stage: int, strange: tuple[int, ...] | None) -> None:
+    def _tensor(
+        self, blocks: list[list[Block]], stage: int, strange: tuple[int, ...] | None
+    ) -> None:
         time_s = self.time_s[stage]
-        ended_s = time_s.max(axis=1, keepdims=True) + self._transfer(self.transfer_s / 4, (time_s.shape[0], 1))
+        ended_s = time_s.max(axis=1, keepdims=True) + self._transfer(
+            self.transfer_s / 4, (time_s.shape[0], 1)
+        )
         changed = None
         if strange is not None:
             ended_s[strange[1]] = np.inf
@@ -255,7 +289,16 @@ class Simulation:
         number = np.full(time_s.shape, self._number(("tensor", stage)))
         identity = np.broadcast_to(self.tensor_id[stage][:, None], time_s.shape)
         block = Block(
-            Kind.OPERATION, Operation.ALL_REDUCE, identity, number, 2**24, -1, time_s.copy(), ended_s, 0, changed
+            Kind.OPERATION,
+            Operation.ALL_REDUCE,
+            identity,
+            number,
+            2**24,
+            -1,
+            time_s.copy(),
+            ended_s,
+            0,
+            changed,
         )
         blocks[stage].append(block)
         self.time_s[stage] = ended_s
@@ -276,9 +319,13 @@ class Simulation:
         delay_s = self._transfer(self.transfer_s, called_s.shape)
         if fault and fault.kind in ("slow link", "slow sender", "stuck link"):
             where = np.unravel_index(fault.rank, self.time_s.shape)
-            if where[0] == sender and (fault.kind == "slow sender" or receiver == self._next(sender)):
+            if where[0] == sender and (
+                fault.kind == "slow sender" or receiver == self._next(sender)
+            ):
                 if fault.kind == "stuck link":
-                    self.fault_s = min(self.fault_s, float(max(called_s[where[1:]], sent_s[where[1:]])))
+                    self.fault_s = min(
+                        self.fault_s, float(max(called_s[where[1:]], sent_s[where[1:]]))
+                    )
                     delay_s[where[1], where[2]] = np.inf
                 else:
                     delay_s[where[1], where[2]] *= fault.factor * 5
@@ -299,7 +346,16 @@ class Simulation:
             )
         )
         blocks[receiver].append(
-            Block(Kind.OPERATION, Operation.RECEIVE, pipe, number, 2**23, self.ranks[sender], called_s, ended_s)
+            Block(
+                Kind.OPERATION,
+                Operation.RECEIVE,
+                pipe,
+                number,
+                2**23,
+                self.ranks[sender],
+                called_s,
+                ended_s,
+            )
         )
         self.time_s[receiver] = ended_s
 
@@ -307,10 +363,17 @@ class Simulation:
         return stage + 1 if stage + 1 < self.shape.stages else stage - 1
 
     def _gradients(
-        self, blocks: list[list[Block]], stage: int, fault: Fault | None, first: bool, where: tuple[int, ...]
+        self,
+        blocks: list[list[Block]],
+        stage: int,
+        fault: Fault | None,
+        first: bool,
+        where: tuple[int, ...],
     ) -> None:
         time_s = self.time_s[stage]
-        ended_s = time_s.max(axis=0, keepdims=True) + self._transfer(self.gradient_s, (1, time_s.shape[1]))
+        ended_s = time_s.max(axis=0, keepdims=True) + self._transfer(
+            self.gradient_s, (1, time_s.shape[1])
+        )
         if fault and first and fault.kind == "stuck collective" and stage == where[0]:
             ended_s[0, where[2]] = np.inf
             self.fault_s = float(time_s[:, where[2]].max())
@@ -318,7 +381,16 @@ class Simulation:
         number = np.full(time_s.shape, self._number(("data", stage)))
         identity = np.broadcast_to(self.data_id[stage][None, :], time_s.shape)
         blocks[stage].append(
-            Block(Kind.OPERATION, Operation.ALL_REDUCE, identity, number, 2**30, -1, time_s.copy(), ended_s)
+            Block(
+                Kind.OPERATION,
+                Operation.ALL_REDUCE,
+                identity,
+                number,
+                2**30,
+                -1,
+                time_s.copy(),
+                ended_s,
+            )
         )
         self.time_s[stage] = ended_s
 
@@ -343,7 +415,9 @@ class Simulation:
             )
             self.time_s[stage] = over_s
 
-    def _data_wait(self, blocks: list[list[Block]], fault: Fault | None, where: tuple[int, ...]) -> None:
+    def _data_wait(
+        self, blocks: list[list[Block]], fault: Fault | None, where: tuple[int, ...]
+    ) -> None:
         for stage in (0, self.shape.stages - 1) if self.shape.stages > 1 else (0,):
             began_s = self.time_s[stage].copy()
             took_s = self._transfer(0.005, began_s.shape)
@@ -382,14 +456,25 @@ class Simulation:
         loss = np.full(size, (2 + 8 / (1 + step / 50)) * float(np.exp(self.rng.normal(0, 0.01))))
         if fault and fault.kind == "loss not finite" and stage == where[0]:
             loss[where[1], where[2]] = np.nan
-        blocks[stage].append(Block(Kind.MEASURE, Measure.LOSS, none, none, loss.view(np.uint64), -1, now_s, now_s))
+        blocks[stage].append(
+            Block(Kind.MEASURE, Measure.LOSS, none, none, loss.view(np.uint64), -1, now_s, now_s)
+        )
         if step % 5 == 0:
             sums = np.broadcast_to(self.rng.integers(0, 2**32, size[1]).astype(float), size).copy()
             if fault and fault.kind == "corruption" and stage == where[0]:
                 sums[where[1], where[2]] += 1
             identity = np.broadcast_to(self.data_id[stage][None, :], size)
             blocks[stage].append(
-                Block(Kind.MEASURE, Measure.REPLICA_CHECKSUM, identity, none, sums.view(np.uint64), -1, now_s, now_s)
+                Block(
+                    Kind.MEASURE,
+                    Measure.REPLICA_CHECKSUM,
+                    identity,
+                    none,
+                    sums.view(np.uint64),
+                    -1,
+                    now_s,
+                    now_s,
+                )
             )
 
     def _records(self, blocks: list[list[Block]], step: int) -> list[np.ndarray]:
@@ -400,7 +485,9 @@ class Simulation:
             table = np.zeros((count, len(mine)), RECORD)
             for place, block in enumerate(mine):
                 for times in (block.began_s, block.ended_s):
-                    self.last_s = max(self.last_s, float(times[np.isfinite(times)].max(initial=0.0)))
+                    self.last_s = max(
+                        self.last_s, float(times[np.isfinite(times)].max(initial=0.0))
+                    )
                 column = table[:, place]
                 column["kind"], column["code"], column["dtype"], column["flags"] = (
                     block.kind,
@@ -408,8 +495,13 @@ class Simulation:
                     BF16,
                     block.flags,
                 )
-                column["communicator"], column["number"] = block.communicator.ravel(), block.number.ravel()
-                column["nbytes"] = block.nbytes if isinstance(block.nbytes, int) else block.nbytes.ravel()
+                column["communicator"], column["number"] = (
+                    block.communicator.ravel(),
+                    block.number.ravel(),
+                )
+                column["nbytes"] = (
+                    block.nbytes if isinstance(block.nbytes, int) else block.nbytes.ravel()
+                )
                 column["peer"] = block.peer if isinstance(block.peer, int) else block.peer.ravel()
                 column["enqueued_s"] = column["started_s"] = block.began_s.ravel()
                 column["ended_s"] = block.ended_s.ravel()

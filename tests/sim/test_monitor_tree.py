@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from monitor.daemon.assembly import diagnose
-from monitor.daemon.contracts import Reading
-from monitor.daemon.summary import decode, encode
-from monitor.daemon.watch import Watch
-from monitor.diagnosis.tables import Digest
-from monitor.verdicts import Subject, Syndrome
+from keepstep.monitor.contracts import Reading
+from keepstep.monitor.daemon.assembly import diagnose
+from keepstep.monitor.diagnosis.tables import Digest
+from keepstep.monitor.tree.summary import decode, encode
+from keepstep.monitor.verdicts import Subject, Syndrome
+from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import Probe
 from tests.integration.monitor.sample import Plan, SampleReader
 
@@ -44,7 +44,9 @@ class Disorder:
 class Renewed:
     """A node's rings: those of one plan, and from some moment on those of another, of the job's next generation."""
 
-    def __init__(self, first: SampleReader, second: SampleReader, from_s: float, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self, first: SampleReader, second: SampleReader, from_s: float, now_s: Callable[[], float]
+    ) -> None:
         self.first, self.second, self.from_s, self.now_s = first, second, from_s, now_s
 
     def read(self) -> list[Reading]:
@@ -70,7 +72,9 @@ class Tree:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.plan = Plan(ranks=6, steps=STEPS, step_s=STEP_S, slow={self.slow: 1.8}, slow_from=SLOW_FROM)
+        self.plan = Plan(
+            ranks=6, steps=STEPS, step_s=STEP_S, slow={self.slow: 1.8}, slow_from=SLOW_FROM
+        )
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.watches = {name: self.born(name) for name in (*NODES, "rack", "root")}
         for name in NODES:
@@ -86,14 +90,22 @@ class Tree:
         reader = None
         if name in NODES:
             # Of the first generation little is left to do when it ends.
-            first_s, second_s = (BEGAN_S - 2, 0.0) if self.renewed_s == float("inf") else (BEGAN_S - 24, self.renewed_s)
+            first_s, second_s = (
+                (BEGAN_S - 2, 0.0)
+                if self.renewed_s == float("inf")
+                else (BEGAN_S - 24, self.renewed_s)
+            )
             first, second = (
                 SampleReader(self.plan, began_s, name, NODES[name], clock=lambda: self.now_s)
                 for began_s in (first_s, second_s)
             )
             # Nodes are ready one after the other.
-            reader = Renewed(first, second, self.renewed_s + 0.4 * self.random.random(), lambda: self.now_s)
-        return Watch(name, reader, Probe(), diagnose if name == "root" else None, now_s=lambda: self.now_s)
+            reader = Renewed(
+                first, second, self.renewed_s + 0.4 * self.random.random(), lambda: self.now_s
+            )
+        return Watch(
+            name, reader, Probe(), diagnose if name == "root" else None, now_s=lambda: self.now_s
+        )
 
     def every(self, period_s: float, turn: Callable[[], None]) -> None:
         def act() -> None:

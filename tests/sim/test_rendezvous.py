@@ -1,7 +1,7 @@
 """The rendezvous and the in-memory tier under invented disasters: seeded schedules of joins, crashes, partitions, departures, stale leaders.
 
 The real `decide` runs on every node, on views that may be old; actions take effect only under the conditions that the shell gives them. Each
-node's memory is kept by the real `checkpoint.retention`, its parity is pulled from peers as `checkpoint.protection` does it, in any order
+node's memory is kept by the real `keepstep.checkpoint.memory.snapshot_table`, its parity is pulled from peers as `keepstep.checkpoint.server.protection` does it, in any order
 and with any delay. What the agents do in between is played by `Simulation`. A node that is cut off goes on for a while, its memory
 still readable to those who know it. A failing seed belongs into the list below as a regression test.
 """
@@ -15,14 +15,32 @@ from typing import Any
 
 import pytest
 
-from checkpoint import retention
-from checkpoint.errors import SnapshotUnavailable
-from checkpoint.retention import Shelf, Snapshot
-from elastic import rendezvous, succession
-from elastic.actions import Abandon, Action, Close, Commit, Finish, Open, Remember
-from elastic.records import Generation, Member, NodeRecord, Phase, SnapshotCommit, SnapshotId, Trouble, group_of
-from elastic.rendezvous import Deliberation, Policy, decide
-from elastic.view import Joined, View
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory import snapshot_table as retention
+from keepstep.checkpoint.memory.snapshot_table import Shelf, Snapshot
+from keepstep.elastic.rendezvous import decide as rendezvous
+from keepstep.elastic.rendezvous import rank_assignment as succession
+from keepstep.elastic.rendezvous.actions import (
+    Abandon,
+    Action,
+    Close,
+    Commit,
+    Finish,
+    Open,
+    Remember,
+)
+from keepstep.elastic.rendezvous.decide import Deliberation, Policy, decide
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Member,
+    NodeRecord,
+    Phase,
+    SnapshotCommit,
+    SnapshotId,
+    Trouble,
+    group_of,
+)
+from keepstep.elastic.rendezvous.view import Joined, View
 
 PLENTY = 2**40
 POLICIES = [
@@ -59,7 +77,11 @@ class Memory:
         self.shelf = retention.seal(self.shelf, name, rank)
 
     def sealed(self, ranks: int) -> set[SnapshotId]:
-        return {SnapshotId(s.generation, s.step) for s, done in self.shelf.sealed().items() if len(done) == ranks}
+        return {
+            SnapshotId(s.generation, s.step)
+            for s, done in self.shelf.sealed().items()
+            if len(done) == ranks
+        }
 
     def is_intact(self, snapshot: SnapshotId, member: Member) -> bool:
         """Whether every shard is sealed, and its buffer still has what was written for it."""
@@ -107,7 +129,9 @@ class Simulation:
         self.write(nodes={**self.view.nodes, name: Joined(record, self.view.revision + 1)})
 
     def declare_gone(self, name: str) -> None:
-        self.write(nodes={other: joined for other, joined in self.view.nodes.items() if other != name})
+        self.write(
+            nodes={other: joined for other, joined in self.view.nodes.items() if other != name}
+        )
 
     def crash(self, name: str) -> None:
         self.memory.pop(name)
@@ -126,7 +150,9 @@ class Simulation:
         """Whose blocks a node's parity of a snapshot is made of."""
         generation = next(g for g in self.opened if g.generation == snapshot.generation)
         group = group_of(generation.members, name)
-        return {member.node for member in group if member.node != name} if generation.parity else set()
+        return (
+            {member.node for member in group if member.node != name} if generation.parity else set()
+        )
 
     def pull(self, name: str) -> None:
         """Have a node fetch one block for its parity of one of its snapshots, if whoever has it is reached."""
@@ -141,12 +167,18 @@ class Simulation:
 
     def act_as_agent(self, name: str) -> None:
         """Take the one step that a node's agent would take now."""
-        record, generation, memory = self.view.nodes[name].record, self.view.generation, self.memory[name]
+        record, generation, memory = (
+            self.view.nodes[name].record,
+            self.view.generation,
+            self.memory[name],
+        )
         if generation is None:
             return
         if self.view.snapshot is not None:
             committed = self.view.snapshot.snapshot
-            memory.shelf = retention.commit(memory.shelf, Snapshot(committed.generation, committed.step))
+            memory.shelf = retention.commit(
+                memory.shelf, Snapshot(committed.generation, committed.step)
+            )
         if generation.generation > record.generation:
             self.enter(record, generation, memory)
         elif self.view.is_closing or record.trouble:
@@ -165,7 +197,9 @@ class Simulation:
         if generation.member(record.node) is None:
             return
         step = resume.snapshot.step if resume else 0
-        memory.workers = dict.fromkeys(generation.member(record.node).ranks, SnapshotId(generation.generation, step))  # type: ignore[union-attr]
+        memory.workers = dict.fromkeys(
+            generation.member(record.node).ranks, SnapshotId(generation.generation, step)
+        )  # type: ignore[union-attr]
         self.write_node(
             replace(
                 record,
@@ -193,20 +227,26 @@ class Simulation:
             memory.workers[rank] = following
         except SnapshotUnavailable:
             pass  # The last one is not committed yet.
-        self.write_node(replace(record, step=max(s.step for s in memory.workers.values()), **self.holdings(name)))
+        self.write_node(
+            replace(
+                record, step=max(s.step for s in memory.workers.values()), **self.holdings(name)
+            )
+        )
 
     def act_as_leader(self) -> None:
         view = self.random.choice(self.old_views) if self.random.random() < 0.3 else self.view
         name = view.leader
         if name is None:
             return
-        decision = decide(self.policy, view, self.deliberations.get(name, Deliberation()), self.now_s, self.now_s)
+        decision = decide(
+            self.policy, view, self.deliberations.get(name, Deliberation()), self.now_s, self.now_s
+        )
         self.deliberations[name] = decision.deliberation
         if decision.action is not None and self.may_act(name, view):
             self.perform(decision.action, view)
 
     def may_act(self, name: str, view: View) -> bool:
-        """The conditions of a leader's transactions (`elastic.membership`)."""
+        """The conditions of a leader's transactions (`keepstep.elastic.agent.membership`)."""
         return (
             name in self.view.nodes
             and self.view.nodes[name].created == view.nodes[name].created
@@ -219,7 +259,9 @@ class Simulation:
             case Open(generation):
                 self.check_open(generation, seen)
                 self.opened.append(generation)
-                self.write(generation=generation, closing=None, persist=None, snapshot=generation.resume)
+                self.write(
+                    generation=generation, closing=None, persist=None, snapshot=generation.resume
+                )
             case Close(closing):
                 self.write(closing=closing)
             case Commit(commit):
@@ -232,28 +274,46 @@ class Simulation:
 
     def check_commit(self, commit: SnapshotCommit) -> None:
         """Whichever holders of each group are lost from here on, up to the parity: what the others have is enough."""
-        must(commit.snapshot.generation == self.view.number, "only the present generation's snapshots are committed")
+        must(
+            commit.snapshot.generation == self.view.number,
+            "only the present generation's snapshots are committed",
+        )
         before = self.commits.setdefault(commit.snapshot, commit)
         must(before == commit, "a step has one commit")
         current = self.view.snapshot
         must(current is None or current.snapshot < commit.snapshot, "commits only go forward")
         for member in commit.holders:
             if member.node in self.memory:
-                must(self.memory[member.node].is_intact(commit.snapshot, member), "a holder holds what is committed")
+                must(
+                    self.memory[member.node].is_intact(commit.snapshot, member),
+                    "a holder holds what is committed",
+                )
                 pulled = self.memory[member.node].pulled.get(commit.snapshot, set())
                 must(pulled >= self.peers(member.node, commit.snapshot), "a holder has its parity")
 
     def check_open(self, generation: Generation, seen: View) -> None:
         must(generation.generation == self.view.number + 1, "the generation grows by one")
-        must(self.policy.min_nodes <= len(generation.members) <= self.policy.max_nodes, "min to max nodes")
-        must(len({member.node for member in generation.members}) == len(generation.members), "one place a node")
-        must([r for m in generation.members for r in m.ranks] == list(range(generation.world_size)), "ranks in order")
+        must(
+            self.policy.min_nodes <= len(generation.members) <= self.policy.max_nodes,
+            "min to max nodes",
+        )
+        must(
+            len({member.node for member in generation.members}) == len(generation.members),
+            "one place a node",
+        )
+        must(
+            [r for m in generation.members for r in m.ranks] == list(range(generation.world_size)),
+            "ranks in order",
+        )
         old = self.view.generation
         if old is not None:
             for member in old.members:
                 if member.node in self.view.nodes:
                     record = self.view.nodes[member.node].record
-                    must(record.generation == old.generation and record.phase is Phase.DRAINED, "all have drained")
+                    must(
+                        record.generation == old.generation and record.phase is Phase.DRAINED,
+                        "all have drained",
+                    )
         if generation.resume is not None:
             self.check_resume(generation.resume, seen)
         elif seen.snapshot is not None and seen.snapshot.snapshot in self.commits:
@@ -265,14 +325,19 @@ class Simulation:
         for group in {member.group for member in resume.holders}:
             members = [member for member in resume.holders if member.group == group]
             lost = [member for member in members if orphans & set(member.ranks)]
-            left = [member for member in members if member not in lost and member.node in self.memory]
+            left = [
+                member for member in members if member not in lost and member.node in self.memory
+            ]
             must(len(lost) <= resume.parity, "no more are lost than parity gives back")
             for member in left:
                 memory = self.memory[member.node]
-                must(memory.is_intact(resume.snapshot, member), "who is counted on holds its shards")
+                must(
+                    memory.is_intact(resume.snapshot, member), "who is counted on holds its shards"
+                )
                 if lost:
                     must(
-                        memory.pulled.get(resume.snapshot, set()) >= {m.node for m in members if m != member},
+                        memory.pulled.get(resume.snapshot, set())
+                        >= {m.node for m in members if m != member},
                         "who is counted on has its parity",
                     )
 
@@ -300,10 +365,16 @@ class Simulation:
             self.crash(self.random.choice(sorted(self.cut_off)))
         elif present and kind < 0.85:
             record = self.view.nodes[self.random.choice(present)].record
-            if self.view.generation and record.generation == self.view.number and record.phase is not Phase.DRAINED:
+            if (
+                self.view.generation
+                and record.generation == self.view.number
+                and record.phase is not Phase.DRAINED
+            ):
                 self.write_node(replace(record, trouble=Trouble("worker", "killed", self.now_s, 0)))
         elif present and kind < 0.9:
-            self.write_node(replace(self.view.nodes[self.random.choice(present)].record, leaving=True))
+            self.write_node(
+                replace(self.view.nodes[self.random.choice(present)].record, leaving=True)
+            )
 
     def tick(self, disturbance: float) -> None:
         self.now_s += self.random.random()
@@ -327,8 +398,14 @@ class Simulation:
         must(generation is not None and not self.view.is_closing, "a generation is open in the end")
         assert generation is not None
         members = [self.view.nodes.get(member.node) for member in generation.members]
-        must(all(joined and joined.record.phase is Phase.RUNNING for joined in members), "and all of it runs")
-        must(snapshot is not None and snapshot.snapshot.generation == generation.generation, "and commits")
+        must(
+            all(joined and joined.record.phase is Phase.RUNNING for joined in members),
+            "and all of it runs",
+        )
+        must(
+            snapshot is not None and snapshot.snapshot.generation == generation.generation,
+            "and commits",
+        )
 
 
 @pytest.mark.parametrize("chunk", range(10))
@@ -344,7 +421,9 @@ def commits_what_is_only_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = rendezvous._commit
 
     def wrong(view: View, generation: Generation, present: list[NodeRecord]) -> Commit | None:
-        return right(view, generation, [replace(record, protected=record.sealed) for record in present])
+        return right(
+            view, generation, [replace(record, protected=record.sealed) for record in present]
+        )
 
     monkeypatch.setattr(rendezvous, "_commit", wrong)
 
@@ -353,7 +432,10 @@ def counts_on_parity_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> No
     right = succession._is_restorable
 
     def wrong(view: View, commit: SnapshotCommit) -> bool:
-        nodes = {n: Joined(replace(j.record, protected=j.record.sealed), j.created) for n, j in view.nodes.items()}
+        nodes = {
+            n: Joined(replace(j.record, protected=j.record.sealed), j.created)
+            for n, j in view.nodes.items()
+        }
         return right(replace(view, nodes=nodes), commit)
 
     monkeypatch.setattr(succession, "_is_restorable", wrong)
@@ -361,7 +443,9 @@ def counts_on_parity_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> No
 
 def counts_on_more_than_the_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     right = succession._is_restorable
-    monkeypatch.setattr(succession, "_is_restorable", lambda v, c: right(v, replace(c, parity=c.parity + 1)))
+    monkeypatch.setattr(
+        succession, "_is_restorable", lambda v, c: right(v, replace(c, parity=c.parity + 1))
+    )
 
 
 def forgets_that_parity_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +458,9 @@ def a_stale_leader_goes_back_behind_commits(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         Simulation,
         "may_act",
-        lambda s, name, view: right(s, name, replace(view, snapshot_revision=s.view.snapshot_revision)),
+        lambda s, name, view: right(
+            s, name, replace(view, snapshot_revision=s.view.snapshot_revision)
+        ),
     )
 
 

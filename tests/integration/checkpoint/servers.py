@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.errors import SnapshotUnavailable
-from checkpoint.recall import Holder
-from checkpoint.wire import Message, Wire
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.memory_source import Holder
+from keepstep.checkpoint.memory.wire import Message, Wire
 
 SECRET = b"s" * 32
 
@@ -27,7 +27,7 @@ class Server:
         with theirs:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "checkpoint.server", "--directory", str(directory), "--host", "127.0.0.1",
+                    sys.executable, "-m", "keepstep.checkpoint.server.server", "--directory", str(directory), "--host", "127.0.0.1",
                     "--control", str(theirs.fileno()), "--parent", str(os.getpid()), "--ranks", str(ranks),
                     *options,
                 ],
@@ -68,7 +68,13 @@ class Server:
     ) -> None:
         """Begin one that resumes from nothing, as an agent does."""
         group = list(addresses) or [self.address]
-        self.ask(verb="open_generation", generation=generation, addresses=group, position=position, parity=parity)
+        self.ask(
+            verb="open_generation",
+            generation=generation,
+            addresses=group,
+            position=position,
+            parity=parity,
+        )
         self.ask(verb="commit", snapshot=[generation, -1])
 
     def kill(self) -> None:
@@ -156,7 +162,9 @@ class Cluster:
         for server in self.living:
             server.ask(verb="commit", snapshot=[self.generation, step])
 
-    def rebuild(self, step: int, addresses: Sequence[str], lost: Sequence[int] = ()) -> list[Holder]:
+    def rebuild(
+        self, step: int, addresses: Sequence[str], lost: Sequence[int] = ()
+    ) -> list[Holder]:
         """Have the living take turns in rebuilding what the dead, or else these, held; return who holds which rank now."""
         lost = list(lost) or [position for position, node in enumerate(self.nodes) if node is None]
         holders = []

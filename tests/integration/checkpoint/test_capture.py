@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint.capture import Capturer
+from keepstep.checkpoint.live.capture import Capturer
 from tests.integration.checkpoint.tied import Tied, trained
 
 

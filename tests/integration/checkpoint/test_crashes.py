@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import api
-from checkpoint.errors import CheckpointError, CheckpointExists
-from checkpoint.format import StoredStep
-from checkpoint.reader import StoredCheckpoint, list_steps
-from checkpoint.storage import Storage, open_storage
+from keepstep import checkpoint
+from keepstep.checkpoint import api
+from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 
 class Died(BaseException):
@@ -94,7 +94,9 @@ def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
         monkeypatch.setattr(api, "open_storage", open_storage)
         filled = state(0.0)
         step = checkpoint.load(str(root), filled)
-        assert all(torch.equal(filled[name], value) for name, value in state(float(step)).items()), dies_at
+        assert all(
+            torch.equal(filled[name], value) for name, value in state(float(step)).items()
+        ), dies_at
         for stored in list_steps(str(root)):
             StoredCheckpoint.open(str(root), stored.step).verify()
         committed += step == 2

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint.dcp import Reader, Writer
-from checkpoint.errors import LayoutMismatch
-from checkpoint.format import StoredStep
+from keepstep.checkpoint.dcp import Reader, Writer
+from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.stored.format import StoredStep
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,7 +41,9 @@ def run(rank: int, root: str) -> None:
     torch.set_num_threads(1)
     for world, phase in ((3, "save"), (2, "load")):
         if rank < world:
-            dist.init_process_group("gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world
+            )
             model, optimizer = trained(0 if phase == "save" else 1)
             names, slots = get_state_dict(model, optimizer)
             state = {"model": names, "optim": slots, "epoch": 4, "notes": {"deep": [1, None]}}

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import checkpoint
-from checkpoint.errors import LayoutMismatch
-from checkpoint.filling import allocate
-from checkpoint.source import TensorSpec
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.live.restore import allocate
 from tests.integration.checkpoint.tied import trained
 
 
@@ -48,7 +48,9 @@ def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path:
     checkpoint.save(str(tmp_path), {"model": nn.Linear(3, 2)}, step=1)
     other = nn.ModuleDict({"extra": nn.Linear(1, 1)})
     before = {name: value.clone() for name, value in other.state_dict().items()}
-    with pytest.raises(LayoutMismatch, match=r"model/extra.weight: missing.*model/bias: in the source"):
+    with pytest.raises(
+        LayoutMismatch, match=r"model/extra.weight: missing.*model/bias: in the source"
+    ):
         checkpoint.load(str(tmp_path), {"model": other})
     assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     wide = nn.Linear(3, 4)
@@ -66,10 +68,16 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, value: object) -> None:
 
 def test_a_tensor_learning_rate_and_changed_groups_are_restored_by_name(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    groups = [{"params": [model.weight], "lr": torch.tensor(0.5)}, {"params": [model.bias], "lr": 0.25}]
+    groups = [
+        {"params": [model.weight], "lr": torch.tensor(0.5)},
+        {"params": [model.bias], "lr": 0.25},
+    ]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
-    groups = [{"params": [model.bias], "lr": 1.0}, {"params": [model.weight], "lr": torch.tensor(1.0)}]
+    groups = [
+        {"params": [model.bias], "lr": 1.0},
+        {"params": [model.weight], "lr": torch.tensor(1.0)},
+    ]
     fresh = torch.optim.SGD(groups, momentum=0.1)
     checkpoint.load(str(tmp_path), {"model": model, "optimizer": fresh})
     assert [float(group["lr"]) for group in fresh.param_groups] == [0.25, 0.5]
@@ -80,7 +88,9 @@ def test_a_tensor_learning_rate_and_changed_groups_are_restored_by_name(tmp_path
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(10, 16), (16, 10)])
-def test_a_vocabulary_may_be_padded_otherwise_than_it_was(tmp_path: Path, saved: int, loaded: int) -> None:
+def test_a_vocabulary_may_be_padded_otherwise_than_it_was(
+    tmp_path: Path, saved: int, loaded: int
+) -> None:
     def trained_with(rows: int) -> tuple[nn.Module, torch.optim.AdamW]:
         model = nn.Sequential(nn.Embedding(rows, 4), nn.Linear(4, rows))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -99,7 +109,10 @@ def test_a_vocabulary_may_be_padded_otherwise_than_it_was(tmp_path: Path, saved:
     checkpoint.load(str(tmp_path), {"model": other, "optimizer": fresh}, resize=names)
     common = min(saved, loaded)
     for before, after in zip(model.parameters(), other.parameters(), strict=True):
-        slots = [(optimizer.state[before][slot], fresh.state[after][slot]) for slot in ("exp_avg", "exp_avg_sq")]
+        slots = [
+            (optimizer.state[before][slot], fresh.state[after][slot])
+            for slot in ("exp_avg", "exp_avg_sq")
+        ]
         for old, new in [(before, after), *slots]:
             assert torch.equal(old[:common], new[:common])
             assert not new[common:].any()
@@ -120,13 +133,19 @@ def test_a_load_that_fails_leaves_the_optimizer_as_fresh_as_it_was(tmp_path: Pat
 
 @pytest.mark.parametrize("slot", ["step", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize(
-    "wrong", [TensorSpec("uint16", (2,)), TensorSpec("float32", (2**50,))], ids=["a dtype torch lacks", "out of memory"]
+    "wrong",
+    [TensorSpec("uint16", (2,)), TensorSpec("float32", (2**50,))],
+    ids=["a dtype torch lacks", "out of memory"],
 )
-def test_slots_that_cannot_be_made_leave_none_of_the_others_behind(slot: str, wrong: TensorSpec) -> None:
+def test_slots_that_cannot_be_made_leave_none_of_the_others_behind(
+    slot: str, wrong: TensorSpec
+) -> None:
     model = nn.Linear(3, 2)
     fresh = torch.optim.Adam(model.parameters())
     tensors = {
-        f"optim/{name}/{own}": TensorSpec("float32", () if own == "step" else tuple(parameter.shape))
+        f"optim/{name}/{own}": TensorSpec(
+            "float32", () if own == "step" else tuple(parameter.shape)
+        )
         for name, parameter in model.named_parameters()
         for own in ("step", "exp_avg", "exp_avg_sq")
     }
@@ -153,5 +172,7 @@ def test_a_load_that_fails_after_numbers_were_restored_leaves_the_state_that_was
     with pytest.raises(LayoutMismatch, match="different options"):
         checkpoint.load(str(tmp_path), {"model": model, "optimizer": begun})
     left = {name: begun.state[own] for name, own in model.named_parameters() if own in begun.state}
-    assert {name: slots["step"] for name, slots in left.items()} == ({"first.weight": steps} if steps else {})
+    assert {name: slots["step"] for name, slots in left.items()} == (
+        {"first.weight": steps} if steps else {}
+    )
     step(begun, *model.parameters())

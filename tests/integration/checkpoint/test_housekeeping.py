@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import housekeeping
-from checkpoint.chunking import plan_chunks
-from checkpoint.errors import CheckpointExists
-from checkpoint.format import REMOVED, StoredStep
-from checkpoint.housekeeping import collect, copy, remove
-from checkpoint.layout import Box, Entry, ShardIndex
-from checkpoint.pruning import GRACE_S
-from checkpoint.reader import StoredCheckpoint
-from checkpoint.storage import Storage, open_storage
-from checkpoint.writer import publish, write_part
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointExists
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.stored import housekeeping
+from keepstep.checkpoint.stored.chunking import plan_chunks
+from keepstep.checkpoint.stored.format import REMOVED, StoredStep
+from keepstep.checkpoint.stored.housekeeping import collect, copy, remove
+from keepstep.checkpoint.stored.pruning import GRACE_S
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.writer import publish, write_part
 
 NOW_S = 1.7e9
 STEP = StoredStep(1, 0)
@@ -71,7 +71,9 @@ def url() -> str:
 def test_a_removed_step_that_is_being_written_again_is_not_collected(url: str) -> None:
     storage = open_storage(url)
     plan = plan_chunks([ShardIndex(0, (Entry("x", "uint8", (4,), Box.whole((4,)), 0, 4),), {})])
-    part = write_part(storage, STEP, plan, [0], lambda key, box: np.full((4, 1), 7, np.uint8), name=0)
+    part = write_part(
+        storage, STEP, plan, [0], lambda key, box: np.full((4, 1), 7, np.uint8), name=0
+    )
     assert collect(url, now=NOW_S) == ()
     publish(storage, STEP, [part], plan.tensors, {})
     filled = {"x": torch.zeros(4, dtype=torch.uint8)}
@@ -83,12 +85,16 @@ def test_a_removed_step_that_is_being_copied_to_is_not_collected(url: str) -> No
     source = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(source, {"x": torch.ones(4)}, step=1)
     collected = []
-    copy(StoredCheckpoint.open(source), url, lambda nbytes: collected.append(collect(url, now=NOW_S)))
+    copy(
+        StoredCheckpoint.open(source), url, lambda nbytes: collected.append(collect(url, now=NOW_S))
+    )
     assert collected == [()]
     StoredCheckpoint.open(url).verify()
 
 
-def test_a_mark_that_a_writer_takes_away_meanwhile_is_as_none(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_a_writer_takes_away_meanwhile_is_as_none(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(housekeeping, "open_storage", lambda url: ResumedStorage(open_storage(url)))
     assert collect(url, now=NOW_S) == ()
 

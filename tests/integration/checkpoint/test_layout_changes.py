@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import checkpoint
-from checkpoint.errors import CheckpointError
-from checkpoint.live import describe
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.live.tensors import describe
 
 
 class Block(nn.Module):
@@ -65,7 +65,9 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_boxes(model: Block) -> None:
     """Every local shard is what its box, computed without communication, says."""
-    for (name, parameter), whole in zip(model.named_parameters(), reference().parameters(), strict=True):
+    for (name, parameter), whole in zip(
+        model.named_parameters(), reference().parameters(), strict=True
+    ):
         live = describe(name, parameter)
         assert torch.equal(live.data.reshape(-1), whole.detach()[live.box.slices].reshape(-1)), name
 
@@ -74,17 +76,27 @@ def check_equal(model: Block, optimizer: torch.optim.AdamW) -> None:
     expected = reference()
     theirs = step_once(expected)
     for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(full(got).detach(), want.detach(), rtol=1e-6, atol=1e-7, msg=name)
+        torch.testing.assert_close(
+            full(got).detach(), want.detach(), rtol=1e-6, atol=1e-7, msg=name
+        )
         for slot, value in theirs.state[want].items():
-            torch.testing.assert_close(full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name)
-            assert isinstance(optimizer.state[got][slot], DTensor) == (slot != "step" and isinstance(got, DTensor))
+            torch.testing.assert_close(
+                full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name
+            )
+            assert isinstance(optimizer.state[got][slot], DTensor) == (
+                slot != "step" and isinstance(got, DTensor)
+            )
 
 
-def run(rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int) -> None:
+def run(
+    rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int
+) -> None:
     torch.set_num_threads(1)
     for world, name in ((world_saved, "save"), (world_loaded, "load")):
         if rank < world:
-            dist.init_process_group("gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world
+            )
             if name == "save":
                 model = sharded(layout_saved, reference())
                 check_boxes(model)
@@ -93,7 +105,9 @@ def run(rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded
             else:
                 torch.manual_seed(1)
                 model = sharded(layout_loaded, Block())
-                optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
+                optimizer = torch.optim.AdamW(
+                    filter(lambda p: p.requires_grad, model.parameters()), lr=1.0
+                )
                 values = {"epoch": 0}
                 state = {"model": model, "optimizer": optimizer, "values": values}
                 assert checkpoint.load(f"{root}/run", state) == 8
@@ -128,7 +142,9 @@ def test_a_layout_loads_as_another(
 
 
 def fail_on_one(rank: int, root: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2
+    )
     state = {"x": torch.ones(3), "bad" if rank else "good": object() if rank else 1}
     with pytest.raises(CheckpointError, match="bad: a object cannot be stored"):
         checkpoint.save(f"{root}/run", state, step=1)

@@ -12,15 +12,21 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from checkpoint.capture import Capturer
-from checkpoint.client import SnapshotClient
-from checkpoint.copier import Snapshotter
-from checkpoint.filling import allocate, restore
-from checkpoint.options import restore_options
-from checkpoint.recall import Holder, MemorySnapshot
-from checkpoint.retention import Snapshot
+from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.live.optimizer_options import restore_options
+from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
+from keepstep.checkpoint.memory.snapshot_table import Snapshot
 from tests.integration.checkpoint.servers import SECRET, Cluster
-from tests.integration.checkpoint.test_layout_changes import Block, full, reference, sharded, step_once
+from tests.integration.checkpoint.test_layout_changes import (
+    Block,
+    full,
+    reference,
+    sharded,
+    step_once,
+)
 
 NODES = 4
 
@@ -37,7 +43,9 @@ def everything(model: Block, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 def save(rank: int, root: str, layout: str, servers: Sequence[str], generation: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/save", NODES), rank=rank, world_size=NODES)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{root}/save", NODES), rank=rank, world_size=NODES
+    )
     model = sharded(layout, reference())
     optimizer = step_once(model)
     held = everything(model, optimizer)
@@ -53,9 +61,13 @@ def save(rank: int, root: str, layout: str, servers: Sequence[str], generation: 
     os._exit(0)
 
 
-def load(rank: int, root: str, layout: str, world: int, holders: Sequence[Holder], generation: int) -> None:
+def load(
+    rank: int, root: str, layout: str, world: int, holders: Sequence[Holder], generation: int
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/load", world), rank=rank, world_size=world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{root}/load", world), rank=rank, world_size=world
+    )
     torch.manual_seed(1)
     model = sharded(layout, Block())
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)

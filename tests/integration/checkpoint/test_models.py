@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
-from checkpoint.reader import StoredCheckpoint
+from keepstep import checkpoint
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 Made = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -95,10 +95,14 @@ def replicated(model: nn.Module) -> nn.Module:
     return model
 
 
-def make(kind: Callable[[], nn.Module], layout: Callable[[nn.Module], nn.Module], seed: int) -> Made:
+def make(
+    kind: Callable[[], nn.Module], layout: Callable[[nn.Module], nn.Module], seed: int
+) -> Made:
     torch.manual_seed(seed)
     model = kind()
-    optimizer_of: Callable[..., torch.optim.Optimizer] = MasterSGD if kind is Half else torch.optim.AdamW
+    optimizer_of: Callable[..., torch.optim.Optimizer] = (
+        MasterSGD if kind is Half else torch.optim.AdamW
+    )
     model = layout(model)
     optimizer = optimizer_of([p for p in model.parameters() if p.requires_grad], lr=0.1 + seed)
     for parameter in model.parameters():
@@ -120,7 +124,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check(kind: Callable[[], nn.Module], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check(
+    kind: Callable[[], nn.Module], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
     expected, theirs = make(kind, alone, 0)
     for (name, want), got in zip(expected.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(whole(got).detach(), want.detach()), name
@@ -147,7 +153,9 @@ def run(rank: int, root: str, case: str) -> None:
     kind, saved, loaded = CASES[case]
     for world, phase in ((4, "save"), (2, "load")):
         if rank < world:
-            dist.init_process_group("gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world
+            )
             if phase == "save":
                 model, optimizer = make(kind, saved, 0)
                 checkpoint.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=1)
@@ -195,7 +203,9 @@ def trained_stages(stages: tuple[int, ...], lr: float) -> Made:
 
 def pipeline(rank: int, root: str, save: bool) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2
+    )
     model, optimizer = trained_stages((rank,), 0.1 if save else 0.7)
     state = {"model": model, "optimizer": optimizer}
     if save:
@@ -208,7 +218,9 @@ def pipeline(rank: int, root: str, save: bool) -> None:
     os._exit(0)
 
 
-def check_stages(model: nn.Module, optimizer: torch.optim.Optimizer, stages: tuple[int, ...]) -> None:
+def check_stages(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stages: tuple[int, ...]
+) -> None:
     expected, theirs = trained_stages(stages, 0.1)
     for want, got in zip(expected.parameters(), model.parameters(), strict=True):
         assert torch.equal(want, got)
@@ -225,7 +237,9 @@ def test_two_pipeline_stages_load_as_one_process_and_back(tmp_path: Path) -> Non
     checkpoint.load(f"{apart}/run", {"model": model, "optimizer": optimizer})
     # Seeded alike, the stages' values do not depend on which rank has them.
     expected, _ = trained_stages((0, 1), 0.1)
-    assert all(torch.equal(a, b) for a, b in zip(expected.parameters(), model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(expected.parameters(), model.parameters(), strict=True)
+    )
     assert optimizer.param_groups[0]["lr"] == 0.1
     model, optimizer = trained_stages((0, 1), 0.1)
     checkpoint.save(f"{together}/run", {"model": model, "optimizer": optimizer}, step=1)

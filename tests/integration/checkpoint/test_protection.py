@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.client import SnapshotClient
-from checkpoint.copier import Snapshotter
-from checkpoint.errors import SnapshotUnavailable
-from checkpoint.layout import Box
-from checkpoint.live import LiveTensor, as_bytes
-from checkpoint.recall import Holder, MemorySnapshot
-from checkpoint.retention import Snapshot
-from checkpoint.source import BoxRequest
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
+from keepstep.checkpoint.memory.snapshot_table import Snapshot
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 RANKS_PER_NODE = 2
@@ -32,7 +32,9 @@ def take(cluster: Cluster, step: int, position: int, shards: Sequence[torch.Tens
     for rank in cluster.ranks(position):
         with contextlib.closing(SnapshotClient(node.local, SECRET)) as client:
             snapshotter = Snapshotter(client, cluster.generation, rank, torch.device("cpu"))
-            tensor = LiveTensor(f"w{rank}", tuple(shards[rank].shape), Box.whole(shards[rank].shape), shards[rank])
+            tensor = LiveTensor(
+                f"w{rank}", tuple(shards[rank].shape), Box.whole(shards[rank].shape), shards[rank]
+            )
             snapshotter.start(step, [tensor], {f"rank/{rank}/note": "x" * (step + rank)})
             try:
                 snapshotter.wait()
@@ -47,7 +49,11 @@ def take_and_commit(cluster: Cluster, step: int, shards: Sequence[torch.Tensor])
 
 
 def check(
-    cluster: Cluster, step: int, holders: Sequence[Holder], shards: Sequence[torch.Tensor], only: Collection[int] = ()
+    cluster: Cluster,
+    step: int,
+    holders: Sequence[Holder],
+    shards: Sequence[torch.Tensor],
+    only: Collection[int] = (),
 ) -> MemorySnapshot:
     """Read everything back (or only these ranks' shards) and compare it bit for bit."""
     source = MemorySnapshot(Snapshot(cluster.generation, step), holders, SECRET, rank=0)
@@ -86,7 +92,9 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("parity", "lost"), LOSSES)
-def test_whichever_nodes_die_all_shards_come_back(cluster: Cluster, parity: int, lost: tuple[int, ...]) -> None:
+def test_whichever_nodes_die_all_shards_come_back(
+    cluster: Cluster, parity: int, lost: tuple[int, ...]
+) -> None:
     cluster.revive()
     cluster.begin(parity)
     shards = random_shards(parity * 100 + sum(2**position for position in lost))
@@ -113,7 +121,9 @@ def damage(server: Server, shard: torch.Tensor) -> None:
     raise AssertionError("the shard is not there")
 
 
-def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_nodes(cluster: Cluster) -> None:
+def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_nodes(
+    cluster: Cluster,
+) -> None:
     cluster.revive()
     generation = cluster.begin(1)
     shards = random_shards(11)
@@ -132,7 +142,9 @@ def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_node
 
 def test_the_exchange_keeps_to_its_limit_and_rebuilding_has_none(tmp_path: Path) -> None:
     limit, nbytes = 20 * 10**6, 8 * 10**6
-    with contextlib.closing(Cluster(tmp_path, 2, 1, options=("--exchange-limit", str(limit)))) as cluster:
+    with contextlib.closing(
+        Cluster(tmp_path, 2, 1, options=("--exchange-limit", str(limit)))
+    ) as cluster:
         cluster.begin(1)
         shards = [torch.randn(nbytes // 4) for _ in range(2)]
         addresses = [server.address for server in cluster.living]

@@ -1,6 +1,6 @@
 """Nodes are killed at any instant of copying, sealing, exchanging and committing: what the leader then resumes from is always a whole step.
 
-Real servers, real SIGKILL; the leader's own decision (`elastic.succession`) on what the survivors say they hold. KEEPSTEP_SCHEDULES sets
+Real servers, real SIGKILL; the leader's own decision (`keepstep.elastic.rendezvous.rank_assignment`) on what the survivors say they hold. KEEPSTEP_SCHEDULES sets
 how many schedules are played.
 """
 
@@ -16,10 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from checkpoint.errors import SnapshotUnavailable
-from elastic.records import Generation, Member, NodeRecord, SnapshotCommit, SnapshotId
-from elastic.succession import newest_restorable, with_adoptions
-from elastic.view import Joined, View
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_adoptions
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Member,
+    NodeRecord,
+    SnapshotCommit,
+    SnapshotId,
+)
+from keepstep.elastic.rendezvous.view import Joined, View
 from tests.integration.checkpoint.servers import Cluster
 from tests.integration.checkpoint.test_protection import check, take
 
@@ -39,7 +45,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def state(schedule: int, step: int) -> list[torch.Tensor]:
     """What every rank holds after a step."""
     generator = torch.Generator().manual_seed(schedule * 1000 + step)
-    return [torch.randn(20_000 + 9_000 * rank, generator=generator) for rank in range(NODES * RANKS_PER_NODE)]
+    return [
+        torch.randn(20_000 + 9_000 * rank, generator=generator)
+        for rank in range(NODES * RANKS_PER_NODE)
+    ]
 
 
 class Training:
@@ -55,10 +64,15 @@ class Training:
         self.thread.start()
 
     def run(self) -> None:
-        with contextlib.suppress(SnapshotUnavailable, OSError, AssertionError), ThreadPoolExecutor(NODES) as pool:
+        with (
+            contextlib.suppress(SnapshotUnavailable, OSError, AssertionError),
+            ThreadPoolExecutor(NODES) as pool,
+        ):
             for step in range(1, STEPS + 1):
                 shards = state(self.schedule, step)
-                for done in [pool.submit(take, self.cluster, step, n, shards) for n in range(NODES)]:
+                for done in [
+                    pool.submit(take, self.cluster, step, n, shards) for n in range(NODES)
+                ]:
                     done.result()
                 self.completed = step
                 self.cluster.commit(step, note=self.note_commit)
@@ -68,7 +82,9 @@ class Training:
         self.committed = step
 
 
-def view_after(cluster: Cluster, members: tuple[Member, ...], committed: int, parity: int) -> tuple[View, Generation]:
+def view_after(
+    cluster: Cluster, members: tuple[Member, ...], committed: int, parity: int
+) -> tuple[View, Generation]:
     """What the coordinator holds once the survivors have drained."""
     generation = Generation(cluster.generation, members, "h", 1, "start", parity=parity)
     nodes = {}
@@ -76,19 +92,27 @@ def view_after(cluster: Cluster, members: tuple[Member, ...], committed: int, pa
         if server is None:
             continue
         held = server.ask(verb="settle")
-        sealed = [SnapshotId(*name) for name, ranks in held["sealed"] if len(ranks) == RANKS_PER_NODE]
+        sealed = [
+            SnapshotId(*name) for name, ranks in held["sealed"] if len(ranks) == RANKS_PER_NODE
+        ]
         protected = [SnapshotId(*name) for name in held["protected"]]
         record = NodeRecord(
             f"n{position}", "h", RANKS_PER_NODE, "a", server.address, 1, 1, "d",
             sealed=tuple(sealed), protected=tuple(protected),
         )  # fmt: skip
         nodes[record.node] = Joined(record, position + 1)
-    snapshot = SnapshotCommit(SnapshotId(cluster.generation, committed), members, parity) if committed else None
+    snapshot = (
+        SnapshotCommit(SnapshotId(cluster.generation, committed), members, parity)
+        if committed
+        else None
+    )
     return View(nodes=nodes, generation=generation, snapshot=snapshot), generation
 
 
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
-def test_killed_at_any_instant_the_rest_resume_a_whole_step(cluster: Cluster, schedule: int) -> None:
+def test_killed_at_any_instant_the_rest_resume_a_whole_step(
+    cluster: Cluster, schedule: int
+) -> None:
     chance = random.Random(schedule)
     parity = chance.choice([1, 1, 2])
     doomed = chance.sample(range(NODES), chance.randint(1, parity + (chance.random() < 0.15)))
@@ -96,7 +120,8 @@ def test_killed_at_any_instant_the_rest_resume_a_whole_step(cluster: Cluster, sc
     cluster.begin(parity)
     addresses = [server.address for server in cluster.living]
     members = tuple(
-        Member(f"n{n}", "h", RANKS_PER_NODE, n * RANKS_PER_NODE, "a", address) for n, address in enumerate(addresses)
+        Member(f"n{n}", "h", RANKS_PER_NODE, n * RANKS_PER_NODE, "a", address)
+        for n, address in enumerate(addresses)
     )
     training = Training(cluster, schedule)
     assert training.under_way.wait(30)

@@ -13,11 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-import checkpoint
-from checkpoint.errors import CheckpointError
-from checkpoint.objects import ObjectStorage
-from checkpoint.reader import StoredCheckpoint, list_steps
-from checkpoint.storage import open_storage
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored.objects import ObjectStorage
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.storage import open_storage
 
 SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
 
@@ -82,9 +82,19 @@ class Proxy(BaseHTTPRequestHandler):
             return
         self.send_response(response.status)
         for name, value in response.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+            if name.lower() not in (
+                "transfer-encoding",
+                "connection",
+                "content-length",
+                "date",
+                "server",
+            ):
                 self.send_header(name, value)
-        length = response.getheader("Content-Length") or "0" if self.command == "HEAD" else str(len(data))
+        length = (
+            response.getheader("Content-Length") or "0"
+            if self.command == "HEAD"
+            else str(len(data))
+        )
         self.send_header("Content-Length", length)
         self.end_headers()
         if strikes and self.faults.kind == "cut":
@@ -164,7 +174,9 @@ def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3:
     assert storage.names() == ["b"]
     assert storage.read("b") == data
     Proxy.faults.set("stall")
-    with pytest.raises(CheckpointError, match="could not read b: 3 requests got no answer within 3 s"):
+    with pytest.raises(
+        CheckpointError, match="could not read b: 3 requests got no answer within 3 s"
+    ):
         storage.read("b")
 
 
@@ -186,9 +198,13 @@ def test_many_bytes_are_given_more_time_with_every_attempt(s3: str) -> None:
     storage = replace(storage, patience_s=0.1)
     Proxy.faults.set("stall")
     # 1/8 s at the rate that is assumed, 4/8 s, 16/8 s, and 0.1 s each.
-    with pytest.raises(CheckpointError, match="could not read a: 3 requests got no answer within 3 s"):
+    with pytest.raises(
+        CheckpointError, match="could not read a: 3 requests got no answer within 3 s"
+    ):
         storage.read("a", nbytes=2**15)
-    with pytest.raises(CheckpointError, match="could not write a: 3 requests got no answer within 3 s"):
+    with pytest.raises(
+        CheckpointError, match="could not write a: 3 requests got no answer within 3 s"
+    ):
         storage.write("a", [bytes(2**15)])
 
 

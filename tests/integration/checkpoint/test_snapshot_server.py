@@ -18,15 +18,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoint.arena import Arena
-from checkpoint.client import SnapshotClient
-from checkpoint.copier import Snapshotter
-from checkpoint.errors import SnapshotUnavailable, StateChanged
-from checkpoint.layout import Box
-from checkpoint.live import LiveTensor, as_bytes
-from checkpoint.recall import Holder, MemorySnapshot
-from checkpoint.retention import Snapshot
-from checkpoint.source import BoxRequest
+from keepstep.checkpoint.errors import SnapshotUnavailable, StateChanged
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
+from keepstep.checkpoint.memory.arena import Arena
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
+from keepstep.checkpoint.memory.snapshot_table import Snapshot
 from tests.integration.checkpoint.servers import SECRET, Server
 
 SHAPE = (12, 5)
@@ -55,11 +55,15 @@ def generation(server: Server) -> int:
     return new_generation(server)
 
 
-def take(server: Server, generation: int, step: int, rank: int, data: torch.Tensor, box: Box) -> None:
+def take(
+    server: Server, generation: int, step: int, rank: int, data: torch.Tensor, box: Box
+) -> None:
     client = SnapshotClient(server.local, SECRET)
     with contextlib.closing(client):
         snapshotter = Snapshotter(client, generation, rank, torch.device("cpu"))
-        snapshotter.start(step, [LiveTensor("w", SHAPE, box, data)], {f"rank/{rank}/note": "x" * step})
+        snapshotter.start(
+            step, [LiveTensor("w", SHAPE, box, data)], {f"rank/{rank}/note": "x" * step}
+        )
         try:
             snapshotter.wait()
         finally:
@@ -70,17 +74,26 @@ def halves(value: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     return [(value[:6].clone(), Box((0, 0), (6, 5))), (value[6:].clone(), Box((6, 0), (6, 5)))]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data(), near=st.sampled_from(["both", "first", "none"]))
-def test_any_box_is_read_back_from_here_and_from_elsewhere(server: Server, data: st.DataObject, near: str) -> None:
+def test_any_box_is_read_back_from_here_and_from_elsewhere(
+    server: Server, data: st.DataObject, near: str
+) -> None:
     number = new_generation(server)
     value = torch.randn(SHAPE)
     for rank, (part, box) in enumerate(halves(value)):
         take(server, number, 3, rank, part, box)
     offset = tuple(data.draw(st.integers(0, n)) for n in SHAPE)
-    box = Box(offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(SHAPE, offset, strict=True)))
+    box = Box(
+        offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(SHAPE, offset, strict=True))
+    )
     holders = [
-        Holder(server.local if near == "both" or (near == "first" and rank == 0) else server.address, (rank,))
+        Holder(
+            server.local if near == "both" or (near == "first" and rank == 0) else server.address,
+            (rank,),
+        )
         for rank in range(RANKS)
     ]
     source = MemorySnapshot(Snapshot(number, 3), holders, SECRET, rank=0)
@@ -119,7 +132,10 @@ def move(data: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("meddle", "complaint"),
-    [(write, "w was written to while step 1 was being copied"), (move, "w was given other memory before step 1")],
+    [
+        (write, "w was written to while step 1 was being copied"),
+        (move, "w was given other memory before step 1"),
+    ],
 )
 def test_what_is_written_to_while_it_is_copied_is_not_sealed(
     server: Server, generation: int, meddle: Callable[[torch.Tensor], None], complaint: str
@@ -164,8 +180,12 @@ def test_who_does_not_know_the_secret_gets_nothing(server: Server, where: str) -
         SnapshotClient(getattr(server, where), b"t" * 32).holdings()
 
 
-@pytest.mark.parametrize("junk", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"KSP1" + b"\xff" * 60])
-def test_whoever_talks_nonsense_is_dropped_and_the_server_goes_on(server: Server, generation: int, junk: bytes) -> None:
+@pytest.mark.parametrize(
+    "junk", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"KSP1" + b"\xff" * 60]
+)
+def test_whoever_talks_nonsense_is_dropped_and_the_server_goes_on(
+    server: Server, generation: int, junk: bytes
+) -> None:
     host, _, port = server.address.removeprefix("tcp:").rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
         # The server may have dropped it already.
@@ -189,15 +209,19 @@ def test_a_wrong_question_is_answered_with_an_error(server: Server) -> None:
         assert isinstance(client.holdings(), dict)
 
 
-def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(server: Server, generation: int) -> None:
+def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
+    server: Server, generation: int
+) -> None:
     code = (
-        "import sys, os; from checkpoint.client import SnapshotClient; from checkpoint.retention import Snapshot\n"
+        "import sys, os; from keepstep.checkpoint.memory.client import SnapshotClient; from keepstep.checkpoint.memory.snapshot_table import Snapshot\n"
         f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
         f"number, arena = client.begin(Snapshot({generation}, 1), 0, 4096)\n"
         "arena.buffer[:100] = b'x' * 100\n"
         "print('begun', flush=True); sys.stdin.read()\n"
     )
-    writer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     with writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "begun\n"
@@ -212,7 +236,9 @@ def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(serve
     assert torch.equal(into, data)
 
 
-def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(server: Server, generation: int) -> None:
+def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(
+    server: Server, generation: int
+) -> None:
     data = torch.zeros(2**20)
     box = Box((0,), (2**20,))
     for step in range(1, 6):

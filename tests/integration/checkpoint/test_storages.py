@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import files
-from checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
-from checkpoint.reader import list_steps
-from checkpoint.storage import Storage, open_storage
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.stored import files
+from keepstep.checkpoint.stored.reader import list_steps
+from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -23,7 +23,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name = uuid.uuid4().hex
     if request.param == "s3":
         return f"{request.getfixturevalue('s3')}/{name}"
-    return f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/new/place%20{name}"
+    return (
+        f"memory://{name}" if request.param == "memory" else f"file://{tmp_path}/new/place%20{name}"
+    )
 
 
 @pytest.fixture
@@ -56,8 +58,12 @@ def test_an_object_gets_a_second_name_only_if_its_bytes_are_the_same(storage: St
         assert storage.read("c/b") == b"onetwo"
 
 
-@pytest.mark.parametrize(("offset", "nbytes", "there"), [(0, 5, 5), (1, 3, 3), (2, 4, {3, 0}), (7, 1, 0)])
-def test_a_part_is_read_and_an_end_too_early_is_told(storage: Storage, offset: int, nbytes: int, there: object) -> None:
+@pytest.mark.parametrize(
+    ("offset", "nbytes", "there"), [(0, 5, 5), (1, 3, 3), (2, 4, {3, 0}), (7, 1, 0)]
+)
+def test_a_part_is_read_and_an_end_too_early_is_told(
+    storage: Storage, offset: int, nbytes: int, there: object
+) -> None:
     storage.write("a", [b"12345"])
     first, rest = bytearray(1), bytearray(nbytes - 1)
     count = storage.read_into("a", [memoryview(first), memoryview(rest)], offset)
@@ -104,7 +110,9 @@ def test_a_file_system_without_direct_writes_gets_flushed_ones(
     assert storage.names() == ["a/large"]
 
 
-def test_everything_is_flushed_before_a_checkpoint_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_flushed_before_a_checkpoint_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flushed: set[Path] = set()
     really_flush, really_link = files._flush, os.link
 
@@ -120,7 +128,9 @@ def test_everything_is_flushed_before_a_checkpoint_is_one(tmp_path: Path, monkey
 
     monkeypatch.setattr(files, "_flush", flush)
     monkeypatch.setattr(files.os, "link", link)
-    checkpoint.save(str(tmp_path), {"large": torch.zeros(700, 600), "small": torch.zeros(3)}, step=1)
+    checkpoint.save(
+        str(tmp_path), {"large": torch.zeros(700, 600), "small": torch.zeros(3)}, step=1
+    )
 
 
 def test_what_is_not_there_is_missing(storage: Storage) -> None:
@@ -188,7 +198,9 @@ def test_a_checkpoint_saves_and_loads(url: str) -> None:
 
 
 def test_a_missing_bucket_is_told_before_training(s3: str) -> None:
-    with pytest.raises(CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket"
+    ) as caught:
         open_storage("s3://no-such-bucket/x").probe_writable()
     assert "\n" not in str(caught.value)
 

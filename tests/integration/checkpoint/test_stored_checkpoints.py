@@ -16,21 +16,21 @@ import tensorstore
 import torch
 from torch import nn
 
-import checkpoint
-from checkpoint.chunking import plan_chunks
-from checkpoint.errors import (
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointExists,
     CheckpointMissing,
 )
-from checkpoint.format import StoredStep
-from checkpoint.layout import Box, Entry, ShardIndex
-from checkpoint.live import as_bytes
-from checkpoint.reader import StoredCheckpoint, list_steps, newest
-from checkpoint.source import BoxRequest
-from checkpoint.storage import Storage, open_storage
-from checkpoint.writer import write_part
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.tensors import as_bytes
+from keepstep.checkpoint.stored.chunking import plan_chunks
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, newest
+from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.writer import write_part
 from tests.integration.checkpoint.tied import Tied, trained
 
 
@@ -94,14 +94,16 @@ def test_zarr_reads_a_checkpoint_by_itself(tmp_path: Path) -> None:
         "import sys, numpy, zarr\n"
         "group = zarr.open(sys.argv[1], mode='r')\n"
         "assert group.attrs['keepstep']['step'] == 3\n"
-        "assert not any(name == 'torch' or name == 'checkpoint.reader' for name in sys.modules)\n"
+        "assert not any(name == 'torch' or name == 'keepstep.checkpoint.stored.reader' for name in sys.modules)\n"
         "arrays = {name: node[...] for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}\n"
         "assert (group['large'][700:702, 5:9] == arrays['large'][700:702, 5:9]).all()\n"
         "numpy.savez(sys.argv[2], **{name: numpy.asarray(a, 'float64') for name, a in arrays.items()})\n"
     )
     root = tmp_path / StoredStep(3, 0).directory
     subprocess.run([sys.executable, "-c", code, str(root), str(tmp_path / "read.npz")], check=True)
-    read = {name: torch.from_numpy(values) for name, values in np.load(tmp_path / "read.npz").items()}
+    read = {
+        name: torch.from_numpy(values) for name, values in np.load(tmp_path / "read.npz").items()
+    }
     assert torch.equal(read["model/embedding.weight"], model.embedding.weight.detach().double())
     assert read["optim/embedding.weight/step"].item() == 1.0
     assert read["model/norm.num_batches_tracked"].item() == 0
@@ -113,7 +115,9 @@ def test_tensorstore_reads_a_large_tensor_from_its_own_directory(tmp_path: Path)
     large = torch.randn(1301, 577)
     checkpoint.save(str(tmp_path), {"large": large}, step=3)
     path = str(tmp_path / StoredStep(3, 0).directory / "large")
-    array = tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}).result()
+    array = tensorstore.open(
+        {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+    ).result()
     assert torch.equal(torch.from_numpy(array.read().result()), large)
 
 
@@ -180,7 +184,9 @@ def test_a_committed_step_is_never_touched_again(tmp_path: Path) -> None:
 
 def test_the_newest_generation_of_a_step_is_the_one_that_loads(tmp_path: Path) -> None:
     for generation in (0, 2, 1):
-        checkpoint.save(str(tmp_path), {"x": torch.full((2,), float(generation))}, step=1, generation=generation)
+        checkpoint.save(
+            str(tmp_path), {"x": torch.full((2,), float(generation))}, step=1, generation=generation
+        )
     state = {"x": torch.zeros(2)}
     checkpoint.load(str(tmp_path), state)
     assert state["x"].tolist() == [2, 2]
@@ -202,7 +208,12 @@ HARMS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 @pytest.mark.parametrize("harm", HARMS)
 def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> None:
     """By `verify` every harm, by `load` every one to what it relies on."""
-    state = {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1, "small": torch.arange(4.0), "other": torch.ones(7)}
+    state = {
+        "x": torch.arange(4e5),
+        "y": torch.arange(4e5) + 1,
+        "small": torch.arange(4.0),
+        "other": torch.ones(7),
+    }
     checkpoint.save(f"{tmp_path}/good", state, step=1)
     good = tmp_path / "good" / StoredStep(1, 0).directory
     names = [path.relative_to(good) for path in objects(good)]
@@ -214,7 +225,9 @@ def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> Non
         shutil.copytree(tmp_path / "good", bad)
         path = bad / StoredStep(1, 0).directory / name
         # Swapped for the one most alike.
-        other = min((n for n in names if n != name), key=lambda n: (n.parts[1:] != name.parts[1:], n))
+        other = min(
+            (n for n in names if n != name), key=lambda n: (n.parts[1:] != name.parts[1:], n)
+        )
         harmed = HARMS[harm]((good / name).read_bytes(), (good / other).read_bytes())
         if harmed == path.read_bytes():
             continue  # Two arrays' metadata are alike.
@@ -224,7 +237,9 @@ def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> Non
         # The arrays' own metadata is for other readers; ours has it in the root. What follows a chunk is not read.
         if not (len(name.parts) == 2 and name.name == "zarr.json") and harm != "append":
             with pytest.raises(CheckpointDamaged, match=str(name)):
-                checkpoint.load(str(bad), {key: torch.zeros_like(value) for key, value in state.items()})
+                checkpoint.load(
+                    str(bad), {key: torch.zeros_like(value) for key, value in state.items()}
+                )
         shutil.rmtree(bad)
 
 
@@ -251,7 +266,9 @@ def test_a_part_of_a_tensor_costs_little_more_than_that_part(tmp_path: Path) -> 
     assert counting.nbytes < into.nbytes + 2 * 2**20 + listings
     counting.nbytes = 0
     into = torch.zeros(1024, 512)
-    replace(source, storage=counting).read([BoxRequest("x", Box((1024, 0), (1024, 512)), as_bytes(into))])
+    replace(source, storage=counting).read(
+        [BoxRequest("x", Box((1024, 0), (1024, 512)), as_bytes(into))]
+    )
     assert counting.nbytes < 1.01 * into.nbytes + listings
 
 
@@ -261,14 +278,18 @@ def test_columns_of_what_was_saved_by_rows_cost_little_more_than_they_are(tmp_pa
     source = StoredCheckpoint.open(str(tmp_path))
     counting = CountingStorage(source.storage)
     into = torch.zeros(1000, 512)
-    replace(source, storage=counting).read([BoxRequest("x", Box((0, 1024), (1000, 512)), as_bytes(into))])
+    replace(source, storage=counting).read(
+        [BoxRequest("x", Box((0, 1024), (1000, 512)), as_bytes(into))]
+    )
     assert torch.equal(into, values[:, 1024:1536])
     assert counting.nbytes < 1.01 * into.nbytes + 4096
     columns = torch.zeros(1000, 100)
     rows = torch.zeros(30, 2048)
     boxes = (Box((0, 333), (1000, 100)), columns), (Box((970, 0), (30, 2048)), rows)
     counting.nbytes = 0
-    replace(source, storage=counting).read([BoxRequest("x", box, as_bytes(one)) for box, one in boxes])
+    replace(source, storage=counting).read(
+        [BoxRequest("x", box, as_bytes(one)) for box, one in boxes]
+    )
     assert torch.equal(columns, values[:, 333:433])
     assert torch.equal(rows, values[970:])
     whole = values.nbytes
@@ -308,7 +329,7 @@ def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
 
 def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:
     code = (
-        "import sys, checkpoint, checkpoint.writer, checkpoint.reader, checkpoint.files;"
+        "import sys, keepstep.checkpoint, keepstep.checkpoint.stored.writer, keepstep.checkpoint.stored.reader, keepstep.checkpoint.stored.files;"
         "print([m for m in ('torch', 'tensorstore') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-from checkpoint.format import StoredStep
+from keepstep import checkpoint
+from keepstep.checkpoint.stored.format import StoredStep
 
 
-def test_frozen_weights_are_not_written_again_and_outlive_the_checkpoint_they_were_written_in(tmp_path: Path) -> None:
+def test_frozen_weights_are_not_written_again_and_outlive_the_checkpoint_they_were_written_in(
+    tmp_path: Path,
+) -> None:
     frozen, tuned = torch.randn(600, 1000), torch.randn(600, 1000)
     places = {}
     for step in (1, 2, 3):

@@ -11,9 +11,9 @@ import pytest
 import torch
 import zarr
 
-import checkpoint
-from checkpoint.errors import CheckpointError
-from checkpoint.format import MANIFEST, ROOT, StoredStep, chunk_name
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored.format import MANIFEST, ROOT, StoredStep, chunk_name
 
 KEY = "model/w"
 PACK = "packs/000000-0000"
@@ -69,6 +69,10 @@ def test_an_array_that_is_not_as_it_was_written_is_refused(
     checkpoint.save(str(tmp_path), {"model": {"w": torch.arange(6.0)}}, step=1)
     root = tmp_path / StoredStep(1, 0).directory
     harm(root)
-    array = next(node for _, node in zarr.open_group(str(root), mode="r").members(None) if isinstance(node, zarr.Array))
+    array = next(
+        node
+        for _, node in zarr.open_group(str(root), mode="r").members(None)
+        if isinstance(node, zarr.Array)
+    )
     with pytest.raises(CheckpointError, match=said):
         array[:]

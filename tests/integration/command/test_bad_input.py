@@ -10,14 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.embedded import EmbeddedEtcd
 
 ROOT = Path(__file__).parents[3]
 
 
 def keepstep(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "elastic.cli", *arguments], capture_output=True, text=True, timeout=timeout_s, cwd=ROOT
+        [sys.executable, "-P", "-m", "keepstep", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=ROOT,
     )
 
 
@@ -31,15 +35,15 @@ def script(directory: Path, text: str) -> str:
     ("arguments", "says"),
     [
         (["run", "--no-such-flag", "x.py"], "No such option"),
-        (["run", "--nnodes", "4:2", "elastic/cli.py"], "the first number is the least"),
-        (["run", "--nnodes", "many", "elastic/cli.py"], "such as 1:4"),
-        (["run", "--nproc-per-node", "0", "elastic/cli.py"], "at least 1"),
+        (["run", "--nnodes", "4:2", "elastic/cli/main.py"], "the first number is the least"),
+        (["run", "--nnodes", "many", "elastic/cli/main.py"], "such as 1:4"),
+        (["run", "--nproc-per-node", "0", "elastic/cli/main.py"], "at least 1"),
         (["run", "no-such-script.py"], "does not exist"),
-        (["run", "--storage-limit", "fast", "elastic/cli.py"], "such as 500MB or 2GB"),
-        (["run", "--store", "redis://h:1", "elastic/cli.py"], "HOST:PORT"),
-        (["run", "--store", "etcd://127.0.0.1:9", "elastic/cli.py"], "no answer from etcd"),
-        (["run", "--local-addr", "192.0.2.1", "elastic/cli.py"], "address of this host"),
-        (["run", "-r", "3", "elastic/cli.py"], "--log-dir"),
+        (["run", "--storage-limit", "fast", "elastic/cli/main.py"], "such as 500MB or 2GB"),
+        (["run", "--store", "redis://h:1", "elastic/cli/main.py"], "HOST:PORT"),
+        (["run", "--store", "etcd://127.0.0.1:9", "elastic/cli/main.py"], "no answer from etcd"),
+        (["run", "--local-addr", "192.0.2.1", "elastic/cli/main.py"], "address of this host"),
+        (["run", "-r", "3", "elastic/cli/main.py"], "--log-dir"),
         (["status", "--job", "no-such-job"], "no job named"),
         (["monitor", "--port", "99999"], "0<=x<=65535"),
         (["monitor", "--every", "0"], "0.05<=x<=60"),
@@ -64,14 +68,18 @@ def test_refusal_is_one_line_that_names_the_remedy(arguments: list[str], says: s
 def test_port_in_use_by_something_else_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = keepstep("run", "--rdzv-endpoint", endpoint, "elastic/cli.py")
+        done = keepstep("run", "--rdzv-endpoint", endpoint, "elastic/cli/main.py")
     assert done.returncode != 0
     assert "in use" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback(tmp_path: Path) -> None:
-    failing = script(tmp_path, "import os\nif os.environ['RANK'] == '1':\n    import no_such_module\n")
+def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback(
+    tmp_path: Path,
+) -> None:
+    failing = script(
+        tmp_path, "import os\nif os.environ['RANK'] == '1':\n    import no_such_module\n"
+    )
     done = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "0", failing)
     assert done.returncode == 1
     assert "rank 1" in done.stderr
@@ -79,7 +87,9 @@ def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback
     assert "elastic/" not in done.stderr
 
 
-def test_script_that_knows_nothing_of_keepstep_gets_torchruns_environment_and_is_restarted(tmp_path: Path) -> None:
+def test_script_that_knows_nothing_of_keepstep_gets_torchruns_environment_and_is_restarted(
+    tmp_path: Path,
+) -> None:
     plain = script(
         tmp_path,
         "import os, sys, torch, torch.distributed as dist\n"
@@ -104,7 +114,9 @@ def test_program_that_is_not_python_runs(tmp_path: Path) -> None:
 
 def test_checkpoint_place_that_cannot_be_written_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = keepstep("run", "examples/train.py", "--steps", "3", "--checkpoint", str(tmp_path / "file" / "below"))
+    done = keepstep(
+        "run", "examples/train.py", "--steps", "3", "--checkpoint", str(tmp_path / "file" / "below")
+    )
     assert done.returncode == 1
     assert str(tmp_path / "file") in done.stderr
     assert "generation 2" not in done.stderr
@@ -114,7 +126,7 @@ def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: Embedded
     waiting = script(tmp_path, "import signal\nsignal.pause()\n")
     common = ["--store", etcd_server.url, "--job", "same", "--nnodes", "2:2"]
     first = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cli", "run", *common, waiting],
+        [sys.executable, "-P", "-m", "keepstep", "run", *common, waiting],
         cwd=ROOT, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -135,7 +147,7 @@ def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: Embedded
 def test_interrupting_twice_leaves_no_process_no_directory_and_no_key(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     agent = subprocess.Popen(
-        [sys.executable, "-m", "elastic.cli", "run", "--nproc-per-node", "2", "examples/train.py", "--steps", "100000"],
+        [sys.executable, "-P", "-m", "keepstep", "run", "--nproc-per-node", "2", "examples/train.py", "--steps", "100000"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
@@ -147,7 +159,11 @@ def test_interrupting_twice_leaves_no_process_no_directory_and_no_key(tmp_path: 
         assert agent.wait(30) == 128 + signal.SIGINT
         _, alive = psutil.wait_procs(started, timeout=10)
         assert not alive
-        assert [path for path in (tmp_path / "keepstep").rglob("*") if path.is_file() or path.is_socket()] == []
+        assert [
+            path
+            for path in (tmp_path / "keepstep").rglob("*")
+            if path.is_file() or path.is_socket()
+        ] == []
     finally:
         agent.kill()
         agent.wait()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-import checkpoint
-from checkpoint.format import StoredStep
-from elastic.cli import main
+from keepstep import checkpoint
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.elastic.cli.main import main
 
 
 @pytest.fixture
@@ -63,9 +63,9 @@ def test_verify_names_the_damaged_one_and_fails(run7: Path) -> None:
     bad.write_bytes(bad.read_bytes()[:-8] + b"12345678")
     done = keepstep("verify", run7, "--all")
     assert done.exit_code == 1
-    assert [line.split(":")[0] for line in done.output.splitlines() if not line.endswith("intact")] == [
-        StoredStep(30, 0).directory
-    ]
+    assert [
+        line.split(":")[0] for line in done.output.splitlines() if not line.endswith("intact")
+    ] == [StoredStep(30, 0).directory]
 
 
 def test_diff_tells_what_changed(run7: Path, tmp_path: Path) -> None:
@@ -109,7 +109,10 @@ def test_gc_leaves_an_attempt_alone_until_it_has_been_one_for_long(run7: Path) -
 
 def test_cp_copies_whole_checkpoints_only(run7: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    assert answer("cp", run7, f"file://{target}", "--step", 30)["copied"] == StoredStep(30, 0).directory
+    assert (
+        answer("cp", run7, f"file://{target}", "--step", 30)["copied"]
+        == StoredStep(30, 0).directory
+    )
     assert keepstep("diff", run7, target, "--first-step", 30).exit_code == 0
     assert keepstep("verify", target).exit_code == 0
     bad = run7 / StoredStep(40, 0).directory / "packs/000000-0000"
@@ -127,11 +130,16 @@ def test_cp_copies_whole_checkpoints_only(run7: Path, tmp_path: Path) -> None:
         (("show", "{run7}", "--step", "11"), "steps there: 50, 40"),
         (("rm", "{run7}"), "give either --step or --keep-last"),
         (("rm", "{run7}", "--step", "11"), "has no checkpoint of step 11"),
-        (("rm", "{run7}", "--keep-last", "1", "--keep-best", "x", "loss", "min"), "--keep-best takes a number"),
+        (
+            ("rm", "{run7}", "--keep-last", "1", "--keep-best", "x", "loss", "min"),
+            "--keep-best takes a number",
+        ),
         (("ls", "ftp://host/x"), "not supported"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_a_status(run7: Path, arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_done_is_one_line_and_a_status(
+    run7: Path, arguments: tuple[str, ...], said: str
+) -> None:
     places = {"nothing": f"{run7}/nothing", "run7": str(run7)}
     done = keepstep(*(argument.format(**places) for argument in arguments))
     assert done.exit_code != 0

@@ -2,13 +2,13 @@
 
 import pytest
 
-from elastic.errors import UsageError
-from elastic.follow import evict_node
-from elastic.records import Eviction
-from elastic.store.blocking import BlockingStore
-from elastic.store.contract import Put
-from elastic.store.embedded import EmbeddedEtcd
-from elastic.view import Keys, from_listing
+from keepstep.elastic.cli.follow import evict_node
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.records import Eviction
+from keepstep.elastic.rendezvous.view import Keys, from_listing
+from keepstep.elastic.store.blocking import BlockingStore
+from keepstep.elastic.store.contract import Put
+from keepstep.elastic.store.embedded import EmbeddedEtcd
 
 
 def test_an_eviction_is_undone_once_and_only_of_who_was_evicted(etcd_server: EmbeddedEtcd) -> None:

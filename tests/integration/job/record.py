@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import AdamW
 
-import elastic
-from checkpoint.client import SnapshotClient
+import keepstep
+from keepstep.checkpoint.memory.client import SnapshotClient
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
@@ -28,7 +28,9 @@ class Average:
     """A running average of the weights, sharded as they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.values = {name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()}
+        self.values = {
+            name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()
+        }
 
     @torch.no_grad()
     def update(self, model: torch.nn.Module) -> None:
@@ -67,19 +69,23 @@ if options.get("meddle"):
     SnapshotClient.begin = begin_late  # type: ignore[method-assign]
 
 
-def build(world: elastic.World) -> elastic.State:
+def build(world: keepstep.World) -> keepstep.State:
     with torch.device("meta"):
         model = GPT(config)
     for block in model.blocks:
         if "tp" in options.get("mesh", ()):
-            parallelize_module(block, world.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            parallelize_module(
+                block, world.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
         fully_shard(block, mesh=world.mesh["dp"])
     fully_shard(model, mesh=world.mesh["dp"])
     global average
     average = Average(model) if options.get("average") else None
-    return elastic.State(
+    return keepstep.State(
         model,
-        (lambda _: two_optimizers(model)) if options.get("two") else functools.partial(AdamW, lr=1e-3),
+        (lambda _: two_optimizers(model))
+        if options.get("two")
+        else functools.partial(AdamW, lr=1e-3),
         extra={"average": average} if average else {},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
         initialize=initialize,
@@ -87,14 +93,16 @@ def build(world: elastic.World) -> elastic.State:
 
 
 assert not [name for name in sys.modules if name.startswith(("etcd3", "google.protobuf"))]
-with elastic.join(
+with keepstep.join(
     build,
     checkpoint=options.get("checkpoint"),
     checkpoint_every=options.get("every"),
     snapshot_every=options.get("snapshots", 1),
     mesh=options.get("mesh"),
 ) as job:
-    for batch in job.batches(Windows(standard_library(), 32), global_batch=8, steps=options["steps"]):
+    for batch in job.batches(
+        Windows(standard_library(), 32), global_batch=8, steps=options["steps"]
+    ):
         with job.step() as step:
             loss = job.model(batch) * step.loss_scale
             loss.backward()

@@ -11,7 +11,9 @@ from tests.integration.store.cluster import EtcdCluster
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_job_does_not_notice_that_a_member_of_its_coordinator_dies(tmp_path: Path, lost: int) -> None:
+def test_job_does_not_notice_that_a_member_of_its_coordinator_dies(
+    tmp_path: Path, lost: int
+) -> None:
     with EtcdCluster() as members, cluster(tmp_path, store=members.url) as running:
         # A cluster elects within two seconds, but not if this machine has none of them to spare.
         for node in ("a", "b"):
@@ -27,7 +29,9 @@ def test_job_does_not_notice_that_a_member_of_its_coordinator_dies(tmp_path: Pat
     assert {line["generation"] for ranks in lines.values() for line in ranks.values()} == {1}
 
 
-def test_job_waits_for_a_coordinator_that_is_gone_as_a_whole_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
+def test_job_waits_for_a_coordinator_that_is_gone_as_a_whole_and_goes_on_when_it_is_back(
+    tmp_path: Path,
+) -> None:
     with EtcdCluster() as members, cluster(tmp_path, "1:1", store=members.url) as running:
         running.start("a")
         running.wait_until(lambda view: step_of(view) >= 5, 120)

@@ -14,9 +14,17 @@ import psutil
 import pytest
 from rich.console import Console
 
-from elastic.status import render, summary
-from elastic.view import View
-from tests.integration.job.jobs import STEPS, Lines, cluster, last_run_of_each_step, mean_losses, samples, step_of
+from keepstep.elastic.cli.status import render, summary
+from keepstep.elastic.rendezvous.view import View
+from tests.integration.job.jobs import (
+    STEPS,
+    Lines,
+    cluster,
+    last_run_of_each_step,
+    mean_losses,
+    samples,
+    step_of,
+)
 
 
 def run_undisturbed(directory: Path, **options: Any) -> Lines:
@@ -43,7 +51,9 @@ def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
         return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(tmp_path: Path, with_dropout: Lines) -> None:
+def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
+    tmp_path: Path, with_dropout: Lines
+) -> None:
     with cluster(tmp_path, dropout=0.1) as running:
         running.start("a")
         running.start("b")
@@ -60,7 +70,10 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(tmp_pat
     for step, lines in disturbed.items():
         for rank, line in lines.items():
             expected = with_dropout[step][rank]
-            assert (line["loss"], line["samples"]) == (expected["loss"], expected["samples"]), (step, rank)
+            assert (line["loss"], line["samples"]) == (expected["loss"], expected["samples"]), (
+                step,
+                rank,
+            )
 
 
 def test_several_optimizers_and_an_average_of_the_weights_come_back_too(tmp_path: Path) -> None:
@@ -75,14 +88,21 @@ def test_several_optimizers_and_an_average_of_the_weights_come_back_too(tmp_path
     for step, lines in undisturbed.items():
         for rank, expected in lines.items():
             line = disturbed[step][rank]
-            assert (line["loss"], line["average"]) == (expected["loss"], expected["average"]), (step, rank)
+            assert (line["loss"], line["average"]) == (expected["loss"], expected["average"]), (
+                step,
+                rank,
+            )
 
 
-def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(tmp_path: Path) -> None:
+def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(
+    tmp_path: Path,
+) -> None:
     with cluster(tmp_path, meddle=True) as running:
         running.start("a")
         running.start("b")
-        running.wait_until(lambda view: view.snapshot is not None and view.snapshot.snapshot.step >= 8, 60)
+        running.wait_until(
+            lambda view: view.snapshot is not None and view.snapshot.snapshot.step >= 8, 60
+        )
         running.workers_of("b")[1].kill()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
@@ -93,13 +113,17 @@ def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(t
     assert told
 
 
-def test_lost_node_is_outlived_and_taken_in_again_without_storage(tmp_path: Path, without_dropout: Lines) -> None:
+def test_lost_node_is_outlived_and_taken_in_again_without_storage(
+    tmp_path: Path, without_dropout: Lines
+) -> None:
     with cluster(tmp_path) as running:
         running.start("a")
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 8, 60)
         running.kill("b")
-        lost = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60).history.recoveries[1]
+        lost = running.wait_until(
+            lambda view: len(view.history.recoveries) == 2, 60
+        ).history.recoveries[1]
         assert lost.source == "memory, parity"
         assert lost.resumed_step > 0
         assert lost.lost_steps <= 2
@@ -113,7 +137,9 @@ def test_lost_node_is_outlived_and_taken_in_again_without_storage(tmp_path: Path
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(tmp_path: Path) -> None:
+def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(
+    tmp_path: Path,
+) -> None:
     with cluster(tmp_path, "1:3", checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
         for node in ("a", "b", "c"):
             running.start(node)
@@ -129,9 +155,13 @@ def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(tm
 
 def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Path) -> None:
     def is_chosen(view: View) -> bool:
-        return view.checkpoint is not None and any(joined.record.snapshot_every for joined in view.nodes.values())
+        return view.checkpoint is not None and any(
+            joined.record.snapshot_every for joined in view.nodes.values()
+        )
 
-    with cluster(tmp_path, snapshots="auto", every="auto", checkpoint=str(tmp_path / "checkpoint")) as running:
+    with cluster(
+        tmp_path, snapshots="auto", every="auto", checkpoint=str(tmp_path / "checkpoint")
+    ) as running:
         running.start("a")
         running.start("b")
         view = running.wait_until(is_chosen, 60)
@@ -152,18 +182,26 @@ def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Pat
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
-def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(tmp_path: Path, without_dropout: Lines) -> None:
+def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(
+    tmp_path: Path, without_dropout: Lines
+) -> None:
     def is_stored(view: View) -> bool:
-        return view.snapshot is not None and view.checkpoint is not None and view.checkpoint.step >= 20
+        return (
+            view.snapshot is not None and view.checkpoint is not None and view.checkpoint.step >= 20
+        )
 
-    with cluster(tmp_path, "1:3", steps=60, snapshots=20, every=20, checkpoint=str(tmp_path / "checkpoint")) as running:
+    with cluster(
+        tmp_path, "1:3", steps=60, snapshots=20, every=20, checkpoint=str(tmp_path / "checkpoint")
+    ) as running:
         for node in ("a", "b", "c"):
             running.start(node)
         running.wait_until(is_stored, 120)
         # Of three nodes in a group, any one may be lost.
         for node in ("b", "c"):
             os.kill(running.agents[node].pid, signal.SIGKILL)
-        lost = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60).history.recoveries[1]
+        lost = running.wait_until(
+            lambda view: len(view.history.recoveries) == 2, 60
+        ).history.recoveries[1]
         assert running.wait("a", 120) == 0, running.output()
     assert lost.source == "memory, storage"
     assert lost.resumed_step == 20
@@ -198,7 +236,9 @@ def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(tmp_path: Path, without_dropout: Lines) -> None:
+def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(
+    tmp_path: Path, without_dropout: Lines
+) -> None:
     with cluster(tmp_path, mesh={"dp": -1, "tp": 2}) as running:
         running.start("a")
         running.start("b")
@@ -211,7 +251,10 @@ def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(tmp_path: P
     assert disturbed.keys() == set(range(1, STEPS + 1))
     for step, lines in disturbed.items():
         # Two ranks of one tensor-parallel group have the same samples and the same loss.
-        assert (lines[0]["samples"], lines[2]["samples"]) == (lines[1]["samples"], lines[3]["samples"]), step
+        assert (lines[0]["samples"], lines[2]["samples"]) == (
+            lines[1]["samples"],
+            lines[3]["samples"],
+        ), step
         assert lines[0]["loss"] == lines[1]["loss"], step
     one_of_each = {step: {0: lines[0], 1: lines[2]} for step, lines in disturbed.items()}
     assert samples(one_of_each) == samples(without_dropout)
@@ -220,8 +263,20 @@ def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(tmp_path: P
 
 def test_evicted_node_hands_over_leaves_and_is_seen_to_have_left(tmp_path: Path) -> None:
     def keepstep(*arguments: str) -> str:
-        command = [sys.executable, "-m", "elastic.cli", *arguments, "--store", running.url, "--job", "job"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "keepstep",
+            *arguments,
+            "--store",
+            running.url,
+            "--job",
+            "job",
+        ]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
     with cluster(tmp_path, steps=10**6) as running:
         running.start("a")
@@ -269,8 +324,12 @@ def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Pa
                 process.resume()
 
 
-def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(tmp_path: Path) -> None:
-    with cluster(tmp_path, steps=10**6, checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
+def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(
+    tmp_path: Path,
+) -> None:
+    with cluster(
+        tmp_path, steps=10**6, checkpoint=str(tmp_path / "checkpoint"), every=3
+    ) as running:
         for node in ("a", "b"):
             # So long that it would not have ended by itself.
             running.start(node, "--lease-ttl", "60")
@@ -282,5 +341,7 @@ def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(
         assert "node 'a' is already in job 'job'; choose another --node name" in double.stderr
         running.kill("b")
         running.start("b", "--lease-ttl", "60")
-        view = running.wait_until(lambda view: view.number >= 3 and view.generation.world_size == 4, 60)
+        view = running.wait_until(
+            lambda view: view.number >= 3 and view.generation.world_size == 4, 60
+        )
         assert "b" in view.nodes

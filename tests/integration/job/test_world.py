@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from elastic.session import Assignment
-from elastic.world import ProcessGroups
+from keepstep.elastic.trainer.process_groups import ProcessGroups
+from keepstep.elastic.worker.session import Assignment
 
 
 def assignment(generation: int, rank: int, port: int) -> Assignment:
@@ -20,7 +20,13 @@ def assignment(generation: int, rank: int, port: int) -> Assignment:
 def serve() -> tuple[TCPStore, int]:
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
     return store, port
 
 

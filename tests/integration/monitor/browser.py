@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 DRIVER = shutil.which("chromedriver")
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -44,11 +46,15 @@ class Browser:
             look()"""
         self._post("/timeouts", {"script": int(1000 * (timeout_s + 10))})
         found = self._post("/execute/async", {"script": waiting, "args": []})
-        assert found, f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
+        assert found, (
+            f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
+        )
         return found
 
     def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+        )
 
     def hover(self, selector: str, x: int, y: int) -> str:
         """Move the pointer to a place within an element; return what the page says there."""
@@ -57,9 +63,18 @@ class Browser:
         self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
         left, top = self.run(script, selector)
         move = {"type": "pointerMove", "duration": 0, "x": left + x, "y": top + y}
-        pointer = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": [move]}
+        pointer = {
+            "type": "pointer",
+            "id": "mouse",
+            "parameters": {"pointerType": "mouse"},
+            "actions": [move],
+        }
         self._post("/actions", {"actions": [pointer]})
-        return str(self.run("const h = document.getElementById('hover'); return h.hidden ? '' : h.textContent"))
+        return str(
+            self.run(
+                "const h = document.getElementById('hover'); return h.hidden ? '' : h.textContent"
+            )
+        )
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._get("/screenshot")))
@@ -84,16 +99,26 @@ def browser(width: int = 1280, height: int = 800, *, dark: bool = False) -> Iter
     assert CHROMIUM is not None
     assert DRIVER is not None
     with tempfile.TemporaryDirectory(prefix="keepstep-browser-") as profile:
-        driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        driver = subprocess.Popen(
+            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         try:
             assert driver.stdout is not None
-            port = next(int(m[1]) for line in driver.stdout if (m := re.search(r"on port ([1-9]\d*)", line)))
+            port = next(
+                int(m[1]) for line in driver.stdout if (m := re.search(r"on port ([1-9]\d*)", line))
+            )
             options = {
                 "binary": CHROMIUM,
                 "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-                + (["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []),
+                + (
+                    ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+                ),
             }
-            wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
+            wanted = {
+                "browserName": "chrome",
+                "goog:chromeOptions": options,
+                "goog:loggingPrefs": {"browser": "ALL"},
+            }
             base = f"http://127.0.0.1:{port}/session"
             session = _call(base, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
             try:

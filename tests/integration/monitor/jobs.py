@@ -10,10 +10,10 @@ from types import TracebackType
 
 import numpy as np
 
-from elastic.store.ports import ReservedPort
-from monitor.records import JobRecords, Kind, Operation
-from monitor.telemetry.job_rings import JobRings
-from monitor.telemetry.ring_reader import Records
+from keepstep.elastic.store.ports import ReservedPort
+from keepstep.monitor.records import JobRecords, Kind, Operation
+from keepstep.monitor.telemetry.job_rings import JobRings
+from keepstep.monitor.telemetry.ring_reader import Records
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -22,7 +22,9 @@ DEADLINE_S = 60.0
 class Job:
     """`size` processes that run the scenario of that name in `scenarios.py`, and what their rings tell."""
 
-    def __init__(self, base: Path, scenario: str, size: int, *prefix: str, **environment: str) -> None:
+    def __init__(
+        self, base: Path, scenario: str, size: int, *prefix: str, **environment: str
+    ) -> None:
         self._port = ReservedPort()
         self.workers: list[subprocess.Popen[str]] = []
         for rank in range(size):
@@ -44,7 +46,10 @@ class Job:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.rings.close()
         for worker in self.workers:
@@ -76,7 +81,9 @@ class Job:
         deadline_s = time.monotonic() + DEADLINE_S
         while not condition(told := self.rings.read(2**14)):
             assert time.monotonic() < deadline_s, told
-            assert len(told.ranks) < len(self.workers) or any(one.is_alive for one in told.ranks.values()), told
+            assert len(told.ranks) < len(self.workers) or any(
+                one.is_alive for one in told.ranks.values()
+            ), told
         return told
 
     def finish(self) -> None:

@@ -4,13 +4,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monitor.daemon.contracts import Member, Story
-from monitor.daemon.daemon import Settings
-from monitor.diagnosis.metrics import NodeMetrics
-from monitor.diagnosis.policy import Action
-from monitor.diagnosis.tables import Digest
-from monitor.records import Communicator
-from monitor.verdicts import Verdict
+from keepstep.monitor.contracts import Member, Story
+from keepstep.monitor.daemon.daemon import Settings
+from keepstep.monitor.diagnosis.metrics import NodeMetrics
+from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.diagnosis.tables import Digest
+from keepstep.monitor.records import Communicator
+from keepstep.monitor.verdicts import Verdict
 from tests.integration.monitor.running import SECRET
 from tests.integration.monitor.sample import Plan
 
@@ -18,7 +18,9 @@ PLAN = Plan(ranks=8, steps=300, step_s=0.1)
 
 
 def settings(node: str = "node-a", **more: Any) -> Settings:
-    return Settings("run7", node, SECRET, read_every_s=0.05, conclude_every_s=0.1, ask_every_s=0.05, **more)
+    return Settings(
+        "run7", node, SECRET, read_every_s=0.05, conclude_every_s=0.1, ask_every_s=0.05, **more
+    )
 
 
 class Probe:
@@ -80,7 +82,10 @@ class Teller:
         self.generation = generation
 
     def story(self) -> Story:
-        members = (Member("a", "running", (0, 1, 2, 3), 5, 0), Member("b", "running", (4, 5, 6, 7), 5, 0))
+        members = (
+            Member("a", "running", (0, 1, 2, 3), 5, 0),
+            Member("b", "running", (4, 5, 6, 7), 5, 0),
+        )
         return Story(0.0, self.generation, members, ())
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from monitor.daemon.access import bearer_token
-from monitor.daemon.daemon import Daemon, Parts, Settings
+from keepstep.monitor.daemon.daemon import Daemon, Parts, Settings
+from keepstep.monitor.secret import bearer_token
 
 SECRET = b"a secret of this test"
 
@@ -31,7 +31,10 @@ async def running(settings: Settings, parts: Parts) -> AsyncIterator[str]:
 
 async def get(url: str, path: str, token: str | None = None) -> aiohttp.ClientResponse:
     headers = {"Authorization": f"Bearer {bearer_token(SECRET) if token is None else token}"}
-    async with aiohttp.ClientSession(headers=headers) as session, session.get(url + path) as response:
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.get(url + path) as response,
+    ):
         await response.read()
         return response
 

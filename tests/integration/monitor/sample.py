@@ -12,9 +12,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from monitor.daemon.contracts import Member, Reading, Recovery, Story
-from monitor.records import DTYPES, RECORD, Communicator, Kind, Operation, Phase, RankRecords
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.contracts import Member, Reading, Recovery, Story
+from keepstep.monitor.records import (
+    DTYPES,
+    RECORD,
+    Communicator,
+    Kind,
+    Operation,
+    Phase,
+    RankRecords,
+)
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 LAYERS = 6
 WORLD = 7
@@ -44,13 +52,21 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
     def phase(rank: int, code: Phase, step: int, began_s: float, ended_s: float) -> None:
         rows[rank].append((Kind.PHASE, code, 0, 0, step, 0, -1, step, began_s, began_s, ended_s))
 
-    def operation(rank: int, code: Operation, of: int, nbytes: int, peer: int, step: int, a: float, b: float) -> None:
-        rows[rank].append((Kind.OPERATION, code, DTYPES.index("float32"), WORLD, of, nbytes, peer, step, a, a, b))
+    def operation(
+        rank: int, code: Operation, of: int, nbytes: int, peer: int, step: int, a: float, b: float
+    ) -> None:
+        rows[rank].append(
+            (Kind.OPERATION, code, DTYPES.index("float32"), WORLD, of, nbytes, peer, step, a, a, b)
+        )
 
     for step in range(1, plan.steps + 1):
         began = clock.copy()
-        factor = np.array([plan.slow.get(r, 1.0) if step >= plan.slow_from else 1.0 for r in range(plan.ranks)])
-        jitter = rng.normal(1.0, 0.015, plan.ranks).clip(0.95, 1.1) * (1.15 if rng.random() < 0.03 else 1.0)
+        factor = np.array(
+            [plan.slow.get(r, 1.0) if step >= plan.slow_from else 1.0 for r in range(plan.ranks)]
+        )
+        jitter = rng.normal(1.0, 0.015, plan.ranks).clip(0.95, 1.1) * (
+            1.15 if rng.random() < 0.03 else 1.0
+        )
         hung = plan.hang is not None and step == plan.hang[1]
         for rank in range(plan.ranks):
             wait_s = plan.step_s * 0.04 * rng.random()
@@ -58,7 +74,9 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
             clock[rank] += wait_s
             forward_s = plan.step_s * 0.28 * factor[rank] * jitter[rank]
             stuck = hung and plan.hang is not None and rank == plan.hang[0]
-            phase(rank, Phase.FORWARD, step, clock[rank], np.inf if stuck else clock[rank] + forward_s)
+            phase(
+                rank, Phase.FORWARD, step, clock[rank], np.inf if stuck else clock[rank] + forward_s
+            )
             clock[rank] = np.inf if stuck else clock[rank] + forward_s
         backward_began = clock.copy()
         for layer in range(LAYERS):
@@ -69,7 +87,9 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
             for rank in range(plan.ranks):
                 if np.isfinite(arrivals[rank]):
                     nbytes = 4 << 20 if layer else 1 << 16
-                    operation(rank, Operation.ALL_REDUCE, number, nbytes, -1, step, arrivals[rank], done_s)
+                    operation(
+                        rank, Operation.ALL_REDUCE, number, nbytes, -1, step, arrivals[rank], done_s
+                    )
             clock[:] = done_s
             if not np.isfinite(done_s):
                 break
@@ -85,10 +105,18 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
                 at = clock.copy()
                 for rank in range(plan.ranks):
                     peer = (rank + 1) % plan.ranks
-                    took_s = 0.001 + rng.random() * 2e-4 + (0.006 if (rank, peer) == plan.slow_link else 0)
+                    took_s = (
+                        0.001
+                        + rng.random() * 2e-4
+                        + (0.006 if (rank, peer) == plan.slow_link else 0)
+                    )
                     both = max(at[rank], at[peer])
-                    operation(rank, Operation.SEND, step, 1 << 18, peer, step, at[rank], both + took_s)
-                    operation(peer, Operation.RECEIVE, step, 1 << 18, rank, step, at[peer], both + took_s)
+                    operation(
+                        rank, Operation.SEND, step, 1 << 18, peer, step, at[rank], both + took_s
+                    )
+                    operation(
+                        peer, Operation.RECEIVE, step, 1 << 18, rank, step, at[peer], both + took_s
+                    )
                     clock[peer] = max(clock[peer], both + took_s)
         for rank in range(plan.ranks):
             phase(rank, Phase.STEP, step, began[rank], clock[rank])
@@ -143,7 +171,9 @@ class SampleReader:
         self.closed = True
 
 
-def verdict(rank: int, syndrome: Syndrome = Syndrome.NON_COMMUNICATION_HANG, since_s: float = 0.0) -> Verdict:
+def verdict(
+    rank: int, syndrome: Syndrome = Syndrome.NON_COMMUNICATION_HANG, since_s: float = 0.0
+) -> Verdict:
     return Verdict(
         Subject("rank", (rank,), "node-a"),
         syndrome,

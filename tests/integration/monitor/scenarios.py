@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import monitor
-from monitor.records import Measure
+from keepstep import monitor
+from keepstep.monitor.records import Measure
 
 
 def say(word: str) -> None:
@@ -61,7 +61,9 @@ def pairs(rank: int) -> None:
     assert received is not None
     received.wait()
     sent.wait()
-    work = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)])
+    work = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+    )
     for one in work:
         one.wait()
     unwaited = dist.isend(mine, other)
@@ -108,7 +110,11 @@ def fsdp(rank: int) -> None:
 
 def tensor_parallel(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     train(parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}))
@@ -118,14 +124,24 @@ def pipeline(rank: int) -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     stage = PipelineStage(nn.Linear(16, 16), rank, 2, torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).sum())
+    schedule = ScheduleGPipe(
+        stage, n_microbatches=4, loss_fn=lambda out, target: (out - target).sum()
+    )
     if rank == 0:
         schedule.step(torch.ones(8, 16))
     else:
         schedule.step(target=torch.ones(8, 16))
 
 
-PATHS: tuple[Callable[[int], None], ...] = (user_calls, pairs, subgroups, ddp, fsdp, tensor_parallel, pipeline)
+PATHS: tuple[Callable[[int], None], ...] = (
+    user_calls,
+    pairs,
+    subgroups,
+    ddp,
+    fsdp,
+    tensor_parallel,
+    pipeline,
+)
 
 
 def everything() -> None:
@@ -228,7 +244,9 @@ def loop() -> None:
     trained = nn.parallel.DistributedDataParallel(model())
     optimizer = torch.optim.AdamW(trained.parameters())
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    for batch in torch.utils.data.DataLoader(Saving(), batch_size=2, num_workers=1, multiprocessing_context="fork"):
+    for batch in torch.utils.data.DataLoader(
+        Saving(), batch_size=2, num_workers=1, multiprocessing_context="fork"
+    ):
         trained(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

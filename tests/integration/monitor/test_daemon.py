@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from monitor.daemon.access import bearer_token
-from monitor.daemon.contracts import Reading, Story
-from monitor.daemon.daemon import Parts
-from monitor.daemon.probes import NodeProbe
-from monitor.diagnosis.policy import ActionKind, Mode, Policy
-from monitor.errors import MonitorError, RuntimeUnreachable
+from keepstep.monitor.contracts import Reading, Story
+from keepstep.monitor.daemon.daemon import Parts
+from keepstep.monitor.diagnosis.policy import ActionKind, Mode, Policy
+from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
+from keepstep.monitor.node.probes import NodeProbe
+from keepstep.monitor.secret import bearer_token
 from tests.integration.monitor.parts import PLAN, Enforcer, Probe, Publisher, Says, Teller, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
@@ -27,7 +27,9 @@ from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, v
 def test_one_daemon_shows_ranks_steps_and_delays() -> None:
     async def check() -> None:
         reader = SampleReader(PLAN, time.monotonic() - 10)
-        async with running(settings(), Parts(Probe(), reader, Says(), teller=SampleTeller(time.time() - 100))) as url:
+        async with running(
+            settings(), Parts(Probe(), reader, Says(), teller=SampleTeller(time.time() - 100))
+        ) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [rank["rank"] for rank in told["ranks"]] == list(range(8))
             assert all(rank["step"] > 50 and rank["is_alive"] for rank in told["ranks"])
@@ -55,22 +57,36 @@ def test_one_daemon_shows_ranks_steps_and_delays() -> None:
 def test_late_rank_is_the_column_that_stands_out() -> None:
     async def check() -> None:
         plan = Plan(ranks=6, steps=100, step_s=0.1, slow={4: 1.6}, slow_link=(1, 2))
-        async with running(settings(), Parts(Probe(), SampleReader(plan, time.monotonic() - 10))) as url:
+        async with running(
+            settings(), Parts(Probe(), SampleReader(plan, time.monotonic() - 10))
+        ) as url:
             told = await (await get(url, "/v1/delays")).json()
             waits = [sum(row[j] or 0 for row in told["waiting"]) for j in range(6)]
             assert max(range(6), key=lambda j: waits[j]) == 4
-            cells = {(i, j): cell for i, row in enumerate(told["transfer"]) for j, cell in enumerate(row) if cell}
+            cells = {
+                (i, j): cell
+                for i, row in enumerate(told["transfer"])
+                for j, cell in enumerate(row)
+                if cell
+            }
             assert max(cells, key=lambda pair: cells[pair]) == (1, 2)
 
     asyncio.run(check())
 
 
-@pytest.mark.parametrize("path", ["/v1/summary", "/v1/overview", "/v1/heat", "/v1/stacks/0", "/metrics"])
+@pytest.mark.parametrize(
+    "path", ["/v1/summary", "/v1/overview", "/v1/heat", "/v1/stacks/0", "/metrics"]
+)
 def test_whoever_lacks_the_token_learns_nothing(path: str) -> None:
     async def check() -> None:
         async with running(settings(), Parts(Probe(), SampleReader(PLAN, time.monotonic()))) as url:
             assert (await get(url, path)).status == 200
-            for token in ("", "wrong", bearer_token(b"another secret"), bearer_token(SECRET, "doctor")):
+            for token in (
+                "",
+                "wrong",
+                bearer_token(b"another secret"),
+                bearer_token(SECRET, "doctor"),
+            ):
                 assert (await get(url, path, token)).status == 401
 
     asyncio.run(check())
@@ -95,7 +111,9 @@ def test_page_without_token_is_for_loopback_by_name_only() -> None:
     asyncio.run(check())
 
 
-def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_other(tmp_path: Path) -> None:
+def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_other(
+    tmp_path: Path,
+) -> None:
     async def check() -> None:
         enforcer, publisher, teller = Enforcer(), Publisher(), Teller(generation=1)
         says = Says(verdict(2, since_s=time.monotonic() - 4))
@@ -137,7 +155,11 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
             return super().story()
 
     def told(kind: ActionKind) -> list[str]:
-        return [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"{kind}:")]
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if record.getMessage().startswith(f"{kind}:")
+        ]
 
     async def check() -> None:
         enforcer, publisher, teller = Enforcer(), Publisher(), Away(generation=-1)
@@ -209,7 +231,10 @@ def test_a_dead_rank_of_a_later_generation_of_an_earlier_run_deafens_nobody() ->
         def read(self) -> list[Reading]:
             *others, last = super().read()
             records = replace(last.records, is_alive=False)
-            return [*(replace(one, generation=1) for one in others), replace(last, records=records, generation=3)]
+            return [
+                *(replace(one, generation=1) for one in others),
+                replace(last, records=records, generation=3),
+            ]
 
     async def check() -> None:
         enforcer, says = Enforcer(), Says(verdict(2, since_s=time.monotonic()))
@@ -242,12 +267,17 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
             await until(has_stacks)
         assert publisher.published == [says.verdicts]
         assert publisher.closed
-        async with running(kept, Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says)) as url:
+        async with running(
+            kept, Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says)
+        ) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [entry["number"] for entry in told["verdicts"]] == [1]
             assert time.time() - told["verdicts"][0]["since_s"] > 4
         lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-        assert [line["event_name"] for line in lines] == ["keepstep.verdict.opened", "keepstep.verdict.stacks"]
+        assert [line["event_name"] for line in lines] == [
+            "keepstep.verdict.opened",
+            "keepstep.verdict.stacks",
+        ]
         assert lines[0]["severity_text"] == "ERROR"
         assert lines[0]["attributes"]["keepstep.verdict.subject.ranks"] == [2]
         assert lines[0]["resource"]["keepstep.job"] == "run7"
@@ -261,7 +291,9 @@ def test_a_budget_that_is_spent_is_spent_over_a_restart_of_the_daemon_too(tmp_pa
     async def asked(rank: int) -> list[tuple[ActionKind, tuple[int, ...]]]:
         """Return what a daemon that finds this rank hanging asks for until it has concluded often enough."""
         enforcer, says = Enforcer(), Says(verdict(rank, since_s=time.monotonic() - 4))
-        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=rules, enforcer=enforcer)
+        parts = Parts(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=rules, enforcer=enforcer
+        )
         async with running(settings(state=tmp_path / "state.json"), parts):
 
             async def has_concluded() -> bool:
@@ -300,14 +332,18 @@ def test_parts_that_fail_blind_only_themselves() -> None:
 
             async def counted() -> bool:
                 told = await (await get(url, "/v1/overview")).json()
-                return told["faults"].get("diagnosis", 0) > 1 and told["faults"].get("story", 0) >= 1
+                return (
+                    told["faults"].get("diagnosis", 0) > 1 and told["faults"].get("story", 0) >= 1
+                )
 
             await until(counted)
         reader: Any = Failing()
         async with running(settings(), Parts(Probe(), reader, Says())) as url:
 
             async def read_failed() -> bool:
-                return (await (await get(url, "/v1/overview")).json())["faults"].get("reader", 0) > 1
+                return (await (await get(url, "/v1/overview")).json())["faults"].get(
+                    "reader", 0
+                ) > 1
 
             await until(read_failed)
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from elastic.store.ports import ReservedPort
-from monitor.errors import MonitorUnreachable, SecretDiffers
-from monitor.preflight.cli import show
-from monitor.preflight.doctor import Doctor, Outcome
-from monitor.preflight.judgement import Examination
-from monitor.preflight.meeting import Line, LinkResult
-from monitor.preflight.selftests import DiskResult, MatmulResult, is_product
+from keepstep.elastic.store.ports import ReservedPort
+from keepstep.monitor.cli.doctor import show
+from keepstep.monitor.errors import MonitorUnreachable, SecretDiffers
+from keepstep.monitor.preflight.doctor import Doctor, Outcome
+from keepstep.monitor.preflight.judgement import Examination
+from keepstep.monitor.preflight.link_probe import Line, LinkResult
+from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult, is_product
 
 ROOT = Path(__file__).parents[3]
 
@@ -42,13 +42,17 @@ def ports() -> Iterator[list[int]]:
 
 
 @contextmanager
-def doctor(name: str, listen: str, peers: list[str], secret: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def doctor(
+    name: str, listen: str, peers: list[str], secret: Path, *more: str
+) -> Iterator[subprocess.Popen[str]]:
     arguments = [argument for peer in peers for argument in ("--peer", peer)]
     command = [
-        sys.executable, "-m", "elastic.cli", "doctor", "--listen", listen, "--node", name, "--secret-file", str(secret),
+        sys.executable, "-P", "-m", "keepstep", "doctor", "--listen", listen, "--node", name, "--secret-file", str(secret),
         "--directory", str(secret.parent), "--json", *arguments, *more,
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
         try:
             yield process
         finally:
@@ -113,7 +117,9 @@ class Throttle:
             pass  # Either end is gone.
 
 
-def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path, ports: list[int]) -> None:
+def test_node_behind_a_bad_cable_is_named_by_every_doctor(
+    secret_file: Path, ports: list[int]
+) -> None:
     real, outside = ports[3], ports[4]
     # The last in order is measured by all others, so everything it sends and receives passes the throttle.
     addresses = [f"127.0.0.1:{port}" for port in (*ports[:3], outside)]
@@ -126,7 +132,9 @@ def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path, por
             ]
             processes.append(
                 running.enter_context(
-                    doctor("d", f"127.0.0.1:{real}", addresses, secret_file, "--address", addresses[3])
+                    doctor(
+                        "d", f"127.0.0.1:{real}", addresses, secret_file, "--address", addresses[3]
+                    )
                 )
             )
             results = [outcome(process) for process in processes]
@@ -141,11 +149,18 @@ def test_node_behind_a_bad_cable_is_named_by_every_doctor(secret_file: Path, por
     assert all(told["findings"] == results[0][1]["findings"] for _, told in results)
 
 
-def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: Path, ports: list[int]) -> None:
+def test_missing_node_and_stranger_are_named_and_the_others_go_on(
+    secret_file: Path, ports: list[int]
+) -> None:
     addresses = [f"127.0.0.1:{port}" for port in ports[:4]]
-    with Doctor("stranger", ("127.0.0.1", ports[2]), b"quite another secret", 20.0), ExitStack() as running:
+    with (
+        Doctor("stranger", ("127.0.0.1", ports[2]), b"quite another secret", 20.0),
+        ExitStack() as running,
+    ):
         processes = [
-            running.enter_context(doctor(name, addresses[place], addresses, secret_file, "--patience", "20"))
+            running.enter_context(
+                doctor(name, addresses[place], addresses, secret_file, "--patience", "20")
+            )
             for place, name in enumerate("ab")
         ]
         for process in processes:
@@ -157,7 +172,9 @@ def test_missing_node_and_stranger_are_named_and_the_others_go_on(secret_file: P
             assert sum(len(node["links"]) for node in told["nodes"]) == 1
 
 
-def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(secret_file: Path, ports: list[int]) -> None:
+def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(
+    secret_file: Path, ports: list[int]
+) -> None:
     addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
     with (
         socket.create_server(("127.0.0.1", ports[1])) as listener,
@@ -188,11 +205,25 @@ def test_table_fits_80_columns_and_tells_nodes_of_one_name_apart(
             link,
             {other: link},
         )
-        for address, other in (("10.0.0.11:8434", "10.0.0.12:8434"), ("10.0.0.12:8434", "10.0.0.11:8434"))
+        for address, other in (
+            ("10.0.0.11:8434", "10.0.0.12:8434"),
+            ("10.0.0.12:8434", "10.0.0.11:8434"),
+        )
     )
     show(Outcome(found, {}))
     text = capsys.readouterr().out
-    for heading in ("node", "memory", "products", "disk", "fsync", "loopback", "sends", "receives", "latency", "clock"):
+    for heading in (
+        "node",
+        "memory",
+        "products",
+        "disk",
+        "fsync",
+        "loopback",
+        "sends",
+        "receives",
+        "latency",
+        "clock",
+    ):
         assert re.search(rf"\b{heading}\b", text)
     assert "\u2026" not in text
     assert "2 nodes are called vm" in text
@@ -225,7 +256,10 @@ def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: lis
 )
 def test_refusal_is_one_line(arguments: list[str], says: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.cli", "doctor", *arguments], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-P", "-m", "keepstep", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.returncode == 1
     assert says in done.stderr

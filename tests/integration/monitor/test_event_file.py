@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from monitor.daemon.daemon import Parts
-from monitor.daemon.events import EventFile
-from monitor.daemon.verdict_log import Entry
-from monitor.diagnosis.policy import Policy
-from monitor.errors import MonitorError
+from keepstep.monitor.daemon.daemon import Parts
+from keepstep.monitor.diagnosis.policy import Policy
+from keepstep.monitor.errors import MonitorError
+from keepstep.monitor.views.events import EventFile
+from keepstep.monitor.watch.verdict_log import Entry
 from tests.integration.monitor.parts import PLAN, Probe, Says, settings
 from tests.integration.monitor.running import get, running, until
 from tests.integration.monitor.sample import SampleReader, verdict
@@ -25,16 +25,22 @@ def names(path: Path) -> list[str]:
     return [json.loads(line)["event_name"] for line in path.read_text().splitlines()]
 
 
-def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def check() -> None:
         says = Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=Policy(sustained_s=0.0))
+        parts = Parts(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=Policy(sustained_s=0.0)
+        )
         async with running(settings(events=Path("/dev/full")), parts) as url:
 
             async def has_tried_all() -> bool:
                 told = await (await get(url, "/v1/overview")).json()
                 # Its opening, what was done about it, and its stacks.
-                return told["faults"].get("event file", 0) >= 3 and bool(told["verdicts"][0]["stacks"])
+                return told["faults"].get("event file", 0) >= 3 and bool(
+                    told["verdicts"][0]["stacks"]
+                )
 
             await until(has_tried_all)
 
@@ -43,7 +49,9 @@ def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(caplog:
     assert "Traceback" not in caplog.text
 
 
-def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(tmp_path: Path) -> None:
+def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(
+    tmp_path: Path,
+) -> None:
     path, moved = tmp_path / "events.jsonl", tmp_path / "events.jsonl-20260101"
     events = EventFile(path, "run7", "node-a")
     events.opened(ENTRY)
@@ -68,7 +76,9 @@ def test_a_file_that_has_grown_to_its_limit_is_set_aside(tmp_path: Path) -> None
     assert names(path) == ["keepstep.verdict.closed"]
 
 
-def test_half_a_line_does_not_take_the_next_one_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_line_does_not_take_the_next_one_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "events.jsonl"
     events = EventFile(path, "run7", "node-a")
     real, left = os.write, [10]

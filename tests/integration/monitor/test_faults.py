@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monitor.daemon.assembly import assemble
-from monitor.daemon.daemon import Settings
+from keepstep.monitor.daemon.assembly import assemble
+from keepstep.monitor.daemon.daemon import Settings
 from tests.integration.monitor.jobs import DEADLINE_S, Job
 from tests.integration.monitor.running import SECRET, get, running, until
 
@@ -28,7 +28,9 @@ def verdicts(
 
             async def look() -> bool:
                 told = await (await get(url, "/v1/overview")).json()
-                found.update(f"{one['verdict']['syndrome']}: {one['subject']}" for one in told["verdicts"])
+                found.update(
+                    f"{one['verdict']['syndrome']}: {one['subject']}" for one in told["verdicts"]
+                )
                 return bool(found)
 
             async def sees_all() -> bool:
@@ -58,8 +60,12 @@ def test_stopped_rank_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert verdicts(tmp_path, monkeypatch, stop) == {"non-communication hang: rank 1 on here"}
 
 
-def test_rank_that_reduces_more_than_the_others_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert verdicts(tmp_path, monkeypatch, Job.proceed, PARTS="1") == {"mismatched collectives: rank 1 on here"}
+def test_rank_that_reduces_more_than_the_others_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdicts(tmp_path, monkeypatch, Job.proceed, PARTS="1") == {
+        "mismatched collectives: rank 1 on here"
+    }
 
 
 def test_rank_killed_between_or_in_steps_is_found_and_not_those_that_fail_for_it(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from monitor.daemon.cli import monitor
-from monitor.records import Operation
-from monitor.telemetry.flight_recorder import read_dumps
+from keepstep.monitor.cli.monitor import monitor
+from keepstep.monitor.records import Operation
+from keepstep.monitor.telemetry.flight_recorder import read_dumps
 
 CODE = """
 import os, sys, torch, torch.distributed as dist
@@ -81,7 +81,8 @@ def test_command_names_the_culprit_in_dumps_of_real_processes(
     environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     arguments = [str(world), str(tmp_path), fault]
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], env=environment) for rank in range(world)
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *arguments], env=environment)
+        for rank in range(world)
     ]
     try:
         assert [rank.wait(60) for rank in ranks] == [0] * world
@@ -95,7 +96,9 @@ def test_command_names_the_culprit_in_dumps_of_real_processes(
         assert sentence in done.output
     as_json = json.loads(analyze(str(tmp_path / "dumps"), "--json").stdout)
     assert as_json["ranks"] == list(range(world))
-    assert [event["event_name"] for event in as_json["verdicts"]] == ["keepstep.verdict.opened"] * status
+    assert [event["event_name"] for event in as_json["verdicts"]] == [
+        "keepstep.verdict.opened"
+    ] * status
     if fault == "absent":
         (event,) = as_json["verdicts"]
         assert event["attributes"]["keepstep.verdict.subject.ranks"] == [1]

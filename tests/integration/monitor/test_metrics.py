@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from monitor.daemon.daemon import Parts, Settings
-from monitor.daemon.node_series import GPU_SERIES, NODE_SERIES, metrics_from_json, metrics_to_json
-from monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
-from monitor.verdicts import Syndrome
+from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+from keepstep.monitor.node.node_series import (
+    GPU_SERIES,
+    NODE_SERIES,
+    metrics_from_json,
+    metrics_to_json,
+)
+from keepstep.monitor.verdicts import Syndrome
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
 from tests.integration.monitor.test_daemon import Says
@@ -73,7 +78,9 @@ def test_names_end_in_base_units_and_counters_in_total(scraped: str) -> None:
 
 
 def test_every_rank_and_verdict_is_there_once(scraped: str) -> None:
-    samples = [sample for family in text_string_to_metric_families(scraped) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(scraped) for sample in family.samples
+    ]
     keys = [(sample.name, tuple(sorted(sample.labels.items()))) for sample in samples]
     assert len(keys) == len(set(keys))
     by_name = {sample.name: sample for sample in samples}
@@ -94,7 +101,11 @@ def test_measures_survive_the_way_up_the_tree_and_every_series_names_a_field() -
 
 
 def test_rules_and_dashboard_ask_only_for_series_that_are_exported(scraped: str) -> None:
-    exported = {sample.name for family in text_string_to_metric_families(scraped) for sample in family.samples}
+    exported = {
+        sample.name
+        for family in text_string_to_metric_families(scraped)
+        for sample in family.samples
+    }
     # Without faults there is no series of them.
     exported |= {"keepstep_monitor_faults_total"}
     dashboard = json.loads((ROOT / "ops" / "grafana" / "keepstep.json").read_text())
@@ -118,11 +129,22 @@ def test_alerts_cover_every_syndrome(scraped: str) -> None:
 def test_promtool_finds_nothing_to_complain_of(scraped: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
-        pytest.skip("promtool is not installed (Debian: apt-get install prometheus); naming is checked above")
-    metrics = subprocess.run([promtool, "check", "metrics"], input=scraped, capture_output=True, text=True)
+        pytest.skip(
+            "promtool is not installed (Debian: apt-get install prometheus); naming is checked above"
+        )
+    metrics = subprocess.run(
+        [promtool, "check", "metrics"], input=scraped, capture_output=True, text=True
+    )
     assert (metrics.returncode, metrics.stdout + metrics.stderr) == (0, "")
     rules = subprocess.run(
-        [promtool, "check", "rules", "--lint=all", "--lint-fatal", str(PROMETHEUS / "keepstep-rules.yml")],
+        [
+            promtool,
+            "check",
+            "rules",
+            "--lint=all",
+            "--lint-fatal",
+            str(PROMETHEUS / "keepstep-rules.yml"),
+        ],
         capture_output=True,
         text=True,
     )

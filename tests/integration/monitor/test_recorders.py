@@ -9,12 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import keepstep_monitor
-from monitor.records import DTYPES, Ending, Flag, JobRecords, Kind, Measure, Operation, Phase
-from monitor.telemetry import attachment
-from monitor.telemetry.attachment import ATTACHED_VARIABLE, _is_anothers
-from monitor.telemetry.job_rings import JobRings
-from monitor.telemetry.ring import process_started
+from keepstep import autoload
+from keepstep.monitor.records import (
+    DTYPES,
+    Ending,
+    Flag,
+    JobRecords,
+    Kind,
+    Measure,
+    Operation,
+    Phase,
+)
+from keepstep.monitor.telemetry import attachment
+from keepstep.monitor.telemetry.attachment import ATTACHED_VARIABLE, _is_anothers
+from keepstep.monitor.telemetry.job_rings import JobRings
+from keepstep.monitor.telemetry.ring import process_started
 from tests.integration.monitor.jobs import Job, is_pair, names, operations
 from tests.integration.monitor.scenarios import PATHS
 
@@ -57,18 +66,24 @@ def test_everything_ended_after_it_was_called(everything: JobRecords) -> None:
 
 
 @pytest.mark.parametrize("path", ["user_calls", "subgroups", "ddp", "fsdp", "tensor_parallel"])
-def test_ranks_recorded_the_same_collectives_with_the_same_numbers(everything: JobRecords, path: str) -> None:
+def test_ranks_recorded_the_same_collectives_with_the_same_numbers(
+    everything: JobRecords, path: str
+) -> None:
     fields = ["communicator", "code", "number", "nbytes", "dtype"]
     sequences = []
     for rank in (0, 1):
         called = operations(everything.ranks[rank].records, PATH[path])
         shared = [c for c, group in everything.communicators.items() if len(group.ranks) == 2]
-        sequences.append(called[~is_pair(called) & np.isin(called["communicator"], shared)][fields].tolist())
+        sequences.append(
+            called[~is_pair(called) & np.isin(called["communicator"], shared)][fields].tolist()
+        )
     assert sequences[0] == sequences[1]
     assert sequences[0]
 
 
-def test_groups_are_known_by_the_same_identity_with_their_global_ranks(everything: JobRecords) -> None:
+def test_groups_are_known_by_the_same_identity_with_their_global_ranks(
+    everything: JobRecords,
+) -> None:
     told = {rank: operations(everything.ranks[rank].records, PATH["subgroups"]) for rank in (0, 1)}
     told = {rank: called[~is_pair(called)] for rank, called in told.items()}
     both, alone, again = told[0]["communicator"][-3:].tolist()
@@ -95,18 +110,25 @@ def test_receive_from_anybody_names_nobody(everything: JobRecords) -> None:
 
 
 @pytest.mark.parametrize("path", ["pairs", "pipeline"])
-def test_sends_and_receives_of_a_pair_bear_the_same_numbers(everything: JobRecords, path: str) -> None:
+def test_sends_and_receives_of_a_pair_bear_the_same_numbers(
+    everything: JobRecords, path: str
+) -> None:
     for source, target in ((0, 1), (1, 0)):
         sent = operations(everything.ranks[source].records, PATH[path])
         received = operations(everything.ranks[target].records, PATH[path])
-        sent, received = sent[sent["code"] == Operation.SEND], received[received["code"] == Operation.RECEIVE]
+        sent, received = (
+            sent[sent["code"] == Operation.SEND],
+            received[received["code"] == Operation.RECEIVE],
+        )
         assert len(sent) >= 4
         assert sent[["number", "nbytes"]].tolist() == received[["number", "nbytes"]].tolist()
         assert (sent["peer"] == target).all()
         assert (received["peer"] == source).all()
 
 
-def test_send_that_nobody_waited_for_has_an_end_that_is_known_to_be_no_observation(everything: JobRecords) -> None:
+def test_send_that_nobody_waited_for_has_an_end_that_is_known_to_be_no_observation(
+    everything: JobRecords,
+) -> None:
     for one in everything.ranks.values():
         called = operations(one.records, PATH["pairs"])
         unobserved = called[(called["flags"] & Flag.UNOBSERVED) != 0]
@@ -123,7 +145,9 @@ def test_send_that_nobody_waited_for_has_an_end_that_is_known_to_be_no_observati
         ("pipeline", {"SEND", "RECEIVE"}),
     ],
 )
-def test_operations_that_pytorch_calls_itself_are_seen(everything: JobRecords, path: str, expected: set[str]) -> None:
+def test_operations_that_pytorch_calls_itself_are_seen(
+    everything: JobRecords, path: str, expected: set[str]
+) -> None:
     for one in everything.ranks.values():
         assert expected <= set(names(operations(one.records, PATH[path])))
 
@@ -139,7 +163,9 @@ def test_hung_stopped_and_killed_ranks_still_tell_where_they_are(tmp_path: Path)
     receiving = (Operation.RECEIVE, 1)
     with Job(tmp_path, "hang", 4) as job:
         job.expect("ready")
-        told = job.read_until(lambda told: all(waiting in unended(told, rank) for rank in (0, 2, 3)))
+        told = job.read_until(
+            lambda told: all(waiting in unended(told, rank) for rank in (0, 2, 3))
+        )
         assert unended(told, 0) == [receiving, waiting]
         assert unended(told, 1) == []
         assert operations(told.ranks[1].records)["number"].tolist() == [1, 2, 3, 4, 5]
@@ -220,7 +246,9 @@ def entry_point(directory: Path) -> Path:
     about = directory / "keepstep_test-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: keepstep-test\nVersion: 0\n")
-    (about / "entry_points.txt").write_text("[torch.backends]\nmonitor_test = keepstep_monitor:attach_if_asked\n")
+    (about / "entry_points.txt").write_text(
+        "[torch.backends]\nmonitor_test = keepstep.autoload:attach_if_asked\n"
+    )
     return directory
 
 
@@ -229,7 +257,7 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
     root = str(Path(__file__).parents[3])
     (tmp_path / "site").mkdir()
     path = os.pathsep.join([str(entry_point(tmp_path / "site")), root])
-    prefix = ("-m", "monitor.run") if way == "run" else ()
+    prefix = ("-m", "keepstep.monitor.run") if way == "run" else ()
     switch = {"KEEPSTEP_MONITOR": "1"} if way == "environment" else {}
     with Job(tmp_path / "rings", "loop", 1, *prefix, PYTHONPATH=path, **switch) as job:
         job.expect("done")
@@ -251,7 +279,13 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
     for step in (1, 2, 3):
         mine = marks[marks["step"] == step]
         mine = mine[mine["code"] != Phase.GARBAGE_COLLECTION]
-        assert mine["code"].tolist() == [Phase.STEP, Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+        assert mine["code"].tolist() == [
+            Phase.STEP,
+            Phase.DATA_WAIT,
+            Phase.FORWARD,
+            Phase.BACKWARD,
+            Phase.OPTIMIZER,
+        ]
         whole, parts = mine[0], mine[1:]
         assert parts["enqueued_s"][0] >= whole["enqueued_s"]
         assert (parts["enqueued_s"][1:] >= parts["ended_s"][:-1]).all()
@@ -262,7 +296,9 @@ def test_loop_that_knows_nothing_is_recorded_with_its_phases(tmp_path: Path, way
     assert Phase.GARBAGE_COLLECTION in marks["code"]
 
 
-def run_python(code: str, cwd: Path, site: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, cwd: Path, site: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     site.mkdir()
     inherited = {name: value for name, value in os.environ.items() if name != "RANK"}
     path = os.pathsep.join([str(entry_point(site)), str(Path(__file__).parents[3])])
@@ -273,7 +309,7 @@ def run_python(code: str, cwd: Path, site: Path, **environment: str) -> subproce
 
 
 def test_process_that_is_no_worker_is_not_attached(tmp_path: Path) -> None:
-    code = "import torch, monitor.telemetry.attachment; assert monitor.telemetry.attachment.current() is None"
+    code = "import torch, keepstep.monitor.telemetry.attachment; assert keepstep.monitor.telemetry.attachment.current() is None"
     run_python(code, tmp_path, tmp_path / "site", KEEPSTEP_MONITOR_DIR=str(tmp_path / "rings"))
     assert not (tmp_path / "rings").exists()
 
@@ -301,8 +337,16 @@ def test_workers_are_recorded_and_not_what_launches_them(tmp_path: Path, way: st
     """Slurm's variables are torchrun's agent's; who spawns processes has no rank, and PyTorch is imported before they have theirs."""
     (tmp_path / "site").mkdir()
     (tmp_path / "join.py").write_text(JOIN)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if way == "torchrun" else []
-    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4711"} if way == "torchrun" else {}
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        if way == "torchrun"
+        else []
+    )
+    slurm = (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_JOB_ID": "4711"}
+        if way == "torchrun"
+        else {}
+    )
     subprocess.run(
         [sys.executable, *launcher, "join.py", way, str(tmp_path / "store")],
         env={
@@ -326,7 +370,9 @@ def test_rank_is_anothers_only_while_that_one_lives() -> None:
     assert _is_anothers({ATTACHED_VARIABLE: f"3 {parent} {process_started(parent)}"}, 3)
     assert not _is_anothers({ATTACHED_VARIABLE: f"3 {parent} {process_started(parent)}"}, 4)
     assert not _is_anothers({ATTACHED_VARIABLE: f"3 {parent} 1"}, 3)
-    assert not _is_anothers({ATTACHED_VARIABLE: f"3 {os.getpid()} {process_started(os.getpid())}"}, 3)
+    assert not _is_anothers(
+        {ATTACHED_VARIABLE: f"3 {os.getpid()} {process_started(os.getpid())}"}, 3
+    )
     assert not _is_anothers({}, 3)
 
 
@@ -348,13 +394,15 @@ def test_switch_is_understood_or_complained_about(
     asked: list[str] = []
     monkeypatch.setattr(attachment, "attach_at_initialization", lambda: asked.append("asked"))
     monkeypatch.setenv("KEEPSTEP_MONITOR", told)
-    keepstep_monitor.attach_if_asked()
+    autoload.attach_if_asked()
     said = asked + [record.getMessage() for record in caplog.records]
     assert [outcome in one for one in said] == [True] * bool(outcome)
 
 
 def test_users_own_module_of_our_name_does_not_break_pytorch(tmp_path: Path) -> None:
     (tmp_path / "monitor.py").write_text("")
-    done = run_python("import torch; print(torch.ones(2).sum().item())", tmp_path, tmp_path / "site", RANK="0")
+    done = run_python(
+        "import torch; print(torch.ones(2).sum().item())", tmp_path, tmp_path / "site", RANK="0"
+    )
     assert done.stdout == "2.0\n"
     assert "this worker is not recorded" in done.stderr

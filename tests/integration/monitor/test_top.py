@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from monitor.daemon.access import bearer_token
-from monitor.daemon.daemon import Parts, Settings
-from monitor.daemon.pages import overview
-from monitor.daemon.top import address_and_token, render, show, strip
-from monitor.daemon.watch import Watch
+from keepstep.monitor.cli.top import address_and_token, render, show, strip
+from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.secret import bearer_token
+from keepstep.monitor.views.pages import overview
+from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
@@ -34,7 +34,10 @@ def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
     async def ask() -> str:
         plan = Plan(ranks=4, steps=60, step_s=0.2, hang=(2, 41))
         parts = Parts(
-            Probe(), SampleReader(plan, time.monotonic() - 20), Says(verdict(2)), teller=SampleTeller(time.time() - 200)
+            Probe(),
+            SampleReader(plan, time.monotonic() - 20),
+            Says(verdict(2)),
+            teller=SampleTeller(time.time() - 200),
         )
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
             told: dict[str, Any] = {}
@@ -59,10 +62,14 @@ def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
     assert re.search(r"2 +node-a +41 .*forward", text)
 
 
-def test_where_no_rank_is_heard_of_that_is_said_and_which_jobs_are_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_no_rank_is_heard_of_that_is_said_and_which_jobs_are_here(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def ask() -> str:
         reader = SampleReader(Plan(ranks=2), time.monotonic(), ranks=[])
-        async with running(settings(), Parts(Probe(), reader, Says(), recorded=lambda: ("run6", "run8"))) as url:
+        async with running(
+            settings(), Parts(Probe(), reader, Says(), recorded=lambda: ("run6", "run8"))
+        ) as url:
             told = await (await get(url, "/v1/overview")).json()
             heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
             console = Console(width=100, record=True, file=io.StringIO())
@@ -83,11 +90,13 @@ def test_top_once_prints_and_without_a_daemon_says_so() -> None:
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
             # What `keepstep monitor` prints.
             address, token = address_and_token(f"{url}/#token={bearer_token(SECRET)}")
-            await asyncio.get_running_loop().run_in_executor(None, lambda: show(address, token, once=True))
+            await asyncio.get_running_loop().run_in_executor(
+                None, lambda: show(address, token, once=True)
+            )
 
     asyncio.run(ask())
     done = subprocess.run(
-        [sys.executable, "-m", "elastic.cli", "top", "--once", "--url", "http://127.0.0.1:9"],
+        [sys.executable, "-P", "-m", "keepstep", "top", "--once", "--url", "http://127.0.0.1:9"],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from monitor.daemon.access import bearer_token
-from monitor.daemon.assembly import diagnose
-from monitor.daemon.clocks import Clock, encode_clocks
-from monitor.daemon.daemon import Parts, Settings
-from monitor.daemon.watch import Watch
-from monitor.records import Phase
-from monitor.telemetry.clocks import align
-from monitor.verdicts import Syndrome
+from keepstep.monitor.daemon.assembly import diagnose
+from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.records import Phase
+from keepstep.monitor.secret import bearer_token
+from keepstep.monitor.telemetry.clocks import align
+from keepstep.monitor.tree.node_clocks import Clock, encode_clocks
+from keepstep.monitor.verdicts import Syndrome
+from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import PLAN, Probe, Says, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, verdict
@@ -33,12 +33,20 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
         begin_s = time.monotonic() - 5
         says = Says(verdict(5))
         async with (
-            running(settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2]))) as n0,
-            running(settings("n1"), Parts(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))) as n1,
-            running(settings("n2"), Parts(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7]))) as n2,
+            running(
+                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2]))
+            ) as n0,
+            running(
+                settings("n1"), Parts(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))
+            ) as n1,
+            running(
+                settings("n2"), Parts(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7]))
+            ) as n2,
             running(settings("rack0"), Parts(Probe(), children=lambda: (n0, n1))) as rack0,
             running(settings("rack1"), Parts(Probe(), children=lambda: (n2,))) as rack1,
-            running(settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (rack0, rack1))) as root,
+            running(
+                settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (rack0, rack1))
+            ) as root,
         ):
 
             async def complete() -> bool:
@@ -66,23 +74,39 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
     ("plan", "syndrome", "rank"),
     [
         (Plan(ranks=6, steps=200, step_s=0.1, hang=(3, 60)), Syndrome.NON_COMMUNICATION_HANG, 3),
-        (Plan(ranks=6, steps=200, step_s=0.1, slow={4: 1.8}, slow_from=60), Syndrome.NON_COMMUNICATION_SLOW, 4),
+        (
+            Plan(ranks=6, steps=200, step_s=0.1, slow={4: 1.8}, slow_from=60),
+            Syndrome.NON_COMMUNICATION_SLOW,
+            4,
+        ),
     ],
 )
-def test_root_names_the_rank_from_digests_of_digests(plan: Plan, syndrome: Syndrome, rank: int) -> None:
+def test_root_names_the_rank_from_digests_of_digests(
+    plan: Plan, syndrome: Syndrome, rank: int
+) -> None:
     async def check() -> None:
         begin_s = time.monotonic() - 2
         async with (
-            running(settings("n0"), Parts(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))) as n0,
-            running(settings("n1"), Parts(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))) as n1,
-            running(settings("n2"), Parts(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))) as n2,
+            running(
+                settings("n0"), Parts(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))
+            ) as n0,
+            running(
+                settings("n1"), Parts(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))
+            ) as n1,
+            running(
+                settings("n2"), Parts(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))
+            ) as n2,
             running(settings("rack"), Parts(Probe(), children=lambda: (n0, n1))) as rack,
-            running(settings("root"), Parts(Probe(), diagnosis=diagnose, children=lambda: (rack, n2))) as root,
+            running(
+                settings("root"), Parts(Probe(), diagnosis=diagnose, children=lambda: (rack, n2))
+            ) as root,
         ):
 
             async def named() -> bool:
                 told = (await (await get(root, "/v1/overview")).json())["verdicts"]
-                assert not [one for one in told if one["verdict"]["subject"]["ranks"] != [rank]], told
+                assert not [one for one in told if one["verdict"]["subject"]["ranks"] != [rank]], (
+                    told
+                )
                 return [one["verdict"]["syndrome"] for one in told] == [syndrome]
 
             await until(named, timeout_s=40)
@@ -93,15 +117,21 @@ def test_root_names_the_rank_from_digests_of_digests(plan: Plan, syndrome: Syndr
 def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
     class Dead(SampleReader):
         def read(self) -> Any:
-            return [replace(one, records=replace(one.records, is_alive=False)) for one in super().read()]
+            return [
+                replace(one, records=replace(one.records, is_alive=False)) for one in super().read()
+            ]
 
     async def check() -> None:
         begin_s = time.monotonic() - 5
         says = Says()
         async with (
             running(settings("old"), Parts(Probe(), Dead(PLAN, begin_s, "old", [0, 1]))) as old,
-            running(settings("new"), Parts(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2]))) as new,
-            running(settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (old, new))) as root,
+            running(
+                settings("new"), Parts(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2]))
+            ) as new,
+            running(
+                settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (old, new))
+            ) as root,
         ):
 
             async def settled() -> bool:
@@ -118,7 +148,10 @@ def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
 
             await until(told_more)
             assert await settled()
-            alive = [{int(row["rank"]): bool(row["alive"]) for row in told.ranks} for told in says.told[count + 2 :]]
+            alive = [
+                {int(row["rank"]): bool(row["alive"]) for row in told.ranks}
+                for told in says.told[count + 2 :]
+            ]
             assert all(rows.get(1, True) for rows in alive)
 
     asyncio.run(check())
@@ -143,7 +176,9 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhe
 
     now_s = time.monotonic()
     whole = Plan(ranks=4, steps=400, step_s=0.1)
-    old = [Launched(whole, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))]
+    old = [
+        Launched(whole, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))
+    ]
     new = Launched(Plan(ranks=2, steps=400, step_s=0.1), now_s - 5, "a", [0, 1])
     below = {one.node: Watch(one.node, one, Probe(), None) for one in old}
     root = Watch("root", None, Probe(), diagnose)
@@ -181,9 +216,14 @@ def test_daemon_that_reads_what_its_child_reads_says_so() -> None:
     async def check() -> None:
         begin_s = time.monotonic() - 5
         async with (
-            running(settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))) as n0,
             running(
-                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0]), Says(), children=lambda: (n0,))
+                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))
+            ) as n0,
+            running(
+                settings("n0"),
+                Parts(
+                    Probe(), SampleReader(PLAN, begin_s, "n0", [0]), Says(), children=lambda: (n0,)
+                ),
             ) as root,
         ):
 
@@ -201,19 +241,28 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
         reader = SampleReader(PLAN, time.monotonic() - 5, "n0", [0, 1])
         other = Settings("run8", "n1", b"another secret", read_every_s=0.05)
         urls: list[str] = []
-        async with running(settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: tuple(urls))) as root:
-            async with running(settings("n0"), Parts(Probe(), reader)) as n0, running(other, Parts(Probe())) as n1:
+        async with running(
+            settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: tuple(urls))
+        ) as root:
+            async with (
+                running(settings("n0"), Parts(Probe(), reader)) as n0,
+                running(other, Parts(Probe())) as n1,
+            ):
                 urls += [n0, n1]
 
                 async def heard() -> bool:
                     told = await (await get(root, "/v1/overview")).json()
-                    return told["ranks_total"] == 2 and "refused our token" in told["missing"].get(n1, "")
+                    return told["ranks_total"] == 2 and "refused our token" in told["missing"].get(
+                        n1, ""
+                    )
 
                 await until(heard)
 
             async def missed() -> bool:
                 told = await (await get(root, "/v1/overview")).json()
-                return "no monitor answers" in told["missing"].get(n0, "") and told["ranks_total"] == 2
+                return (
+                    "no monitor answers" in told["missing"].get(n0, "") and told["ranks_total"] == 2
+                )
 
             await until(missed)
 
@@ -221,16 +270,16 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
 
 
 def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
-    program = (
-        "import time\ndef waits_for_nobody():\n    print('ready', flush=True)\n    time.sleep(1000)\nwaits_for_nobody()"
-    )
+    program = "import time\ndef waits_for_nobody():\n    print('ready', flush=True)\n    time.sleep(1000)\nwaits_for_nobody()"
 
     async def check(pid: int) -> None:
         reader = SampleReader(PLAN, time.monotonic() - 2, "n0", [0], pids={0: pid})
         async with (
             running(settings("n0"), Parts(Probe(), reader)) as n0,
             running(settings("rack"), Parts(Probe(), children=lambda: (n0,))) as rack,
-            running(settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: (rack,))) as root,
+            running(
+                settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: (rack,))
+            ) as root,
         ):
 
             async def known() -> bool:
@@ -240,7 +289,10 @@ def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
             told = await (await get(root, "/v1/stacks/0")).json()
             frames = [frame for thread in told["threads"] for frame in thread["frames"]]
             assert any("waits_for_nobody" in frame for frame in frames)
-            assert "no daemon below knows rank 9" in (await (await get(root, "/v1/stacks/9")).json())["error"]
+            assert (
+                "no daemon below knows rank 9"
+                in (await (await get(root, "/v1/stacks/9")).json())["error"]
+            )
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         try:
@@ -256,7 +308,13 @@ def test_digests_are_made_in_the_jobs_time_however_nodes_clocks_differ(levels: i
     ahead_s = {"n0": 500.0, "n1": -2000.0}
 
     def reader(node: str, rank: int) -> SampleReader:
-        return SampleReader(PLAN, begin_s + ahead_s[node], node, [rank], clock=lambda: time.monotonic() + ahead_s[node])
+        return SampleReader(
+            PLAN,
+            begin_s + ahead_s[node],
+            node,
+            [rank],
+            clock=lambda: time.monotonic() + ahead_s[node],
+        )
 
     begin_s = time.monotonic() - 5
 
@@ -302,7 +360,10 @@ def test_root_outlives_a_child_that_is_something_else() -> None:
             below = (f"http://127.0.0.1:{port}",)
             reader = SampleReader(PLAN, time.monotonic() - 5, "root", [0])
             async with (
-                running(settings("n1"), Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5, "n1", [1]))) as other,
+                running(
+                    settings("n1"),
+                    Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5, "n1", [1])),
+                ) as other,
                 running(
                     settings("root", align_every_s=0.1),
                     Parts(Probe(), reader, Says(), align, children=lambda: (*below, other)),
@@ -326,7 +387,10 @@ def test_root_outlives_a_child_that_is_something_else() -> None:
 def test_clocks_that_are_none_are_refused_and_pages_without_token_may_not_set_them() -> None:
     async def post(url: str, body: bytes, token: str) -> int:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        async with aiohttp.ClientSession() as session, session.post(url, data=body, headers=headers) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(url, data=body, headers=headers) as answer,
+        ):
             return answer.status
 
     async def check() -> None:

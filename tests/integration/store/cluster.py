@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from elastic.store.embedded import binary
-from elastic.store.ports import ReservedPort
+from keepstep.elastic.store.embedded import binary
+from keepstep.elastic.store.ports import ReservedPort
 
 _START_S = 60.0
 
@@ -42,7 +42,10 @@ class EtcdCluster:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for member in list(self._processes):
             self.kill(member)
@@ -55,7 +58,7 @@ class EtcdCluster:
         with (self._directory / f"{member}.log").open("ab") as log:
             self._processes[member] = subprocess.Popen(
                 [
-                    sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(), "--name", f"m{member}",
+                    sys.executable, "-P", "-m", "keepstep.processes", str(os.getpid()), binary(), "--name", f"m{member}",
                     "--data-dir", str(self._directory / str(member)), "--log-level", "error", "--unsafe-no-fsync",
                     "--listen-client-urls", client, "--advertise-client-urls", client,
                     "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
@@ -75,9 +78,13 @@ class EtcdCluster:
         deadline_s = time.monotonic() + _START_S
         while time.monotonic() < deadline_s:
             try:
-                with urllib.request.urlopen(f"http://{self.clients[member]}/health", timeout=5) as answer:
+                with urllib.request.urlopen(
+                    f"http://{self.clients[member]}/health", timeout=5
+                ) as answer:
                     if b'"health":"true"' in answer.read():
                         return
             except OSError:
-                assert self._processes[member].poll() is None, (self._directory / f"{member}.log").read_text()
+                assert self._processes[member].poll() is None, (
+                    self._directory / f"{member}.log"
+                ).read_text()
         raise AssertionError(f"member {member} does not serve")

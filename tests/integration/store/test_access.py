@@ -12,13 +12,13 @@ import grpc.aio
 import pytest
 import trustme
 
-from elastic.errors import StoreUnavailable, UsageError
-from elastic.store.address import Address, parse_address
-from elastic.store.contract import Put, Reset
-from elastic.store.credentials import Credentials
-from elastic.store.embedded import EmbeddedEtcd, binary
-from elastic.store.etcd import EtcdStore
-from elastic.store.ports import ReservedPort
+from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.store.address import Address, parse_address
+from keepstep.elastic.store.contract import Put, Reset
+from keepstep.elastic.store.credentials import Credentials
+from keepstep.elastic.store.embedded import EmbeddedEtcd, binary
+from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.ports import ReservedPort
 
 PASSWORD = "between us"
 
@@ -30,13 +30,16 @@ class Served:
         self._directory = directory
         authority = trustme.CA()
         authority.cert_pem.write_to_path(directory / "ca.pem")
-        for name, issued in (("server", authority.issue_cert("127.0.0.1")), ("client", authority.issue_cert("agent"))):
+        for name, issued in (
+            ("server", authority.issue_cert("127.0.0.1")),
+            ("client", authority.issue_cert("agent")),
+        ):
             issued.cert_chain_pems[0].write_to_path(directory / f"{name}.pem")
             issued.private_key_pem.write_to_path(directory / f"{name}.key")
         self._ports = (ReservedPort(), ReservedPort())
         self.port, peer = (port.number for port in self._ports)
         self._command = [
-            sys.executable, "-m", "elastic.store.tied", str(os.getpid()), binary(),
+            sys.executable, "-P", "-m", "keepstep.processes", str(os.getpid()), binary(),
             "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
             "--cert-file", str(directory / "server.pem"), "--key-file", str(directory / "server.key"),
             "--client-cert-auth", "--trusted-ca-file", str(directory / "ca.pem"),
@@ -89,15 +92,21 @@ async def enable_users(endpoint: str) -> None:
         await auth.RoleAdd(rpc_pb2.AuthRoleAddRequest(name="job"))
         for prefix in (b"/t/", b"/keepstep/"):
             allowed = auth_pb2.Permission(
-                permType=auth_pb2.Permission.READWRITE, key=prefix, range_end=prefix[:-1] + bytes([prefix[-1] + 1])
+                permType=auth_pb2.Permission.READWRITE,
+                key=prefix,
+                range_end=prefix[:-1] + bytes([prefix[-1] + 1]),
             )
-            await auth.RoleGrantPermission(rpc_pb2.AuthRoleGrantPermissionRequest(name="job", perm=allowed))
+            await auth.RoleGrantPermission(
+                rpc_pb2.AuthRoleGrantPermissionRequest(name="job", perm=allowed)
+            )
         await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="agent", password=PASSWORD))
         await auth.UserGrantRole(rpc_pb2.AuthUserGrantRoleRequest(user="agent", role="job"))
         await auth.AuthEnable(rpc_pb2.AuthEnableRequest())
 
 
-def test_encrypted_coordinator_is_joined_with_a_certificate_and_by_nobody_else(served: Served) -> None:
+def test_encrypted_coordinator_is_joined_with_a_certificate_and_by_nobody_else(
+    served: Served,
+) -> None:
     async def scenario() -> None:
         whole = Credentials.of(served.environment("CACERT", "CERT", "KEY"))
         store = await EtcdStore.connect(served.address, deadline_s=30.0, credentials=whole)
@@ -111,7 +120,9 @@ def test_encrypted_coordinator_is_joined_with_a_certificate_and_by_nobody_else(s
     asyncio.run(scenario())
 
 
-def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(etcd_server: EmbeddedEtcd) -> None:
+def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(
+    etcd_server: EmbeddedEtcd,
+) -> None:
     address = parse_address(etcd_server.url)
 
     async def scenario() -> None:
@@ -158,7 +169,9 @@ def test_member_that_wants_a_token_and_gives_none_is_passed_over(etcd_server: Em
                 asked.append(details.method.rpartition("/")[2])
                 if asked[-1] == "Authenticate":
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
-                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token")
+                await context.abort(
+                    grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token"
+                )
                 return b""
 
             return grpc.unary_unary_rpc_method_handler(answer)
@@ -187,15 +200,21 @@ async def change_users(endpoint: str) -> None:
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
         auth = AuthStub(channel)
-        token = (await auth.Authenticate(rpc_pb2.AuthenticateRequest(name="root", password="root"))).token
-        await auth.UserAdd(rpc_pb2.AuthUserAddRequest(name="new", password="new"), metadata=(("token", token),))
+        token = (
+            await auth.Authenticate(rpc_pb2.AuthenticateRequest(name="root", password="root"))
+        ).token
+        await auth.UserAdd(
+            rpc_pb2.AuthUserAddRequest(name="new", password="new"), metadata=(("token", token),)
+        )
 
 
 def test_credentials_are_what_etcdctl_reads_and_are_not_shown(tmp_path: Path) -> None:
     found = Credentials.of({"ETCDCTL_USER": f"agent:{PASSWORD}"})
     assert (found.user, found.password) == ("agent", PASSWORD)
     assert PASSWORD not in repr(found)
-    assert Credentials.of({"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}).password == PASSWORD
+    assert (
+        Credentials.of({"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}).password == PASSWORD
+    )
     assert Credentials.of({}) == Credentials()
     with pytest.raises(UsageError, match=r"ETCDCTL_CACERT=.*no\.pem: No such file"):
         Credentials.of({"ETCDCTL_CACERT": str(tmp_path / "no.pem")})

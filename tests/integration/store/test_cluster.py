@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from elastic.errors import StoreUnavailable
-from elastic.store.address import Address
-from elastic.store.contract import Change, Created, Put, Reset, Store
-from elastic.store.etcd import EtcdStore
+from keepstep.elastic.errors import StoreUnavailable
+from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.contract import Change, Created, Put, Reset, Store
+from keepstep.elastic.store.etcd import EtcdStore
 from tests.integration.store.cluster import EtcdCluster
 
 DEADLINE_S = 60.0
@@ -41,14 +41,18 @@ async def put_surely(store: Store, number: int) -> None:
     """Put a key once, whatever becomes of the first tries."""
     while True:
         try:
-            await store.commit((Created(f"/t/{number:03}", 0),), (Put(f"/t/{number:03}", b"%d" % number),))
+            await store.commit(
+                (Created(f"/t/{number:03}", 0),), (Put(f"/t/{number:03}", b"%d" % number),)
+            )
             return
         except StoreUnavailable:
             continue
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_watch_goes_on_without_gap_or_repeat_when_its_member_is_killed(members: EtcdCluster, lost: int) -> None:
+def test_watch_goes_on_without_gap_or_repeat_when_its_member_is_killed(
+    members: EtcdCluster, lost: int
+) -> None:
     async def scenario() -> None:
         async with (
             connected(beginning_with(members, lost)) as watcher,
@@ -94,7 +98,9 @@ def test_lease_outlives_the_member_that_granted_it(members: EtcdCluster) -> None
     asyncio.run(scenario())
 
 
-def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(members: EtcdCluster) -> None:
+def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(
+    members: EtcdCluster,
+) -> None:
     async def scenario() -> None:
         async with (
             connected(beginning_with(members, 2)) as watcher,
@@ -132,4 +138,6 @@ async def compact(endpoint: str, revision: int) -> None:
     from etcd3.etcdrpc import KVStub, rpc_pb2
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
-        await KVStub(channel).Compact(rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=10)
+        await KVStub(channel).Compact(
+            rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=10
+        )

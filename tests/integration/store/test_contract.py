@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
-from elastic.errors import LeaseLost, StoreUnavailable, UsageError
-from elastic.store.address import parse_address
-from elastic.store.contract import Change, Created, Delete, Modified, Put, Reset, Store
-from elastic.store.embedded import EmbeddedEtcd
-from elastic.store.etcd import EtcdStore
-from elastic.store.memory import MemoryStore
+from keepstep.elastic.errors import LeaseLost, StoreUnavailable, UsageError
+from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.contract import Change, Created, Delete, Modified, Put, Reset, Store
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.memory import MemoryStore
 
 Scenario = Callable[[Store], Awaitable[None]]
 
@@ -44,12 +44,17 @@ def play(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
 def test_what_is_put_is_read_in_the_order_of_keys(play: Callable[[Scenario], None]) -> None:
     async def scenario(store: Store) -> None:
         await store.commit((), (Put("/t/b", b"2"), Put("/t/a", b"1"), Put("/u", b"3")))
-        assert [(item.key, item.value) for item in (await store.read("/t/")).items] == [("/t/a", b"1"), ("/t/b", b"2")]
+        assert [(item.key, item.value) for item in (await store.read("/t/")).items] == [
+            ("/t/a", b"1"),
+            ("/t/b", b"2"),
+        ]
 
     play(scenario)
 
 
-def test_transaction_with_one_false_condition_changes_nothing(play: Callable[[Scenario], None]) -> None:
+def test_transaction_with_one_false_condition_changes_nothing(
+    play: Callable[[Scenario], None],
+) -> None:
     async def scenario(store: Store) -> None:
         first = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"1"),))
         assert first.succeeded
@@ -65,7 +70,9 @@ def test_transaction_with_one_false_condition_changes_nothing(play: Callable[[Sc
     play(scenario)
 
 
-def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(play: Callable[[Scenario], None]) -> None:
+def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(
+    play: Callable[[Scenario], None],
+) -> None:
     async def scenario(store: Store) -> None:
         lease = await store.grant(30.0)
         assert await store.renew(lease) == 30.0
@@ -79,12 +86,16 @@ def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(play: C
     play(scenario)
 
 
-def test_watch_delivers_every_revision_once_and_in_order_whole(play: Callable[[Scenario], None]) -> None:
+def test_watch_delivers_every_revision_once_and_in_order_whole(
+    play: Callable[[Scenario], None],
+) -> None:
     async def scenario(store: Store) -> None:
         await store.commit((), (Put("/t/before", b""),))
         after = (await store.read("/t/")).revision
         for number in range(20):
-            await store.commit((), (Put("/t/a", b"%d" % number), Put("/t/b", b""), Put("/other", b"")))
+            await store.commit(
+                (), (Put("/t/a", b"%d" % number), Put("/t/b", b""), Put("/other", b""))
+            )
         await store.commit((), (Delete("/t/", prefix=True),))
         seen: list[tuple[Change, ...]] = []
         changes = store.watch("/t/", after)
@@ -92,7 +103,12 @@ def test_watch_delivers_every_revision_once_and_in_order_whole(play: Callable[[S
             batch = await anext(aiter(changes))
             assert not isinstance(batch, Reset)
             seen.append(batch)
-        values = [change.value.value for batch in seen for change in batch if change.key == "/t/a" and change.value]
+        values = [
+            change.value.value
+            for batch in seen
+            for change in batch
+            if change.key == "/t/a" and change.value
+        ]
         assert values == [b"%d" % number for number in range(20)]
         assert all({change.key for change in batch} == {"/t/a", "/t/b"} for batch in seen[:20])
         assert {change.key for change in seen[20]} == {"/t/a", "/t/b", "/t/before"}
@@ -129,7 +145,9 @@ def test_memory_lease_ends_when_time_passes_without_renewal() -> None:
     asyncio.run(scenario())
 
 
-def test_calls_and_watches_fail_over_to_the_endpoint_that_answers(etcd_server: EmbeddedEtcd) -> None:
+def test_calls_and_watches_fail_over_to_the_endpoint_that_answers(
+    etcd_server: EmbeddedEtcd,
+) -> None:
     async def scenario() -> None:
         dead = "127.0.0.1:9"
         address = parse_address(f"etcd://{dead},{parse_address(etcd_server.url).endpoints[0]}")
@@ -160,10 +178,12 @@ def test_malformed_address_is_refused(text: str) -> None:
 
 def test_etcd_dies_with_the_process_that_started_it() -> None:
     code = (
-        "from elastic.store.embedded import EmbeddedEtcd\n"
+        "from keepstep.elastic.store.embedded import EmbeddedEtcd\n"
         "server = EmbeddedEtcd(); server.start(); print(server.pid, flush=True); input()"
     )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    )
     assert owner.stdout is not None
     assert owner.stdin is not None
     with owner.stdout, owner.stdin:
@@ -177,7 +197,7 @@ def test_etcd_dies_with_the_process_that_started_it() -> None:
 
 def test_importing_the_training_api_loads_neither_etcd_nor_protobuf() -> None:
     code = (
-        "import sys, elastic; elastic.join; import elastic.store\n"
+        "import sys, keepstep; keepstep.join; import keepstep.elastic.store\n"
         "print([m for m in sys.modules if m.split('.')[0] in ('etcd3', 'grpc') or m.startswith('google.protobuf')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

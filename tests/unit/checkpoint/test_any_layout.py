@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from checkpoint import chunking, reader, writer
-from checkpoint.arena import box_bytes
-from checkpoint.chunking import ChunkPlan, plan_chunks
-from checkpoint.errors import CheckpointMissing
-from checkpoint.format import StoredStep
-from checkpoint.layout import Box, Entry, ShardIndex
-from checkpoint.placement import local_box
-from checkpoint.planner import plan_reads
-from checkpoint.reader import StoredCheckpoint
-from checkpoint.source import BoxRequest
-from checkpoint.writer import publish, write_part
+from keepstep.checkpoint.errors import CheckpointMissing
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.planner import plan_reads
+from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.live.placement import local_box
+from keepstep.checkpoint.memory.arena import box_bytes
+from keepstep.checkpoint.stored import chunking, reader, writer
+from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.writer import publish, write_part
 
 Bytes = npt.NDArray[np.uint8]
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -114,8 +114,15 @@ def flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
     first, last = -(-begin // row), end // row
     boxes = []
     if first > last:  # Within one row.
-        return [prefix(begin // row, box) for box in flat_boxes(shape[1:], begin % row, end - begin // row * row)]
-    boxes += [prefix(first - 1, box) for box in flat_boxes(shape[1:], begin % row, row)] if begin % row else []
+        return [
+            prefix(begin // row, box)
+            for box in flat_boxes(shape[1:], begin % row, end - begin // row * row)
+        ]
+    boxes += (
+        [prefix(first - 1, box) for box in flat_boxes(shape[1:], begin % row, row)]
+        if begin % row
+        else []
+    )
     if last > first:
         boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
     boxes += [prefix(last, box) for box in flat_boxes(shape[1:], 0, end % row)] if end % row else []
@@ -127,10 +134,16 @@ def prefix(position: int, box: Box) -> Box:
 
 
 tensors = st.lists(
-    st.tuples(st.sampled_from(sorted(ITEMSIZES)), st.lists(st.integers(0, 11), max_size=3).map(tuple)),
+    st.tuples(
+        st.sampled_from(sorted(ITEMSIZES)), st.lists(st.integers(0, 11), max_size=3).map(tuple)
+    ),
     min_size=1,
     max_size=4,
-).map(lambda drawn: [Tensor(f"model/t{i}.weight", dtype, shape) for i, (dtype, shape) in enumerate(drawn)])
+).map(
+    lambda drawn: [
+        Tensor(f"model/t{i}.weight", dtype, shape) for i, (dtype, shape) in enumerate(drawn)
+    ]
+)
 
 
 @st.composite
@@ -151,7 +164,9 @@ def layouts(draw: st.DrawFn, held: Sequence[Tensor]) -> Layout:
             if how == "flat":
                 piece = -(-size // (data * tensor))
                 begin = min(size, piece * (d * tensor + t))
-                ranks[rank] += [(one, box) for box in flat_boxes(one.shape, begin, min(size, begin + piece))]
+                ranks[rank] += [
+                    (one, box) for box in flat_boxes(one.shape, begin, min(size, begin + piece))
+                ]
             elif how == "expert":
                 ranks[rank].append((one, local_box(one.shape, (tensor,), (t,), placements[1:])))
             else:
@@ -193,11 +208,15 @@ def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
         itemsize = ITEMSIZES[plan.tensors[key].dtype]
         result = np.zeros((*box.shape, itemsize), np.uint8)
         for read in plan_reads([(key, box)], indexes):
-            result[read.box.within(box).slices] = box_bytes(read.entry, memories[read.source], read.box)
+            result[read.box.within(box).slices] = box_bytes(
+                read.entry, memories[read.source], read.box
+            )
         return result
 
     step = StoredStep(1, 0)
-    parts = [write_part(storage, step, plan, [rank], read_box, name=rank) for rank in range(len(layout))]
+    parts = [
+        write_part(storage, step, plan, [rank], read_box, name=rank) for rank in range(len(layout))
+    ]
     publish(storage, step, parts, plan.tensors, {})
     return plan
 
@@ -210,9 +229,13 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "PACK_NBYTES", 128)
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_what_one_layout_saved_another_reads_bit_for_bit(monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+def test_what_one_layout_saved_another_reads_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
     held = data.draw(tensors)
     storage = DictStorage()
     monkeypatch.setattr(reader, "open_storage", lambda url: storage)
@@ -231,7 +254,9 @@ def test_what_one_layout_saved_another_reads_bit_for_bit(monkeypatch: pytest.Mon
 
 
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())
-def test_a_flat_range_is_disjoint_boxes_in_its_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_a_flat_range_is_disjoint_boxes_in_its_order(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
     size = math.prod(shape)
     begin = data.draw(st.integers(0, size))
     end = data.draw(st.integers(begin, size))

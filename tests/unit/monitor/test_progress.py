@@ -4,18 +4,22 @@ import os
 import subprocess
 import sys
 
-from monitor.progress import ProgressBoard
+from keepstep.monitor.progress import ProgressBoard
 
 
 def test_board_tells_the_last_record_of_a_writer_that_was_killed() -> None:
     board = ProgressBoard.create("test")
     assert board.read() is None
     code = (
-        "import os, signal, sys\nfrom monitor.progress import ProgressBoard\n"
+        "import os, signal, sys\nfrom keepstep.monitor.progress import ProgressBoard\n"
         "board = ProgressBoard(int(sys.argv[1])); board.write(3, 41); board.write(3, 42)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    subprocess.run([sys.executable, "-c", code, str(board.descriptor)], pass_fds=(board.descriptor,), check=False)
+    subprocess.run(
+        [sys.executable, "-c", code, str(board.descriptor)],
+        pass_fds=(board.descriptor,),
+        check=False,
+    )
     progress = board.read()
     assert progress is not None
     assert (progress.generation, progress.step) == (3, 42)

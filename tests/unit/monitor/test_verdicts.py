@@ -1,7 +1,7 @@
 import json
 import math
 
-from monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 
 def test_a_verdict_survives_json_with_its_infinite_cost() -> None:

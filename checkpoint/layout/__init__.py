@@ -1,0 +1,1 @@
+"""Where state lies: boxes of global tensors, and the planner of reads between any two layouts. Pure."""

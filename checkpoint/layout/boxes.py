@@ -1,0 +1,136 @@
+"""Where state lives: boxes of global tensors, and the index of what one holder keeps where.
+
+Pure values. A live shard, a snapshot arena and a stored chunk are all described by the same words, so one planner
+(`keepstep.checkpoint.layout.planner`) computes the reads between any two of them.
+
+Invariants: a `Box` lies inside the tensor it belongs to; an entry's bytes are its box in C order, little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = Any
+"""A tree of dict, list, str, int, float, bool and None: what `json` round-trips."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: `offset` and `shape` in elements, one number per dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+            raise ValueError(f"box has a negative offset {self.offset} or shape {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that covers all of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def size(self) -> int:
+        """Number of elements; 1 for a scalar's box, 0 for an empty one."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index expression that selects this box from an array of the whole tensor."""
+        return tuple(
+            slice(start, start + n) for start, n in zip(self.offset, self.shape, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """Return the common block, or None if the two share no element."""
+        starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        stops = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
+            return None
+        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+
+    def within(self, outer: Box) -> Box:
+        """Return this box in the coordinates of `outer`, which must contain it."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One box of one tensor, kept as contiguous C-order bytes at `byte_offset` of its holder's buffer.
+
+    `key` is the tensor's name in the checkpoint hierarchy (`model/<fqn>`, `optim/<fqn>/<slot>`); `dtype` is a Zarr v3
+    data type name (`float32`, `bfloat16`, ...), which `keepstep.checkpoint.layout.dtypes` maps to NumPy and torch.
+    """
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    box: Box
+    byte_offset: int
+    nbytes: int
+
+    def to_json(self) -> Json:
+        """Return the entry as a JSON list, compact because an index holds thousands."""
+        return [
+            self.key, self.dtype, list(self.global_shape), list(self.box.offset), list(self.box.shape),
+            self.byte_offset, self.nbytes,
+        ]  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Json) -> Entry:
+        """Parse what `to_json` wrote."""
+        key, dtype, global_shape, offset, shape, byte_offset, nbytes = data
+        return cls(
+            key, dtype, tuple(global_shape), Box(tuple(offset), tuple(shape)), byte_offset, nbytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """What one rank's buffer of `nbytes` bytes holds.
+
+    `documents` are the parts of the state that are no tensors, by name, as JSON (`optim/groups`, `data`, ...). A name is
+    job-wide (every rank holds the same) unless it begins with `rank/<rank>/`.
+    """
+
+    nbytes: int
+    entries: tuple[Entry, ...]
+    documents: Mapping[str, Json]
+
+    @property
+    def by_key(self) -> dict[str, Entry]:
+        """The entries by their tensors' keys."""
+        return {entry.key: entry for entry in self.entries}
+
+    def to_json(self) -> Json:
+        """Return the index as a JSON object."""
+        return {
+            "nbytes": self.nbytes,
+            "entries": [entry.to_json() for entry in self.entries],
+            "documents": dict(self.documents),
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> ShardIndex:
+        """Parse what `to_json` wrote."""
+        return cls(
+            data["nbytes"],
+            tuple(Entry.from_json(entry) for entry in data["entries"]),
+            dict(data["documents"]),
+        )
+
+
+def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json]) -> bytes:
+    """Return a `ShardIndex` as JSON text, from entries that are encoded already because they seldom change."""
+    rest = json.dumps(dict(documents), separators=(",", ":"))
+    return f'{{"nbytes":{nbytes},"entries":{encoded_entries},"documents":{rest}}}'.encode()

@@ -1,0 +1,42 @@
+"""Which tensor names can be stored: a key becomes a path of groups, directories and objects.
+
+Pure. Writers refuse a bad name before any byte is written; readers refuse it before any path is built from
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+_RESERVED_ROOTS = frozenset(
+    {"parts", "packs", "manifest.json", "documents.json", "zarr.json", "removed.json"}
+)
+# File systems allow 255 bytes in a name, and a file being written carries a suffix.
+_MAX_NBYTES = 200
+
+
+def check_keys(keys: Collection[str]) -> None:
+    """Refuse keys that cannot name arrays of one hierarchy.
+
+    Raises:
+        ValueError: a key is malformed, or one is also a group of another.
+    """
+    for key in keys:
+        parts = key.split("/")
+        if parts[0] in _RESERVED_ROOTS:
+            raise ValueError(f"{key!r}: {parts[0]!r} is the format's own name")
+        for part in parts:
+            if not part or part in (".", "..", "zarr.json") or part.startswith("__"):
+                raise ValueError(f"{key!r}: {part!r} cannot be part of a name")
+            if not part.isprintable() or "\\" in part or len(part.encode()) > _MAX_NBYTES:
+                raise ValueError(
+                    f"{key!r}: names are printable, without backslash, of at most {_MAX_NBYTES} bytes"
+                )
+    known = set(keys)
+    for key in keys:
+        parts = key.split("/")
+        for depth in range(1, len(parts)):
+            if "/".join(parts[:depth]) in known:
+                raise ValueError(
+                    f"{'/'.join(parts[:depth])!r} is a tensor, and {key!r} would have to lie inside it"
+                )

@@ -1,0 +1,263 @@
+"""The lazy snapshot: copying live state into the arena while the next step computes.
+
+Training state is immutable from one optimizer step to the next, so a copy that begins after the step may run under forward and backward and
+has only to be complete before the optimizer writes again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that
+holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
+
+That nobody but the optimizer writes is not taken on trust: a copy under which a tensor's version counter has moved is torn, and is not
+sealed, and neither is one of memory that is no longer the tensor's (`p.data = ...`). (Writes through `.data`, and fused kernels' that are
+no known optimizer's, move neither.)
+
+A shard describes itself: behind its tensors' bytes lies its index, as JSON. So a seal is one small message however many tensors there
+are, and whoever has a shard's bytes has all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import torch
+
+from keepstep.checkpoint.errors import CheckpointError, StateChanged
+from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
+from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.memory.arena import Arena
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.snapshot_table import Snapshot
+
+_ALIGNMENT = 64
+_VERSION = operator.attrgetter("_version")
+
+# An index that grows by a few digits must not need a new buffer.
+_INDEX_ROOM_NBYTES = 64 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where each tensor goes; the same for every snapshot of an unchanged state.
+
+    `tensors` were laid out so, and `sources` are their memory; `owned` are those of them with `owners`, whose version counters
+    tell of writes.
+    """
+
+    tensors: tuple[LiveTensor, ...]
+    sources: tuple[torch.Tensor, ...]
+    owned: tuple[LiveTensor, ...]
+    owners: tuple[torch.Tensor, ...]
+    signature: tuple[tuple[torch.Size, torch.dtype], ...]
+    entries: tuple[Entry, ...]
+    encoded: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One snapshot under way."""
+
+    snapshot: Snapshot
+    layout: _Layout
+    documents: Mapping[str, Json]
+    gives_up: bool
+    sources: tuple[torch.Tensor, ...] | list[torch.Tensor]
+    versions: list[int]
+    ready: torch.cuda.Event | None
+
+
+class Snapshotter:
+    """Takes one rank's snapshots in one generation. Owns a thread; `close` ends it after the copy under way."""
+
+    def __init__(
+        self, client: SnapshotClient, generation: int, rank: int, device: torch.device
+    ) -> None:
+        self._client = client
+        self._generation = generation
+        self._rank = rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._layout: _Layout | None = None
+        self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
+        self._locked: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._copy: _Copy | None = None
+        self._error: BaseException | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="keepstep-snapshot", daemon=True)
+        self._thread.start()
+
+    def start(
+        self,
+        step: int,
+        tensors: Sequence[LiveTensor],
+        documents: Mapping[str, Json],
+        *,
+        gives_up: bool = False,
+    ) -> None:
+        """Begin to copy the state. The rank's last snapshot must be committed or given up, or `wait` raises.
+
+        Args:
+            step: completed optimizer steps.
+            tensors: the state; must not be written before `wait` has returned.
+            documents: the rest of it; must not be written before `wait` has returned, either.
+            gives_up: the last snapshot can never be committed, for another rank did not seal it.
+
+        Raises:
+            CheckpointError: the last copy failed.
+        """
+        self.wait()
+        layout, sources = self._laid_out(tensors)
+        ready = None
+        if self._stream is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._stream.device))
+        snapshot = Snapshot(self._generation, step)
+        with self._changed:
+            versions = list(map(_VERSION, layout.owners))
+            self._copy = _Copy(snapshot, layout, documents, gives_up, sources, versions, ready)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Block until no copy is under way; what it copied is then sealed.
+
+        Raises:
+            StateChanged: something wrote to the state while it was being copied; it was not sealed.
+            CheckpointError: the last copy failed: the generation is over, memory is short, or the server is gone.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._copy is None)
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Let the copy under way complete, then end."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        if self._locked:
+            for pointer in self._locked.values():
+                torch.cuda.cudart().cudaHostUnregister(pointer)
+            self._locked.clear()
+        self._targets.clear()
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._copy is not None or self._closing)
+                    copy = self._copy
+                if copy is None:
+                    return
+                error: BaseException | None = None
+                try:
+                    self._perform(copy)
+                except (CheckpointError, RuntimeError, OSError) as caught:
+                    error = caught
+                with self._changed:
+                    self._error = error
+                    self._copy = None
+                    self._changed.notify_all()
+
+    def _perform(self, copy: _Copy) -> None:
+        layout = copy.layout
+        index = encode_index(layout.nbytes, layout.encoded, copy.documents)
+        room = -(-len(index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
+        number, arena = self._client.begin(
+            copy.snapshot, self._rank, layout.nbytes + room, gives_up=copy.gives_up
+        )
+        targets = self._views(number, arena, layout)
+        if self._stream is not None and copy.ready is not None:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(copy.ready)
+                for target, source in zip(targets, copy.sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+                    if source.is_cuda:
+                        # The allocator must not reuse the memory while the side stream still reads it.
+                        source.record_stream(self._stream)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+            done.synchronize()
+        elif targets:
+            torch._foreach_copy_(targets, copy.sources)
+        self._check_unchanged(copy)
+        arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
+        self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
+
+    @staticmethod
+    def _check_unchanged(copy: _Copy) -> None:
+        layout = copy.layout
+        for tensor, owner, version in zip(layout.owned, layout.owners, copy.versions, strict=True):
+            if owner._version != version:
+                raise StateChanged(
+                    f"{tensor.key} was written to while step {copy.snapshot.step} was being copied"
+                )
+            if tensor.has_moved:
+                raise StateChanged(
+                    f"{tensor.key} was given other memory before step {copy.snapshot.step} was copied"
+                )
+
+    def _laid_out(
+        self, tensors: Sequence[LiveTensor]
+    ) -> tuple[_Layout, tuple[torch.Tensor, ...] | list[torch.Tensor]]:
+        """Return where these go, and their memory; nearly all are the very same objects as at the last snapshot."""
+        layout = self._layout
+        if layout is not None and len(tensors) == len(layout.tensors):
+            changed = tuple(
+                compress(range(len(tensors)), map(operator.is_not, tensors, layout.tensors))
+            )
+            if all(_is_alike(tensors[i], layout.tensors[i]) for i in changed):
+                sources = list(layout.sources)
+                for i in changed:
+                    sources[i] = tensors[i].data
+                return layout, sources
+        entries, offset = [], 0
+        for tensor in tensors:
+            nbytes = tensor.data.numel() * tensor.data.element_size()
+            entries.append(
+                Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes)
+            )
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        owned = tuple(tensor for tensor in tensors if tensor.owner is not None)
+        self._layout = _Layout(
+            tensors=tuple(tensors),
+            sources=tuple(tensor.data for tensor in tensors),
+            owned=owned,
+            owners=tuple(tensor.owner for tensor in owned if tensor.owner is not None),
+            signature=tuple((tensor.data.shape, tensor.data.dtype) for tensor in tensors),
+            entries=tuple(entries),
+            encoded=json.dumps([entry.to_json() for entry in entries], separators=(",", ":")),
+            nbytes=offset,
+        )
+        return self._layout, self._layout.sources
+
+    def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
+        """Return tensors over the arena, one per entry; made once per buffer and layout."""
+        known = self._targets.get(number)
+        if known is not None and known[0] is layout:
+            return known[1]
+        if self._stream is not None and number not in self._locked:
+            pointer = arena.bytes.ctypes.data
+            code = torch.cuda.cudart().cudaHostRegister(pointer, arena.nbytes, 0)
+            if int(code) != 0:
+                raise RuntimeError(
+                    f"cudaHostRegister failed with {code}; is the locked-memory limit too low?"
+                )
+            self._locked[number] = pointer
+        whole = torch.from_numpy(arena.bytes)
+        views = []
+        for entry, (shape, dtype) in zip(layout.entries, layout.signature, strict=True):
+            flat = whole[entry.byte_offset : entry.byte_offset + entry.nbytes]
+            views.append(flat.view(dtype).reshape(shape))
+        self._targets[number] = (layout, views)
+        return views
+
+
+def _is_alike(new: LiveTensor, old: LiveTensor) -> bool:
+    """Whether a tensor goes where another went, and neither is one whose writes are watched."""
+    return (new.owner, new.key, new.box, new.global_shape, new.data.shape, new.data.dtype) == (
+        None, old.key, old.box, old.global_shape, old.data.shape, old.data.dtype
+    ) and old.owner is None  # fmt: skip

@@ -1,0 +1,289 @@
+"""Restoring from memory: a committed snapshot, wherever its shards are held, as one source of boxes.
+
+A rank reads its own old shard first, then those of its node (both straight from shared memory), then other nodes' over TCP. Indexes
+are fetched only until what is wanted is covered, so a rank whose layout has not changed asks nobody else. What no holder has may come
+from elsewhere, such as a stored checkpoint of the same snapshot.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
+from keepstep.checkpoint.layout.boxes import Box, Json, ShardIndex
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.planner import Read, plan_what_is_there
+from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
+from keepstep.checkpoint.memory.arena import box_bytes
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.snapshot_table import Snapshot
+
+_PARALLEL_PEERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A snapshot server, `unix:PATH` if it is this node's, and the ranks whose shards it holds, or rebuilds from parity."""
+
+    address: str
+    ranks: tuple[int, ...]
+    rebuilds: bool = False
+
+
+class MemorySnapshot:
+    """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections.
+
+    Args:
+        snapshot: which.
+        holders: who has which ranks' shards.
+        secret: the job's.
+        rank: whose shard is nearest.
+        open_rest: opens what has the shards that no holder has; called at most once, and only if one is needed.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        holders: Sequence[Holder],
+        secret: bytes,
+        *,
+        rank: int,
+        open_rest: Callable[[], Source] | None = None,
+    ) -> None:
+        self._open_rest = open_rest
+        self._rest: Source | None = None
+        self._snapshot = snapshot
+        self._secret = secret
+        self._holder = {r: holder for holder in holders for r in holder.ranks}
+        self._order = sorted(self._holder, key=lambda r: (r != rank, not self._is_local(r), r))
+        self._clients: dict[str, SnapshotClient] = {}
+        self._indexes: dict[int, ShardIndex] = {}
+        self._tensors = _Lookup(self, _specs, lambda rest: rest.tensors)
+        self._documents = _Lookup(
+            self, lambda index: dict(index.documents), lambda rest: rest.documents
+        )
+        self.local_nbytes = 0
+        self.peer_nbytes = 0
+        self.rebuilt_nbytes = 0
+        self.rest_nbytes = 0
+
+    @property
+    def step(self) -> int:
+        """Completed optimizer steps."""
+        return self._snapshot.step
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Every tensor; looking one up asks only as many holders as it takes to find it."""
+        return self._tensors
+
+    @property
+    def documents(self) -> Mapping[str, Json]:
+        """Every document; looking one up asks only as many holders as it takes to find it."""
+        return self._documents
+
+    def describe(self) -> str:
+        """Return in words where the bytes came from."""
+        also = {
+            "peers' memory": self.peer_nbytes,
+            "parity": self.rebuilt_nbytes,
+            "storage": self.rest_nbytes,
+        }
+        return ", ".join(["memory", *(name for name, nbytes in also.items() if nbytes)])
+
+    @property
+    def rest(self) -> Source | None:
+        """What has the shards that no holder has, if anything."""
+        if self._rest is None and self._open_rest is not None:
+            self._rest = self._open_rest()
+        return self._rest
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks whose shards make up the snapshot, nearest first."""
+        return self._order
+
+    def index(self, rank: int) -> ShardIndex:
+        """Return what a rank's shard holds, asking its holder the first time."""
+        if rank not in self._indexes:
+            holder = self._holder[rank]
+            self._indexes[rank] = self._client(holder.address).index(
+                self._snapshot, rank, wait=holder.rebuilds
+            )
+        return self._indexes[rank]
+
+    def read(self, requests: Sequence[BoxRequest]) -> None:
+        """See `Source.read`."""
+        wanted = [(request.key, request.box) for request in requests]
+        reads: list[Read] = []
+        # The number in `wanted` of each box that is still to be found, in the order in which it is asked for.
+        asked = list(range(len(wanted)))
+        open_boxes = wanted
+        for source, rank in enumerate(self._order):
+            found, missing = plan_what_is_there(open_boxes, [self.index(rank)])
+            reads += [Read(asked[r.wanted], source, r.entry, r.box) for r in found]
+            asked = [asked[number] for number, _ in missing]
+            open_boxes = [
+                (wanted[number][0], box) for number, (_, box) in zip(asked, missing, strict=True)
+            ]
+            if not open_boxes:
+                break
+        if open_boxes and self.rest is not None:
+            self._read_rest(self.rest, list(zip(asked, open_boxes, strict=True)), requests)
+        elif open_boxes:
+            key, box = open_boxes[0]
+            raise LayoutMismatch(
+                f"{key}: elements at offset {box.offset}, shape {box.shape}, are in no shard of step {self.step}; "
+                "the model has changed, or a rank did not save it"
+            )
+        self._fetch(reads, requests)
+
+    def _read_rest(
+        self,
+        rest: Source,
+        missing: Sequence[tuple[int, tuple[str, Box]]],
+        requests: Sequence[BoxRequest],
+    ) -> None:
+        itemsizes = {key: numpy_dtype(rest.tensors[key].dtype).itemsize for _, (key, _) in missing}
+        pieces = [np.empty((*box.shape, itemsizes[key]), np.uint8) for _, (key, box) in missing]
+        rest.read([
+            BoxRequest(key, box, piece.reshape(-1).data)
+            for (_, (key, box)), piece in zip(missing, pieces, strict=True)
+        ])  # fmt: skip
+        for (number, (key, box)), piece in zip(missing, pieces, strict=True):
+            _target(requests[number], key, itemsizes[key], box)[...] = piece
+            self.rest_nbytes += piece.nbytes
+
+    def close(self) -> None:
+        """End all connections."""
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+    def _is_local(self, rank: int) -> bool:
+        return self._holder[rank].address.startswith("unix:")
+
+    def _client(self, address: str) -> SnapshotClient:
+        if address not in self._clients:
+            self._clients[address] = SnapshotClient(address, self._secret)
+        return self._clients[address]
+
+    def _fetch(self, reads: Sequence[Read], requests: Sequence[BoxRequest]) -> None:
+        remote: dict[str, list[Read]] = defaultdict(list)
+        local: dict[int, list[Read]] = defaultdict(list)
+        for read in reads:
+            rank = self._order[read.source]
+            if self._holder[rank].rebuilds:
+                self.rebuilt_nbytes += read.box.size * (
+                    read.entry.nbytes // max(read.entry.box.size, 1)
+                )
+            if self._is_local(rank):
+                local[rank].append(read)
+            else:
+                remote[self._holder[rank].address].append(read)
+        for rank, mine in local.items():
+            self._copy_local(rank, mine, requests)
+        if remote:
+            with ThreadPoolExecutor(_PARALLEL_PEERS) as pool:
+                for future in [
+                    pool.submit(self._copy_remote, self._client(address), theirs, requests)
+                    for address, theirs in remote.items()
+                ]:
+                    future.result()
+
+    def _copy_local(self, rank: int, reads: Sequence[Read], requests: Sequence[BoxRequest]) -> None:
+        arena = self._client(self._holder[rank].address).open(self._snapshot, rank)
+        try:
+            for read in reads:
+                source = box_bytes(read.entry, arena.bytes, read.box)
+                _target(requests[read.wanted], read.entry.key, source.shape[-1], read.box)[...] = (
+                    source
+                )
+                self.local_nbytes += source.nbytes
+                del source
+        finally:
+            arena.close()
+
+    def _copy_remote(
+        self, client: SnapshotClient, reads: Sequence[Read], requests: Sequence[BoxRequest]
+    ) -> None:
+        pieces, buffers, scattered = [], [], []
+        for read in reads:
+            pieces.append((self._order[read.source], read.entry.key, read.box))
+            itemsize = read.entry.nbytes // max(read.entry.box.size, 1)
+            target = _target(requests[read.wanted], read.entry.key, itemsize, read.box)
+            if target.flags.c_contiguous:
+                buffers.append(target.reshape(-1).data)
+            else:
+                staging = np.empty(target.shape, np.uint8)
+                scattered.append((target, staging))
+                buffers.append(staging.reshape(-1).data)
+            self.peer_nbytes += target.nbytes
+        client.read(self._snapshot, pieces, buffers)
+        for target, staging in scattered:
+            target[...] = staging
+
+
+class _Lookup(Mapping[str, Any]):
+    """A union over the ranks' indexes that is searched nearest first. What begins `rank/<rank>/` only that rank has."""
+
+    def __init__(
+        self,
+        snapshot: MemorySnapshot,
+        view: Callable[[ShardIndex], dict[str, Any]],
+        view_rest: Callable[[Source], Mapping[str, Any]],
+    ) -> None:
+        self._snapshot = snapshot
+        self._view = view
+        self._view_rest = view_rest
+        self._seen: dict[int, dict[str, Any]] = {}
+
+    def _part(self, rank: int) -> dict[str, Any]:
+        if rank not in self._seen:
+            self._seen[rank] = self._view(self._snapshot.index(rank))
+        return self._seen[rank]
+
+    def __getitem__(self, key: str) -> Any:
+        ranks = self._snapshot.ranks
+        if key.startswith("rank/"):
+            owner = int(key.split("/")[1])
+            ranks = [owner] if owner in ranks else []
+        for rank in ranks:
+            part = self._part(rank)
+            if key in part:
+                return part[key]
+        rest = self._snapshot.rest
+        if rest is None:
+            raise KeyError(key)
+        return self._view_rest(rest)[key]
+
+    def __iter__(self) -> Iterator[str]:
+        rest = self._snapshot.rest
+        found = {key: None for rank in self._snapshot.ranks for key in self._part(rank)}
+        return iter(found | dict.fromkeys(self._view_rest(rest) if rest is not None else ()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _specs(index: ShardIndex) -> dict[str, TensorSpec]:
+    return {entry.key: TensorSpec(entry.dtype, entry.global_shape) for entry in index.entries}
+
+
+def _target(
+    request: BoxRequest, key: str, itemsize: int, box: Box
+) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
+    """Return the part of a request's buffer that a box fills: its shape plus a last axis of one element's bytes."""
+    whole = np.frombuffer(request.into, dtype=np.uint8)
+    if whole.nbytes != request.box.size * itemsize:
+        raise SnapshotUnavailable(
+            f"{key}: the snapshot's elements have {itemsize} bytes, the tensor to fill has others; "
+            "its dtype has changed"
+        )
+    return whole.reshape(*request.box.shape, itemsize)[box.within(request.box).slices]

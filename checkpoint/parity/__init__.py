@@ -1,0 +1,1 @@
+"""The erasure code: groups of nodes, placement of parity, encoding. Pure."""

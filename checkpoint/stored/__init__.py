@@ -1,0 +1,1 @@
+"""Checkpoints in storage: format, writers, readers, storage back ends, housekeeping."""

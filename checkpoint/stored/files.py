@@ -1,0 +1,302 @@
+"""Checkpoints in a file system.
+
+A file is written beside its place and renamed into it. Durability comes in two steps, because a flush is dear and
+one covers much: bytes are brought to the device as files are written, and `settle` flushes files and directories,
+many at a time, so that they share the commits of the file system's journal.
+
+Large files are written past the page cache (`O_DIRECT`). What does not lie aligned is copied for that, as the page cache would; but
+nothing is left for the kernel to write back later, and the memory of a job that has none to spare is not filled with what it
+will not read. Where the file system does not know how, the page cache is used and flushed at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import mmap
+import os
+import shutil
+import uuid
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+
+_LARGE_NBYTES = 2**20
+# One write of a file past the page cache. Larger ones are no faster, and this still lies in a processor's cache.
+_STAGING_NBYTES = 2**20
+_COMPARED_NBYTES = 2**20
+_PARALLEL_FLUSHES = 8
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+_BLOCK_NBYTES = mmap.PAGESIZE
+_UNFINISHED = ".unfinished"
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
+
+
+@dataclass(frozen=True, slots=True)
+class FileStorage:
+    """A `Storage` over the files below `root`."""
+
+    url: str
+    root: Path
+
+    def read(self, name: str, nbytes: int = 0) -> bytes:
+        """See `Storage.read`."""
+        with self._explained(f"read {name}"):
+            return (self.root / name).read_bytes()
+
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
+        """See `Storage.read_into`."""
+        rest = deque(buffer for buffer in buffers if buffer.nbytes)
+        total = 0
+        with self._explained(f"read {name}"), (self.root / name).open("rb", buffering=0) as file:
+            while rest:
+                count = os.preadv(
+                    file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total
+                )
+                if count == 0:
+                    break
+                total += count
+                _advance(rest, count)
+        return total
+
+    def announce(self, name: str, offset: int, nbytes: int) -> None:
+        """See `Storage.announce`. Left to itself the kernel reads ahead in small steps, each waited for."""
+        with suppress(OSError), (self.root / name).open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        """See `Storage.write`."""
+        path = self.root / name
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        is_large = sum(view.nbytes for view in views) >= _LARGE_NBYTES
+        with self._explained(f"write {name}"), self._beside(path) as unfinished:
+            if not (is_large and _fill_directly(unfinished, views)):
+                _fill(unfinished, views, flush=is_large)
+            unfinished.replace(path)
+
+    @property
+    def repeats(self) -> bool:
+        """See `Storage.repeats`."""
+        return True
+
+    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.repeat`. Files are never written to again once they have their name, so one may have several."""
+        with suppress(OSError), (self.root / source).open("rb", buffering=0) as file:
+            if _holds(file, pieces):
+                with self._beside(self.root / name) as unfinished:
+                    os.link(self.root / source, unfinished)
+                    unfinished.replace(self.root / name)
+                return True
+        return False
+
+    def settle(self, names: Sequence[str]) -> None:
+        """See `Storage.settle`."""
+        directories = {
+            self.root / parent for name in names for parent in PurePosixPath(name).parents
+        }
+        paths = [*(self.root / name for name in names), *directories]
+        # Flushes wait for the device, which takes several at a time.
+        with (
+            self._explained("flush what was written"),
+            ThreadPoolExecutor(_PARALLEL_FLUSHES) as pool,
+        ):
+            for _ in pool.map(_flush, paths):
+                pass
+
+    def create(self, name: str, data: bytes) -> None:
+        """See `Storage.create`."""
+        path = self.root / name
+        with self._explained(f"create {name}"), self._beside(path) as unfinished:
+            _fill(unfinished, [memoryview(data)], flush=True)
+            try:
+                # Unlike a rename, a link fails if the name is taken.
+                os.link(unfinished, path)
+            except FileExistsError:
+                if path.read_bytes() != data:
+                    raise CheckpointExists(
+                        f"{self.url}: {name} exists already; committed steps are never overwritten"
+                    ) from None
+        self.settle([name])
+        with self._explained("flush the directories above"):
+            for directory in self.root.parents:
+                _flush(directory)
+
+    def exists(self, name: str) -> bool:
+        """See `Storage.exists`."""
+        with self._explained(f"look for {name}"):
+            return (self.root / name).exists()
+
+    def names(self, prefix: str = "") -> Sequence[str]:
+        """See `Storage.names`."""
+        with self._explained("list"):
+            top = self.root / prefix.rpartition("/")[0]
+            found = [
+                path.relative_to(self.root).as_posix() for path in top.rglob("*") if path.is_file()
+            ]
+        return sorted(
+            name for name in found if name.startswith(prefix) and not name.endswith(_UNFINISHED)
+        )
+
+    def directories_with(self, leaf: str) -> Sequence[str]:
+        """See `Storage.directories_with`."""
+        with self._explained("list"):
+            if not self.root.exists():
+                return []
+            return [path.name for path in self.root.iterdir() if (path / leaf).is_file()]
+
+    def delete(self, name: str) -> None:
+        """See `Storage.delete`."""
+        with self._explained(f"delete {name}"):
+            (self.root / name).unlink(missing_ok=True)
+
+    def delete_directory(self, directory: str) -> None:
+        """See `Storage.delete_directory`."""
+        with self._explained(f"delete {directory}"):
+            if (self.root / directory).exists():
+                shutil.rmtree(self.root / directory)
+
+    def probe_writable(self) -> None:
+        """See `Storage.probe_writable`."""
+        name = f"probe-{uuid.uuid4().hex}"
+        self.write(name, [b"keepstep"])
+        self.delete(name)
+
+    @contextmanager
+    def _beside(self, path: Path) -> Iterator[Path]:
+        """Make the directory, name an unfinished file in it, and see to it that none remains."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_UNFINISHED}")
+        try:
+            yield unfinished
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise CheckpointMissing(
+                f"{self.url}: could not {what}: there is no such object"
+            ) from error
+        except OSError as error:
+            remedy = {
+                errno.ENOSPC: "free space, or choose another place",
+                errno.EDQUOT: "ask for more quota, or choose another place",
+                errno.EACCES: "give this user the right to, or choose another place",
+                errno.EROFS: "mount it writable, or choose another place",
+            }.get(error.errno or 0, "check that the place exists and is a directory")
+            raise CheckpointError(
+                f"{self.url}: could not {what}: {error.strerror}; {remedy}"
+            ) from error
+
+
+def _holds(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
+    """Return whether a file has exactly these bytes."""
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    if os.fstat(file.fileno()).st_size != sum(view.nbytes for view in views):
+        return False
+    buffer = memoryview(bytearray(_COMPARED_NBYTES))
+    for view in views:
+        for start in range(0, view.nbytes, _COMPARED_NBYTES):
+            wanted = view[start : start + _COMPARED_NBYTES]
+            got = 0
+            while got < wanted.nbytes and (count := file.readinto(buffer[got : wanted.nbytes])):
+                got += count
+            # Arrays compare as the processor can; memoryviews byte by byte.
+            if got < wanted.nbytes or not np.array_equal(
+                np.frombuffer(buffer[:got], np.uint8), np.frombuffer(wanted, np.uint8)
+            ):
+                return False
+    return True
+
+
+def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
+    """Write a file past the page cache; return False, and leave no file, if its file system cannot."""
+    if not _O_DIRECT:
+        return False
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            path.unlink(
+                missing_ok=True
+            )  # Some file systems refuse only after they have made the file.
+            return False
+        raise
+    try:
+        # One extent instead of one for each write: other threads' files grow beside it.
+        os.posix_fallocate(descriptor, 0, sum(piece.nbytes for piece in pieces))
+        # Mapped memory is aligned as O_DIRECT demands.
+        staged = np.frombuffer(mmap.mmap(-1, _STAGING_NBYTES), np.uint8)
+        filled = nbytes = 0
+        for piece in pieces:
+            rest = np.frombuffer(piece, np.uint8)
+            if not filled and rest.ctypes.data % _BLOCK_NBYTES == 0:
+                aligned = rest.size // _BLOCK_NBYTES * _BLOCK_NBYTES
+                _write_all(descriptor, rest[:aligned].data)
+                rest, nbytes = rest[aligned:], nbytes + aligned
+            while rest.size:
+                count = min(rest.size, staged.size - filled)
+                np.copyto(staged[filled : filled + count], rest[:count])
+                rest, filled, nbytes = rest[count:], filled + count, nbytes + count
+                if filled == staged.size:
+                    _write_all(descriptor, staged.data)
+                    filled = 0
+        if filled:
+            # Only whole blocks can be written; what follows the end is cut off again.
+            _write_all(descriptor, staged[: -(-filled // _BLOCK_NBYTES) * _BLOCK_NBYTES].data)
+        os.ftruncate(descriptor, nbytes)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            path.unlink()
+            return False
+        raise
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data.nbytes:
+        data = data[os.write(descriptor, data) :]
+
+
+def _fill(path: Path, pieces: Sequence[memoryview], *, flush: bool) -> None:
+    rest = deque(piece for piece in pieces if piece.nbytes)
+    with path.open("wb", buffering=0) as file:
+        while rest:
+            _advance(rest, os.writev(file.fileno(), list(itertools.islice(rest, _IOV_MAX))))
+        if flush:
+            os.fsync(file.fileno())
+
+
+def _advance(rest: deque[memoryview], count: int) -> None:
+    """Drop the first `count` bytes."""
+    while count:
+        first = rest.popleft()
+        if count < first.nbytes:
+            rest.appendleft(first[count:])
+        count -= min(count, first.nbytes)
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or a directory's entries; a directory that may not be opened was not made by us."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

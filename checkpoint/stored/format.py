@@ -1,0 +1,410 @@
+"""The documents of a stored checkpoint: names, Zarr metadata, parts and manifest. FORMAT.md specifies it.
+
+Pure. Whatever is read from outside is checked here before anything acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+
+from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.names import check_keys
+from keepstep.checkpoint.stored.chunking import StoredTensor
+
+VERSION = 1
+MANIFEST = "manifest.json"
+DOCUMENTS = "documents.json"
+ROOT = "zarr.json"
+REMOVED = "removed.json"
+
+_PARTS = "parts"
+_PACKS = "packs"
+
+_ABSENT = 2**64 - 1
+
+_STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A checkpoint's name: completed steps, and the generation that wrote it."""
+
+    step: int
+    generation: int
+
+    def __post_init__(self) -> None:
+        # More digits would sort wrongly, and would not be found again.
+        if not (0 <= self.step < 10**8 and 0 <= self.generation < 10**6):
+            raise ValueError(
+                f"step {self.step} or generation {self.generation} is out of the format's range"
+            )
+
+    @property
+    def directory(self) -> str:
+        """Name of its directory under the job's URL. A writer of an older generation has another one."""
+        return f"step-{self.step:08d}-{self.generation:06d}"
+
+    @classmethod
+    def parse(cls, name: str) -> StoredStep | None:
+        """Return the step that a directory's name means, or None if it means none."""
+        match = _STEP_NAME.fullmatch(name)
+        return cls(int(match[1]), int(match[2])) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An object as it must be found: name under the step's directory, size in bytes, crc32c."""
+
+    name: str
+    nbytes: int
+    crc32c: int
+
+    def to_json(self) -> Json:
+        """Return the object as a JSON list."""
+        return [self.name, self.nbytes, self.crc32c]
+
+    @classmethod
+    def from_json(cls, data: Json) -> StoredObject:
+        """Parse what `to_json` returned.
+
+        Raises:
+            CheckpointDamaged: it is something else.
+        """
+        if not (isinstance(data, list) and len(data) == 3 and isinstance(data[0], str)):
+            raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
+        name, nbytes, crc = data
+        if not (_is_count(nbytes) and _is_count(crc) and crc < 2**32) or ".." in name.split("/"):
+            raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
+        return cls(name, nbytes, crc)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkObject:
+    """A chunk that is an object of its own: the crc32c of each of its cells, None for one beyond the tensor's edge."""
+
+    name: str
+    nbytes: int
+    checksums: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCell:
+    """A cell in a pack: whose it is, its place in the grid of cells, its crc32c."""
+
+    key: str
+    place: tuple[int, ...]
+    crc32c: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """An object with cells of several tensors, one after the other."""
+
+    name: str
+    nbytes: int
+    cells: tuple[PackedCell, ...]
+
+
+DataObject = ChunkObject | Pack
+
+
+def encode_part(objects: Sequence[DataObject]) -> bytes:
+    """Return the listing of what one writer wrote, as JSON."""
+    listing: list[Json] = []
+    for item in objects:
+        if isinstance(item, ChunkObject):
+            listing.append([item.name, item.nbytes, list(item.checksums)])
+            continue
+        # Cells of one tensor follow each other: its name is written once.
+        groups: list[list[Json]] = []
+        for cell in item.cells:
+            if not groups or groups[-1][0] != cell.key:
+                groups.append([cell.key])
+            groups[-1].append([*cell.place, cell.crc32c])
+        listing.append([item.name, item.nbytes, groups])
+    return encode(listing)
+
+
+def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
+    """Parse what `encode_part` returned.
+
+    Raises:
+        CheckpointDamaged: it is something else.
+    """
+    listing = decode(data, where)
+    try:
+        return tuple(_parse_object(*item) for item in listing)
+    except (TypeError, ValueError) as error:
+        raise CheckpointDamaged(f"{where} is not a listing: {error}; load an older step") from error
+
+
+def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
+    if not (
+        isinstance(name, str)
+        and ".." not in name.split("/")
+        and _is_count(nbytes)
+        and isinstance(content, list)
+    ):
+        raise ValueError(f"not an object's entry: {name!r:.200}")
+    if not name.startswith(f"{_PACKS}/"):
+        if not all(crc is None or (_is_count(crc) and crc < 2**32) for crc in content):
+            raise ValueError(f"{name}: checksums {content!r:.200}")
+        return ChunkObject(name, nbytes, tuple(content))
+    cells = []
+    for key, *placed in content:
+        for one in placed:
+            if not (
+                isinstance(key, str)
+                and one
+                and all(_is_count(number) for number in one)
+                and one[-1] < 2**32
+            ):
+                raise ValueError(f"{name}: cell {one!r:.200} of {key!r:.200}")
+            cells.append(PackedCell(key, tuple(one[:-1]), one[-1]))
+    return Pack(name, nbytes, tuple(cells))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What makes a directory a checkpoint. `objects` are the parts, the root metadata and the documents."""
+
+    step: int
+    generation: int
+    objects: tuple[StoredObject, ...]
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON."""
+        return encode(
+            {
+                "format": VERSION,
+                "step": self.step,
+                "generation": self.generation,
+                "objects": [item.to_json() for item in self.objects],
+            }
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, where: str) -> Manifest:
+        """Parse what `encode` returned.
+
+        Raises:
+            CheckpointDamaged: it is something else, or of a newer format.
+        """
+        content = decode(data, where)
+        try:
+            version = content["format"]
+            if version != VERSION:
+                raise CheckpointDamaged(
+                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release that wrote it"
+                )
+            objects = tuple(StoredObject.from_json(item) for item in content["objects"])
+            step, generation = content["step"], content["generation"]
+            if not (_is_count(step) and _is_count(generation)):
+                raise ValueError(f"step {step!r}, generation {generation!r}")
+            return cls(step, generation, objects)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
+
+    def part_names(self) -> tuple[str, ...]:
+        """Return the names of the parts' listings."""
+        return tuple(item.name for item in self.objects if item.name.startswith(f"{_PARTS}/"))
+
+    def find(self, name: str) -> StoredObject | None:
+        """Return the entry of an object, if the manifest has one."""
+        return next((item for item in self.objects if item.name == name), None)
+
+
+def encode(content: Json) -> bytes:
+    """Return JSON as it is stored: UTF-8, compact, keys in the order given."""
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def decode(data: bytes, where: str) -> Any:
+    """Parse stored JSON.
+
+    Raises:
+        CheckpointDamaged: it is not JSON.
+    """
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{where} is not JSON: {error}") from error
+
+
+def chunk_name(key: str, place: Sequence[int]) -> str:
+    """Return a chunk's object name, by Zarr's default chunk key encoding."""
+    return f"{key}/{'.'.join(['c', *map(str, place)])}"
+
+
+def part_name(writer: int) -> str:
+    """Return the name of a writer's listing."""
+    return f"{_PARTS}/{writer:06d}.json"
+
+
+def pack_name(writer: int, number: int) -> str:
+    """Return the name of one of a writer's packs."""
+    return f"{_PACKS}/{writer:06d}-{number:04d}"
+
+
+def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
+    """Return what ends a chunk's object, by Zarr's codec `sharding_indexed`: each cell's offset and size, then their crc32c."""
+    size = tensor.cell_nbytes + 4
+    numbers: list[int] = []
+    offset = 0
+    for crc in checksums:
+        numbers += [_ABSENT, _ABSENT] if crc is None else [offset, size]
+        offset += 0 if crc is None else size
+    index = struct.pack(f"<{len(numbers)}Q", *numbers)
+    checksum: int = crc32c.crc32c(index)
+    return index + checksum.to_bytes(4, "little")
+
+
+def cells_per_chunk(tensor: StoredTensor) -> int:
+    """Return the number of cells in a chunk, those beyond the tensor's edge included."""
+    return math.prod(whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True))
+
+
+def array_metadata(key: str, tensor: StoredTensor) -> Json:
+    """Return the Zarr v3 metadata of a tensor's array."""
+    cell_codecs: list[Json] = [
+        {"name": "bytes", "configuration": {"endian": "little"}}
+        if numpy_dtype(tensor.dtype).itemsize > 1
+        else {"name": "bytes"},
+        {"name": "crc32c"},
+    ]
+    codec: Json = {"name": "keepstep.packed", "configuration": {"key": key, "codecs": cell_codecs}}
+    if not tensor.is_packed:
+        codec = {
+            "name": "sharding_indexed",
+            "configuration": {
+                "chunk_shape": list(tensor.cell),
+                "codecs": cell_codecs,
+                "index_codecs": [
+                    {"name": "bytes", "configuration": {"endian": "little"}},
+                    {"name": "crc32c"},
+                ],
+                "index_location": "end",
+            },
+        }
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(tensor.shape),
+        "data_type": tensor.dtype,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {
+                "chunk_shape": list(tensor.cell if tensor.is_packed else tensor.chunk)
+            },
+        },
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": _fill_value(tensor.dtype),
+        "codecs": [codec],
+        "attributes": {},
+    }
+
+
+def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor]) -> Json:
+    """Return the root group's metadata, with that of everything below it: opening costs one read."""
+    nodes: dict[str, Json] = {}
+    for key in sorted(tensors):
+        parts = key.split("/")
+        for depth in range(1, len(parts)):
+            nodes.setdefault("/".join(parts[:depth]), group_metadata("/".join(parts[:depth])))
+        nodes[key] = array_metadata(key, tensors[key])
+    return {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {
+            "keepstep": {"format": VERSION, "step": step, "generation": generation},
+            "description": "A PyTorch training checkpoint. model/: parameters and buffers by name; "
+            "optim/<parameter>/<slot>: optimizer state; rank/: random number generators; "
+            "documents.json: what is no tensor. Complete if and only if manifest.json exists.",
+        },
+        "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
+    }
+
+
+def group_metadata(path: str) -> Json:
+    """Return the metadata of a group below the root."""
+    meaning = {
+        "model": "parameters and persistent buffers, each a whole tensor under its name in the module",
+        "optim": "one group per parameter, one array per optimizer slot",
+        "rank": "what belongs to one rank only",
+    }
+    attributes = {"description": meaning[path]} if path in meaning else {}
+    return {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+
+
+def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
+    """Return the tensors that the root metadata describes, each checked.
+
+    Raises:
+        CheckpointDamaged: an array is not as this format has it.
+    """
+    content = decode(data, where)
+    try:
+        nodes = content["consolidated_metadata"]["metadata"]
+        arrays = {key: node for key, node in nodes.items() if node["node_type"] == "array"}
+        check_keys(arrays)
+        return {key: _parse_array(key, node) for key, node in arrays.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointDamaged(
+            f"{where} is not a checkpoint's root metadata: {error}; load an older step"
+        ) from error
+
+
+def _parse_array(key: str, node: Any) -> StoredTensor:
+    """Read what is free to vary, and demand that the rest is exactly what this format writes."""
+    shape, chunk = node["shape"], node["chunk_grid"]["configuration"]["chunk_shape"]
+    if not (isinstance(shape, list) and isinstance(chunk, list) and len(shape) == len(chunk)):
+        raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
+    if not (all(_is_count(n) for n in (*shape, *chunk)) and all(chunk)):
+        raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
+    (codec,) = node["codecs"]
+    is_packed = codec["name"] == "keepstep.packed"
+    cell = chunk if is_packed else codec["configuration"]["chunk_shape"]
+    if not (
+        isinstance(cell, list) and len(cell) == len(chunk) and all(_is_count(n) and n for n in cell)
+    ):
+        raise ValueError(f"{key}: cells {cell}")
+    if any(whole % part for whole, part in zip(chunk, cell, strict=True)):
+        raise ValueError(f"{key}: cells {cell} do not divide chunks {chunk}")
+    tensor = StoredTensor(
+        str(node["data_type"]), tuple(shape), tuple(chunk), tuple(cell), is_packed
+    )
+    numpy_dtype(tensor.dtype)
+    expected = array_metadata(key, tensor)
+    for field in (
+        "zarr_format",
+        "shape",
+        "data_type",
+        "chunk_grid",
+        "chunk_key_encoding",
+        "codecs",
+    ):
+        if node[field] != expected[field]:
+            raise ValueError(
+                f"{key}: {field} is {node[field]!r:.200}, this format has {expected[field]!r:.200}"
+            )
+    return tensor
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _fill_value(dtype: str) -> Json:
+    if dtype == "bool":
+        return False
+    return [0.0, 0.0] if dtype.startswith("complex") else 0.0 if "float" in dtype else 0

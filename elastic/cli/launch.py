@@ -1,0 +1,350 @@
+"""From the command line to a running agent: read the options, reach or start the coordinator, run, and turn the end into an exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from keepstep.checkpoint.server.limits import Limits
+from keepstep.elastic.agent.agent import Agent, AgentConfig
+from keepstep.elastic.agent.readmission import readmit
+from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.rendezvous.decide import Policy
+from keepstep.elastic.store.address import Address, parse_address
+from keepstep.elastic.store.contract import Store
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.etcd import EtcdStore
+from keepstep.elastic.store.local_jobs import registered, runtime_directory
+from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.bootstrap import Command
+
+log = logging.getLogger("keepstep")
+
+_EXIT_INTERRUPTED = 128
+_REACH_S = 10.0
+
+
+def launch(**options: Any) -> int:
+    """Run this node's agent as the options of `keepstep run` say; return the exit status.
+
+    Raises:
+        UsageError: the options make no sense.
+        StoreUnavailable, JobFailed: as the agent found it.
+    """
+    logging.basicConfig(
+        level=logging.INFO, format="[keepstep %(asctime)s] %(message)s", datefmt="%H:%M:%S"
+    )
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+    command = parse_command(
+        options["script"], options["arguments"], options["module"], options["no_python"]
+    )
+    min_nodes, max_nodes = parse_nodes(options["nnodes"])
+    if options["parity"] < 0 or options["group_size"] < 1:
+        raise UsageError(
+            "--parity is a number of nodes of at least 0, --group-size one of at least 1"
+        )
+    policy = Policy(
+        min_nodes,
+        max_nodes,
+        parity=options["parity"],
+        group_size=options["group_size"],
+        max_restarts=options["max_restarts"],
+        **_settings(options["rdzv_conf"]),
+    )
+    workers = parse_workers(options["nproc_per_node"])
+    limits = Limits(
+        parse_rate("--exchange-limit", options["exchange_limit"]),
+        parse_rate("--storage-limit", options["storage_limit"]),
+    )
+    return asyncio.run(_launch(options, command, policy, workers, limits))
+
+
+def parse_nodes(text: str) -> tuple[int, int]:
+    """Return the least and the greatest number of nodes of `N` or `MIN:MAX`.
+
+    Raises:
+        UsageError: it is neither, or MIN exceeds MAX.
+    """
+    low, _, high = text.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise UsageError(f"--nnodes {text}: give a number, or MIN:MAX such as 1:4") from None
+    if not 1 <= least <= most:
+        raise UsageError(
+            f"--nnodes {text}: the first number is the least, the second the greatest; at least 1"
+        )
+    return least, most
+
+
+def parse_rate(name: str, text: str | None) -> int:
+    """Return the bytes a second of `500MB`, `2GB` or a plain number; 0 for None.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    if text is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?(?:/s)?", text.strip())
+    bytes_per_s = int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")) if match else 0
+    if not bytes_per_s:
+        raise UsageError(f"{name} {text}: give bytes a second, such as 500MB or 2GB")
+    return bytes_per_s
+
+
+def parse_workers(text: str) -> int:
+    """Return the number of workers of `N`, `cpu` (cores), `gpu` (accelerators) or `auto` (either).
+
+    Raises:
+        UsageError: it is none of these, or `gpu` finds none.
+    """
+    if text in ("auto", "gpu", "cpu"):
+        accelerators = _count_accelerators() if text != "cpu" else 0
+        if text == "gpu" and accelerators == 0:
+            raise UsageError("--nproc-per-node gpu: PyTorch sees no GPU here; use cpu, or a number")
+        return accelerators or os.cpu_count() or 1
+    if not text.isdigit() or int(text) < 1:
+        raise UsageError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, cpu")
+    return int(text)
+
+
+def parse_command(script: str, arguments: tuple[str, ...], module: bool, program: bool) -> Command:
+    """Return what the workers run.
+
+    Raises:
+        UsageError: it does not exist.
+    """
+    if module and program:
+        raise UsageError("--module and --no-python exclude each other")
+    if module:
+        return Command("module", script, arguments)
+    if program:
+        found = shutil.which(script)
+        if found is None:
+            raise UsageError(f"--no-python {script}: no such program in PATH")
+        return Command("program", found, arguments)
+    if not Path(script).is_file():
+        raise UsageError(
+            f"script {script} does not exist (use -m for a module, --no-python for a program)"
+        )
+    return Command("script", script, arguments)
+
+
+def _count_accelerators() -> int:
+    # A process of its own: the agent never loads PyTorch.
+    probe = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    )
+    return int(done.stdout) if done.returncode == 0 else 0
+
+
+def _settings(text: str) -> dict[str, float]:
+    """Parse torchrun's `--rdzv-conf key=value,key=value`; keys that mean nothing here are passed over."""
+    meanings = {"last_call_timeout": "last_call_s", "join_timeout": "quorum_timeout_s"}
+    settings = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key.strip() not in meanings:
+            continue
+        try:
+            settings[meanings[key.strip()]] = float(value)
+        except ValueError:
+            raise UsageError(f"--rdzv-conf {item}: give key=number") from None
+    return settings
+
+
+async def _launch(
+    options: Mapping[str, Any], command: Command, policy: Policy, workers: int, limits: Limits
+) -> int:
+    async with AsyncExitStack() as stack:
+        run_directory = Path(tempfile.mkdtemp(prefix="node-", dir=runtime_directory()))
+        stack.callback(shutil.rmtree, run_directory, ignore_errors=True)
+        stop = _Signals()
+        stack.callback(stop.close)
+        job = options["job"] or options["rdzv_id"]
+        store, url, own = await stack.enter_async_context(_coordinator(options))
+        if job is None:
+            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if own else "")
+        if own:
+            stack.enter_context(registered(job, url))
+        host = options["local_addr"] or _own_address(url)
+        _check_host(host)
+        node = options["node"] or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
+        await readmit(store, job, node, run_directory)
+        agent = Agent(
+            AgentConfig(
+                job=job,
+                node=node,
+                host=host,
+                workers=workers,
+                command=command,
+                policy=policy,
+                environment=_worker_environment(options),
+                run_directory=run_directory,
+                digest=_digest(command, policy),
+                domain=options["domain"],
+                lease_ttl_s=options["lease_ttl"],
+                drain_timeout_s=options["drain_timeout"],
+                abort_timeout_s=options["abort_timeout"],
+                grace_s=options["grace"],
+                spares=options["spares"],
+                limits=limits,
+                records=options["monitor"],
+            ),
+            store,
+        )
+        log.info("job %s on %s", job, url)
+        task = asyncio.ensure_future(agent.run())
+        stop.connect(agent, task)
+        try:
+            succeeded = await task
+        except asyncio.CancelledError:
+            log.error("interrupted: workers were killed")
+            succeeded = False
+        return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
+
+
+def _print_tasks() -> None:
+    """Print, for every task, the chain of coroutines down to what it waits for."""
+    for task in asyncio.all_tasks():
+        chain = []
+        link: Any = task.get_coro()
+        while (frame := getattr(link, "cr_frame", None)) is not None:
+            chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+            link = getattr(link, "cr_await", None)
+        print(f"[keepstep] {task.get_name()}: {' > '.join(chain)}", file=sys.stderr)
+
+
+class _Signals:
+    """SIGTERM and SIGINT: the first asks the agent to leave, the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._agent: Agent | None = None
+        self._task: asyncio.Future[bool] | asyncio.Task[Any] | None = asyncio.current_task()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+        # For whoever wonders what an agent is waiting for.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
+
+    def connect(self, agent: Agent, task: asyncio.Future[bool]) -> None:
+        self._agent, self._task = agent, task
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().remove_signal_handler(number)
+
+    def _receive(self, number: int) -> None:
+        if self.number is None and self._agent is not None:
+            self._agent.ask_to_leave()
+        elif self._task is not None:
+            self._task.cancel()
+        self.number = number
+
+
+@asynccontextmanager
+async def _coordinator(options: Mapping[str, Any]) -> AsyncIterator[tuple[Store, str, bool]]:
+    """Connect to the coordinator the options name, or start one; yield it, its URL, and whether it is this process's own."""
+    endpoint = options["rdzv_endpoint"]
+    if not endpoint and options["master_addr"] and options["master_port"]:
+        endpoint = f"{options['master_addr']}:{options['master_port']}"
+    if options["standalone"] or not (options["store"] or endpoint):
+        with EmbeddedEtcd() as server:
+            async with _connected(parse_address(server.url)) as store:
+                yield store, server.url, True
+        return
+    address = parse_address(options["store"] or f"etcd://{endpoint}")
+    try:
+        async with _connected(address) as store:
+            yield store, address.url, False
+        return
+    except StoreUnavailable:
+        if options["store"] or not _is_local(address):
+            raise
+    host, _, port = address.endpoints[0].rpartition(":")
+    with EmbeddedEtcd(host=host, port=int(port)) as server:
+        async with _connected(parse_address(server.url)) as store:
+            yield store, server.url, True
+
+
+@asynccontextmanager
+async def _connected(address: Address) -> AsyncIterator[EtcdStore]:
+    store = await EtcdStore.connect(address, deadline_s=_REACH_S)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def _own_address(url: str) -> str:
+    """Return the address by which this host is seen from the coordinator."""
+    endpoint = parse_address(url).endpoints[0]
+    host, _, port = endpoint.rpartition(":")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"cannot tell this host's address towards {endpoint} ({error}); give --local-addr"
+        ) from None
+
+
+def _check_host(host: str) -> None:
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise UsageError(
+            f"--local-addr {host}: {error.strerror or error}; give an address of this host"
+        ) from None
+
+
+def _is_local(address: Address) -> bool:
+    host = address.endpoints[0].rpartition(":")[0]
+    try:
+        with socket.socket() as probe:
+            probe.bind((socket.gethostbyname(host), 0))
+    except OSError:
+        return False
+    return True
+
+
+def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
+    environment = dict(os.environ)
+    if options["monitor"]:
+        # Workers attach once they know their rank; what `import torch` would do before that must not come first.
+        environment.pop("KEEPSTEP_MONITOR", None)
+        environment[telemetry.SWITCH] = "1"
+    directory = options["log_dir"]
+    wanted = {options["redirects"], options["tee"]} - {"0"}
+    if wanted and not directory:
+        raise UsageError("--redirects and --tee need --log-dir to say where")
+    if wanted:
+        environment["KEEPSTEP_LOG_DIRECTORY"] = str(Path(directory).resolve())
+        environment["KEEPSTEP_LOG_TEE"] = "1" if options["tee"] != "0" else ""
+    return environment
+
+
+def _digest(command: Command, policy: Policy) -> str:
+    """Return what all nodes of a job must agree on, in short."""
+    parts = (
+        command.kind, Path(command.target).name, *command.arguments,
+        policy.min_nodes, policy.max_nodes, policy.parity, policy.group_size,
+    )  # fmt: skip
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -1,0 +1,251 @@
+"""The `keepstep` command. Flags are torchrun's where torchrun has them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.elastic.errors import ElasticError, UsageError
+from keepstep.monitor.errors import MonitorError
+
+if TYPE_CHECKING:
+    from keepstep.monitor.contracts import Runtime
+
+_EXIT_FAILURE = 1
+_EXIT_USAGE = 2
+_ELSEWHERE = {
+    "ckpt": "keepstep.checkpoint.cli",
+    "doctor": "keepstep.monitor.cli.doctor",
+    "monitor": "keepstep.monitor.cli.monitor",
+    "top": "keepstep.monitor.cli.monitor",
+}
+
+
+class _Commands(click.Group):
+    """A group whose commands' own errors become one line and an exit status.
+
+    Commands of other packages are imported when they are asked for: an agent that starts in a hurry has no use for what they need.
+    """
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted([*super().list_commands(context), *_ELSEWHERE])
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _ELSEWHERE:
+            return super().get_command(context, name)
+        command: click.Command = getattr(import_module(_ELSEWHERE[name]), name)
+        return command
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except UsageError as error:
+            click.echo(f"keepstep: {error}", err=True)
+            sys.exit(_EXIT_USAGE)
+        except (ElasticError, CheckpointError, MonitorError) as error:
+            click.echo(f"keepstep: {error}", err=True)
+            sys.exit(_EXIT_FAILURE)
+
+
+def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
+    """Declare an option under its dashed and its underscored name, as torchrun accepts both."""
+    spelled = [
+        *names,
+        *(name[:2] + name[2:].replace("-", "_") for name in names if name[2:].count("-")),
+    ]
+    return click.option(*dict.fromkeys(spelled), **attributes)
+
+
+@click.group(cls=_Commands)
+@click.version_option(package_name="keepstep")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
+    # How `keepstep monitor`, which knows nothing of this package, gets at what the coordinator knows of a job.
+    context.obj = _runtime
+
+
+def _runtime(store: str | None, job: str) -> Runtime:
+    from keepstep.elastic.monitor_bridge.runtime import runtime
+
+    return runtime(store, job)
+
+
+@main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@_torch_option("--nnodes", default="1:1", show_default=True, help="Number of nodes: N or MIN:MAX.")
+@_torch_option(
+    "--nproc-per-node",
+    default="1",
+    show_default=True,
+    help="Workers per node: N, auto, gpu or cpu.",
+)
+@click.option(
+    "--store",
+    metavar="URL",
+    help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.",
+)
+@click.option("--job", help="Name of the job; nodes with the same name and store work together.")
+@click.option(
+    "--node", help="Name of this node, unique in the job. Default: made from the host name."
+)
+@_torch_option("--rdzv-id", help="Same as --job.")
+@_torch_option(
+    "--rdzv-endpoint",
+    help="HOST:PORT of the coordinator; the node whose address it is starts one there.",
+)
+@_torch_option(
+    "--rdzv-backend",
+    default="etcd",
+    help="Accepted for torchrun's sake: the coordinator is always etcd.",
+)
+@_torch_option("--rdzv-conf", default="", help="last_call_timeout=S and join_timeout=S are heeded.")
+@click.option(
+    "--standalone",
+    is_flag=True,
+    help="One node with a coordinator of its own (the default without --store).",
+)
+@_torch_option(
+    "--max-restarts",
+    default=3,
+    show_default=True,
+    help="Worker failures in a row without progress.",
+)
+@_torch_option("--master-addr", help="With --master-port: same as --rdzv-endpoint ADDR:PORT.")
+@_torch_option("--master-port", type=int, help="See --master-addr.")
+@_torch_option("--local-addr", help="Address under which other nodes reach this one.")
+@_torch_option(
+    "--node-rank",
+    hidden=True,
+    help="Accepted for torchrun's sake: ranks follow from the order of arrival.",
+)
+@_torch_option(
+    "--monitor-interval",
+    hidden=True,
+    help="Accepted for torchrun's sake: exits are noticed at once.",
+)
+@_torch_option(
+    "--start-method",
+    hidden=True,
+    help="Accepted for torchrun's sake: workers are always fresh processes.",
+)
+@click.option("--role", hidden=True, help="Accepted for torchrun's sake.")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as `python -m` would.")
+@_torch_option("--no-python", is_flag=True, help="Run SCRIPT as a program; it restarts cold.")
+@click.option(
+    "--monitor", is_flag=True, help="Have workers record what they do, for `keepstep monitor`."
+)
+@_torch_option(
+    "--log-dir",
+    type=click.Path(),
+    help="Directory for the workers' output, with --redirects or --tee.",
+)
+@click.option("-r", "--redirects", default="0", help="3: workers' output to files in --log-dir.")
+@click.option(
+    "-t", "--tee", default="0", help="3: workers' output to files in --log-dir and to the terminal."
+)
+@click.option(
+    "--spares",
+    default=1,
+    show_default=True,
+    help="Warm processes kept ready to replace a failed worker.",
+)
+@click.option(
+    "--parity", default=1, show_default=True, help="Nodes of each group that may be lost at once."
+)
+@_torch_option(
+    "--group-size", default=8, show_default=True, help="Nodes that protect each other's snapshots."
+)
+@click.option(
+    "--domain",
+    default="",
+    envvar="KEEPSTEP_DOMAIN",
+    help="What this node fails together with, such as its rack: groups are spread over domains.",
+)
+@_torch_option(
+    "--exchange-limit",
+    metavar="SIZE",
+    help="Bytes a second that this node sends for parity, such as 500MB.",
+)
+@_torch_option(
+    "--storage-limit",
+    metavar="SIZE",
+    help="Bytes a second that this node writes to storage, such as 2GB.",
+)
+@click.option(
+    "--lease-ttl",
+    default=5.0,
+    show_default=True,
+    help="Seconds after which a silent node is declared gone.",
+)
+@click.option(
+    "--drain-timeout",
+    default=60.0,
+    show_default=True,
+    help="Seconds a worker has to reach a step's end.",
+)
+@click.option(
+    "--abort-timeout",
+    default=5.0,
+    show_default=True,
+    help="Seconds a worker has to give up a broken step.",
+)
+@click.option(
+    "--grace", default=30.0, show_default=True, help="Seconds to hand over state after SIGTERM."
+)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(**options: Any) -> None:
+    """Run SCRIPT on this node as part of an elastic job, as torchrun would."""
+    # Only agents load what the coordinator's client needs, so it is not imported with the package.
+    from keepstep.elastic.cli.launch import launch
+
+    sys.exit(launch(**options))
+
+
+@main.command()
+@click.option(
+    "--store",
+    metavar="URL",
+    help="The coordinator. Default: that of the job running on this machine.",
+)
+@click.option("--job", help="Name of the job. Default: the only one running on this machine.")
+@click.option("--once", is_flag=True, help="Print once instead of following.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON, one object per change (or one, with --once).",
+)
+def status(store: str | None, job: str | None, once: bool, as_json: bool) -> None:
+    """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
+    from keepstep.elastic.cli.follow import follow
+
+    follow(store, job, once=once, as_json=as_json)
+
+
+@main.command()
+@click.option(
+    "--store",
+    metavar="URL",
+    help="The coordinator. Default: that of the job running on this machine.",
+)
+@click.option("--job", help="Name of the job. Default: the only one running on this machine.")
+@click.option(
+    "--reason", default="on request", show_default=True, help="Shown to whoever asks why."
+)
+@click.option("--undo", is_flag=True, help="Let a node that was evicted return.")
+@click.argument("node")
+def evict(store: str | None, job: str | None, reason: str, undo: bool, node: str) -> None:
+    """Have NODE hand over its state, leave the job and stay away."""
+    from keepstep.elastic.cli.follow import evict_node
+
+    evict_node(store, job, node, reason, undo=undo)
+
+
+if __name__ == "__main__":
+    main()

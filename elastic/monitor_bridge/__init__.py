@@ -1,0 +1,1 @@
+"""Connects the monitor to the coordinator: job status, published verdicts, enforcement."""

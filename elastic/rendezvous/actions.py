@@ -1,0 +1,76 @@
+"""What a leader may do to a job: one of these at a time, performed as one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from keepstep.elastic.rendezvous.records import (
+    Closing,
+    Generation,
+    History,
+    PersistRequest,
+    Result,
+    SnapshotCommit,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Publish the next generation; its resume point becomes the committed snapshot."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Declare the current generation over."""
+
+    closing: Closing
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Record that a snapshot is complete on all its holders."""
+
+    commit: SnapshotCommit
+
+
+@dataclass(frozen=True, slots=True)
+class Persist:
+    """Ask the holders of the committed snapshot to write it to storage."""
+
+    request: PersistRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """All parts are written: commit the stored checkpoint."""
+
+    request: PersistRequest
+    parts: tuple[Mapping[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """A holder could not write its part: drop the request; a later step brings a new one."""
+
+    request: PersistRequest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Add a completed recovery to the history."""
+
+    history: History
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End the job."""
+
+    result: Result
+
+
+Action = Open | Close | Commit | Persist | Publish | Abandon | Remember | Finish

@@ -1,0 +1,416 @@
+"""Who takes part: the leader's decisions, as a pure function of what the coordinator holds.
+
+Every agent mirrors the job's keys and calls `decide`; only the leader gets an action back, and the shell performs it in a
+transaction that fails unless the node still leads and the generation is still the one decided upon. Deciding from the whole
+state, not from single events, means that a missed or repeated event changes nothing, and that a new leader needs no handover.
+
+The life of a generation: open -> (trouble, loss, leave, join) -> closing -> all present members drained -> next one open.
+
+Invariants:
+- The generation's number only grows, by one.
+- A generation is opened only when every present member of the last one has drained, and with min to max nodes.
+- Whoever was a member and may be one again keeps its ranks, as far as the number of nodes allows.
+- A snapshot is committed only when every member of its generation has sealed it and keeps its parity of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from keepstep.elastic.rendezvous import checkpoint_schedule as storing
+from keepstep.elastic.rendezvous.actions import Action, Close, Commit, Finish, Open, Remember
+from keepstep.elastic.rendezvous.rank_assignment import (
+    completed_by_storage,
+    eligible,
+    grouped,
+    newest_restorable,
+    place,
+    present_members,
+    with_adoptions,
+)
+from keepstep.elastic.rendezvous.records import (
+    Closing,
+    Generation,
+    History,
+    Member,
+    NodeRecord,
+    Phase,
+    Recovery,
+    Result,
+    SnapshotCommit,
+    Trouble,
+)
+from keepstep.elastic.rendezvous.view import View
+
+_HISTORY_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user asked for.
+
+    `last_call_s` is how long to wait for further nodes once there are enough; `quorum_timeout_s` how long to wait for
+    enough; `max_restarts` how many generations in a row may end in a worker failure without progress. Of each erasure group
+    of about `group_size` nodes, `parity` may be lost at once.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    last_call_s: float = 1.0
+    quorum_timeout_s: float = 600.0
+    max_restarts: int = 3
+    parity: int = 1
+    group_size: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Deliberation:
+    """What a leader remembers between two decisions: what it is waiting for, and since when."""
+
+    waiting_for: str = ""
+    since_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """At most one action; when to decide again even if nothing changes; and what the leader is waiting for, for people."""
+
+    deliberation: Deliberation
+    action: Action | None = None
+    again_at_s: float | None = None
+    message: str = ""
+
+
+def decide(
+    policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float
+) -> Decision:
+    """Return what the leader should do next. Pure: equal inputs give equal outputs.
+
+    Args:
+        policy: the job's limits.
+        view: what the coordinator holds.
+        deliberation: what the last decision returned, or a fresh one for a new leader.
+        now_s: monotonic seconds, for waiting.
+        wall_s: wall-clock seconds, stamped into records for people.
+    """
+    quiet = Decision(Deliberation())
+    if view.result is not None:
+        return quiet
+    generation = view.generation
+    if generation is None:
+        return _gather(policy, view, deliberation, now_s, wall_s)
+    if view.is_closing:
+        return _reopen(policy, view, generation, deliberation, now_s, wall_s)
+    present = present_members(view, generation)
+    # Once a generation; first, for a job that commits at each step or is done by now would never come to it.
+    remember = _remember(view, generation, present)
+    if remember is not None:
+        return Decision(deliberation, remember)
+    if len(present) == len(generation.members) and all(r.phase is Phase.DONE for r in present):
+        if view.persist is not None:
+            return Decision(Deliberation(), storing.progress(view, view.persist))
+        return Decision(Deliberation(), Finish(Result(True, "all workers finished")))
+    ending = _cannot_go_on(view, generation, present)
+    if ending is not None:
+        return Decision(Deliberation(), Finish(ending))
+    closing = _reason_to_close(view, generation, present, wall_s)
+    if closing is not None:
+        return Decision(Deliberation(), Close(closing))
+    commit = _commit(view, generation, present)
+    if commit is not None:
+        return Decision(deliberation, commit)
+    stored = (
+        storing.progress(view, view.persist)
+        if view.persist is not None
+        else storing.due(view, present, wall_s)
+    )
+    if stored is not None:
+        return Decision(deliberation, stored)
+    return _admit(policy, view, generation, present, deliberation, now_s, wall_s)
+
+
+def may_leave(policy: Policy, view: View, node: str) -> bool:
+    """Whether a node that wants to leave is no longer needed: not for its ranks, and not for the state in its memory."""
+    generation = view.generation
+    if generation is None or view.result is not None or node not in view.nodes:
+        return True
+    if generation.member(node) is None:
+        holders = view.snapshot.holders if view.snapshot else ()
+        return all(holder.node != node for holder in holders)
+    record = view.nodes[node].record
+    drained = view.is_closing and record.phase in (Phase.DRAINED, Phase.DONE)
+    if not drained or len(eligible(view)) >= policy.min_nodes:
+        return False
+    # Too few are left to hand anything over: storage is what remains.
+    resume = newest_restorable(view, generation)
+    stored = view.checkpoint.step if view.checkpoint else 0
+    tried = max(stored, view.store_failure.step if view.store_failure else 0)
+    return resume is None or record.checkpoint_url is None or tried >= resume.snapshot.step
+
+
+def _current(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
+    """Those whose record speaks of this generation."""
+    return [record for record in records if record.generation == generation.generation]
+
+
+def _wait(
+    deliberation: Deliberation, for_what: str, now_s: float, at_most_s: float
+) -> tuple[Deliberation, float]:
+    """Start or continue waiting for something; return the memory of it and the deadline."""
+    if deliberation.waiting_for != for_what:
+        deliberation = Deliberation(for_what, now_s)
+    return deliberation, deliberation.since_s + at_most_s
+
+
+def _gather(
+    policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float
+) -> Decision:
+    nodes = eligible(view)
+    if len(nodes) < policy.min_nodes:
+        return _await_quorum(policy, len(nodes), deliberation, now_s)
+    if len(nodes) < policy.max_nodes:
+        # The set of nodes is part of the name: each arrival starts the last call anew.
+        deliberation, until_s = _wait(
+            deliberation, f"last call after {len(nodes)}", now_s, policy.last_call_s
+        )
+        if now_s < until_s:
+            return Decision(
+                deliberation, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call"
+            )
+    members = place((), nodes, policy.max_nodes)
+    opened = _opened(policy, view, members, 1, "start", wall_s, wall_s)
+    return Decision(Deliberation(), Open(opened))
+
+
+def _await_quorum(policy: Policy, here: int, deliberation: Deliberation, now_s: float) -> Decision:
+    deliberation, until_s = _wait(deliberation, "quorum", now_s, policy.quorum_timeout_s)
+    message = f"waiting for nodes: {here} of at least {policy.min_nodes} are here"
+    if now_s >= until_s:
+        failure = Result(
+            False,
+            f"{message}, for {policy.quorum_timeout_s:.0f} s; start more nodes, or lower --nnodes",
+        )
+        return Decision(Deliberation(), Finish(failure))
+    return Decision(deliberation, again_at_s=until_s, message=message)
+
+
+def _cannot_go_on(
+    view: View, generation: Generation, present: Sequence[NodeRecord]
+) -> Result | None:
+    """Return the job's end if trying again is pointless: a fatal error, or a last checkpoint that cannot be stored."""
+    for record in _current(present, generation):
+        if record.trouble is not None and record.trouble.kind == "fatal":
+            return Result(False, record.trouble.message)
+    failed = view.store_failure
+    if failed and present and all(r.finishing and r.step <= failed.step for r in present):
+        return Result(False, f"the last checkpoint could not be stored: {failed.reason}")
+    return None
+
+
+def _reason_to_close(
+    view: View, generation: Generation, present: Sequence[NodeRecord], wall_s: float
+) -> Closing | None:
+    number = generation.generation
+    for member in generation.members:
+        for request in view.restarts_on(member.node):
+            # Before the troubles that it brings: who loses a peer by it cannot tell why.
+            reason = (
+                f"evicted {member.node}: {view.evictions[member.node].reason}"
+                if member.node in view.evictions
+                else f"rank {request.rank} on {member.node} is restarted: {request.reason}"
+            )
+            return Closing(number, reason, True, wall_s)
+    troubles = [record.trouble for record in _current(present, generation) if record.trouble]
+    if troubles:
+        first = min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s))
+        return Closing(
+            number, first.message.splitlines()[0], True, min(trouble.at_s for trouble in troubles)
+        )
+    here = {record.node for record in present}
+    lost = [member.node for member in generation.members if member.node not in here]
+    if lost:
+        return Closing(number, f"lost {', '.join(lost)}", True, wall_s)
+    for record in present:
+        if record.node in view.evictions:
+            return Closing(
+                number,
+                f"evicted {record.node}: {view.evictions[record.node].reason}",
+                False,
+                wall_s,
+            )
+        if record.leaving:
+            return Closing(number, f"{record.node} leaves", False, wall_s)
+    return None
+
+
+def _reopen(
+    policy: Policy,
+    view: View,
+    old: Generation,
+    deliberation: Deliberation,
+    now_s: float,
+    wall_s: float,
+) -> Decision:
+    present = present_members(view, old)
+    draining = [
+        record.node
+        for record in present
+        if record.generation != old.generation or record.phase not in (Phase.DRAINED, Phase.DONE)
+    ]
+    if draining:
+        # Ranks that stop in good order take a last snapshot, for which the one before it has to be committed.
+        commit = _commit(view, old, present)
+        if commit is not None:
+            return Decision(deliberation, commit)
+        return Decision(
+            deliberation, message=f"generation {old.generation} drains: {', '.join(draining)}"
+        )
+    resume = newest_restorable(view, old) or completed_by_storage(view)
+    failure = _first_failure(present, old)
+    failures = _failures(view, old, resume, failure)
+    if failure is not None and failures > policy.max_restarts:
+        restarts = f"{policy.max_restarts} restart{'s' if policy.max_restarts != 1 else ''} without progress"
+        return Decision(
+            Deliberation(), Finish(Result(False, f"{failure.message} (after {restarts})"))
+        )
+    nodes = eligible(view)
+    if len(nodes) < policy.min_nodes:
+        rescue = storing.rescue(view, present, resume)
+        if rescue is not None:
+            return Decision(Deliberation(), rescue)
+        return _await_quorum(policy, len(nodes), deliberation, now_s)
+    closing = view.closing
+    detected_at_s = closing.detected_at_s if closing else wall_s
+    members = place(old.members, nodes, policy.max_nodes)
+    opened = replace(
+        _opened(
+            policy,
+            view,
+            members,
+            old.generation + 1,
+            closing.reason if closing else "",
+            detected_at_s,
+            wall_s,
+        ),
+        resume=with_adoptions(resume, view, members) if resume else None,
+        failures=failures,
+        broke=closing is not None and closing.abort,
+        lost_from_step=max((record.step for record in _current(present, old)), default=0),
+    )
+    return Decision(Deliberation(), Open(opened))
+
+
+def _opened(
+    policy: Policy,
+    view: View,
+    members: tuple[Member, ...],
+    number: int,
+    reason: str,
+    detected_at_s: float,
+    wall_s: float,
+) -> Generation:
+    first = view.nodes[members[0].node].record
+    members, parity = grouped(members, view, policy.group_size, policy.parity)
+    return Generation(
+        generation=number,
+        members=members,
+        store_host=first.host,
+        store_port=first.store_port,
+        reason=reason,
+        detected_at_s=detected_at_s,
+        opened_at_s=wall_s,
+        parity=parity,
+    )
+
+
+def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Trouble | None:
+    troubles = [record.trouble for record in _current(present, old) if record.trouble]
+    return min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s), default=None)
+
+
+def _failures(
+    view: View, old: Generation, resume: SnapshotCommit | None, failure: Trouble | None
+) -> int:
+    """Count failures in a row without progress. Losing or adding nodes is no failure; a later resume point is progress."""
+    reached = resume.snapshot.step if resume else (view.checkpoint.step if view.checkpoint else 0)
+    began = old.resume.snapshot.step if old.resume else 0
+    if failure is None:
+        return old.failures
+    if reached > began:
+        return 1
+    return old.failures + 1
+
+
+def _commit(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
+    if len(present) < len(generation.members):
+        return None
+    common = set.intersection(*(set(record.protected) for record in present)) if present else set()
+    fresh = [s for s in common if s.generation == generation.generation]
+    newest = max(fresh, default=None)
+    if newest is None or (view.snapshot is not None and newest <= view.snapshot.snapshot):
+        return None
+    return Commit(SnapshotCommit(newest, generation.members, generation.parity))
+
+
+def _remember(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Remember | None:
+    known = view.history.recoveries
+    if known and known[-1].generation >= generation.generation:
+        return None
+    records = _current(present, generation)
+    if len(records) < len(generation.members) or any(
+        "stepped" not in record.times for record in records
+    ):
+        return None
+    resumed = generation.resume.snapshot.step if generation.resume else min(
+        int(record.times.get("resumed_step", 0)) for record in records
+    )  # fmt: skip
+    recovery = Recovery(
+        generation=generation.generation,
+        reason=generation.reason,
+        world_size=generation.world_size,
+        detected_at_s=generation.detected_at_s,
+        opened_at_s=generation.opened_at_s,
+        ready_at_s=max(record.times["ready"] for record in records),
+        restored_at_s=max(record.times["restored"] for record in records),
+        stepped_at_s=max(record.times["stepped"] for record in records),
+        resumed_step=resumed,
+        lost_steps=max(0, generation.lost_from_step - resumed),
+        broke=generation.broke,
+        source=", ".join(
+            sorted({name for r in records for name in r.restored_from.split(", ") if name})
+        ),
+    )
+    return Remember(History((*known, recovery)[-_HISTORY_LENGTH:]))
+
+
+def _admit(
+    policy: Policy,
+    view: View,
+    generation: Generation,
+    present: Sequence[NodeRecord],
+    deliberation: Deliberation,
+    now_s: float,
+    wall_s: float,
+) -> Decision:
+    """Let spare nodes in when there is room, once the present generation works, after a last call for more."""
+    spares = [record for record in eligible(view) if generation.member(record.node) is None]
+    room = policy.max_nodes - len(generation.members)
+    settled = all(
+        r.phase is Phase.RUNNING and r.generation == generation.generation for r in present
+    )
+    finishing = any(r.finishing or r.phase is Phase.DONE for r in present)
+    if not spares or room <= 0 or not settled or finishing:
+        return Decision(Deliberation())
+    if len(spares) < room:
+        deliberation, until_s = _wait(
+            deliberation, f"last call after {len(spares)} spares", now_s, policy.last_call_s
+        )
+        if now_s < until_s:
+            return Decision(
+                deliberation, again_at_s=until_s, message=f"{len(spares)} nodes join soon"
+            )
+    names = ", ".join(record.node for record in spares[:room])
+    return Decision(
+        Deliberation(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
+    )

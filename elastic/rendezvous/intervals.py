@@ -1,0 +1,69 @@
+"""How often to keep a snapshot and to store a checkpoint: the interval that loses least, from measured costs and observed failures. Pure.
+
+With a cost of w seconds each time, and failures that come M seconds apart on average, an interval of T loses w/T of the time to the cost
+and T/2 to each failure. The best T is about sqrt(2 w M) (Young, CACM 1974); Daly's expansion (Future Generation Computer Systems
+22, 2006, equation 37) holds for costs that are not small against M as well.
+
+How often things fail is not known when a job begins. So the rate starts from what others have published and moves to what this job sees: with a
+gamma prior of one failure in `PRIOR_NODE_S` of node time, the rate's mean is (1 + failures) / (PRIOR_NODE_S + node time).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from keepstep.elastic.rendezvous.records import Recovery
+from keepstep.elastic.rendezvous.view import View
+
+AUTO = 0
+"""In place of a number of steps: choose."""
+
+PRIOR_NODE_S = 250 * 86400.0
+"""Node time with one failure: 4 in 1000 node-days, the middle of 2.3 to 6.5 (Meta, arXiv 2410.21680)."""
+
+
+def failures_per_s(recoveries: Sequence[Recovery], nodes: int, wall_s: float) -> float:
+    """Return how often something of this job fails.
+
+    Args:
+        recoveries: changes of generation, oldest first; the first opened the time that is looked at.
+        nodes: how many take part now; they are taken to have been as many all the time.
+        wall_s: now, in wall-clock seconds.
+    """
+    since_s = recoveries[0].detected_at_s if recoveries else wall_s
+    # What opened the time looked at is not in it.
+    failures = sum(recovery.broke for recovery in recoveries[1:])
+    return (1 + failures) * nodes / (PRIOR_NODE_S + nodes * max(0.0, wall_s - since_s))
+
+
+def best_interval_s(cost_s: float, rate_per_s: float) -> float:
+    """Return the interval between two beginnings that loses least, in seconds.
+
+    Args:
+        cost_s: what each costs the training.
+        rate_per_s: failures a second.
+    """
+    apart_s = 1.0 / rate_per_s
+    if cost_s >= 2 * apart_s:
+        return apart_s + cost_s
+    ratio = cost_s / (2 * apart_s)
+    # Daly counts the interval without the cost.
+    return math.sqrt(2 * cost_s * apart_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
+
+
+def snapshot_every(cost_s: float, step_s: float, rate_per_s: float) -> int:
+    """Return after how many steps the next snapshot is best taken; times in seconds."""
+    return max(1, round(best_interval_s(cost_s, rate_per_s) / step_s))
+
+
+def checkpoint_interval_s(view: View, wall_s: float) -> float:
+    """Return the seconds between two checkpoints that lose least; 0.0 while there is none whose cost is known.
+
+    The cost is taken to be all the seconds that the last one took to be stored. It holds up the training by much less, so this
+    errs towards storing too seldom, which memory's snapshots make good.
+    """
+    if view.checkpoint is None or view.generation is None:
+        return 0.0
+    rate_per_s = failures_per_s(view.history.recoveries, len(view.generation.members), wall_s)
+    return best_interval_s(view.checkpoint.took_s, rate_per_s)

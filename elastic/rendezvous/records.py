@@ -1,0 +1,390 @@
+"""The documents that agents keep in the coordinator, as typed values.
+
+Pure. Every document is JSON under `/keepstep/<job>/`; this module is the one door through which they come in and go out.
+Node records carry the node's lease and die with it; everything else lives until the job ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Self
+
+from keepstep.elastic.errors import UsageError
+
+
+@cache
+def _field_types(cls: type) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _parse(kind: Any, value: Any) -> Any:
+    """Turn decoded JSON into the annotated type; the annotations of the records below are all it needs to know."""
+    origin = typing.get_origin(kind)
+    if origin is types.UnionType or origin is typing.Union:
+        present = [option for option in typing.get_args(kind) if option is not type(None)]
+        return None if value is None else _parse(present[0], value)
+    if origin is tuple:
+        return tuple(_parse(typing.get_args(kind)[0], item) for item in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return {key: _parse(typing.get_args(kind)[1], item) for key, item in value.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return kind.from_json(value)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return kind(value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+class Record:
+    """A frozen dataclass that round-trips through JSON."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a JSON object."""
+        return {
+            f.name: _plain(getattr(self, f.name))
+            for f in dataclasses.fields(typing.cast(Any, self))
+        }
+
+    def encode(self) -> bytes:
+        """Return the record as UTF-8 JSON."""
+        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Parse what `to_json` returned.
+
+        Raises:
+            UsageError: the data is not such a record.
+        """
+        kinds = _field_types(typing.cast(Any, cls))
+        try:
+            return cls(**{name: _parse(kinds[name], value) for name, value in data.items()})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the coordinator holds a {cls.__name__} that this version of keepstep cannot read ({error!r}); "
+                "run one version of keepstep on all nodes, or choose another --job name"
+            ) from error
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Parse what `encode` returned. Raises as `from_json` does."""
+        try:
+            return cls.from_json(json.loads(data))
+        except json.JSONDecodeError as error:
+            raise UsageError(
+                f"the coordinator holds a {cls.__name__} that is not JSON: {error}"
+            ) from error
+
+
+class Phase(enum.StrEnum):
+    """Where a node stands in the generation that its record names."""
+
+    WAITING = "waiting"
+    """No workers: not a member, or not yet started."""
+    STARTING = "starting"
+    """Workers are being started or are entering the generation."""
+    RUNNING = "running"
+    """Every worker has completed a step in this generation, or runs a script that does not tell."""
+    DRAINED = "drained"
+    """The generation is over here: no worker of it will write again, and all that could be sealed is."""
+    DONE = "done"
+    """Every worker has exited with success."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction(Record):
+    """That a node is to leave and stay away, why, and whether it may return once its doctor finds nothing."""
+
+    reason: str
+    may_return: bool
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SnapshotId(Record):
+    """Which snapshot: the generation that took it, and the number of steps completed by then."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble(Record):
+    """Why a node's part of a generation cannot go on.
+
+    `kind`: `worker` (a worker of this node failed), `peer` (a collective broke, the culprit is elsewhere or unknown) or
+    `fatal` (the job was given something that cannot work, so that trying again is pointless).
+    """
+
+    kind: str
+    message: str
+    at_s: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PersistedPart(Record):
+    """One node's share of a stored checkpoint, written and checksummed."""
+
+    step: int
+    generation: int
+    part: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRecord(Record):
+    """A node as its agent describes it. `created` revisions, not this record, order nodes by seniority.
+
+    `host`, `agent`, `server` are where peers reach the node, its agent and its snapshot server. `store_port` is open and
+    ready to serve the next generation's torch store. A node is `warm` once its workers can start at once: nobody waits for
+    one that is not. `domain` names what it fails together with (a rack, a switch). `sealed` are the snapshots that its ranks have
+    sealed, `protected` those of them whose parity it also keeps. `checkpoint_every` is in steps, 0 for "auto"; `snapshot_every` is what
+    its ranks have chosen by themselves, 0 if they were told, at `snapshot_cost_s` each. Times are wall-clock seconds.
+    """
+
+    node: str
+    host: str
+    nproc: int
+    agent: str
+    server: str
+    store_port: int
+    lease: int
+    digest: str
+    domain: str = ""
+    warm: bool = False
+    generation: int = 0
+    phase: Phase = Phase.WAITING
+    leaving: bool = False
+    trouble: Trouble | None = None
+    step: int = 0
+    sealed: tuple[SnapshotId, ...] = ()
+    protected: tuple[SnapshotId, ...] = ()
+    finishing: bool = False
+    checkpoint_url: str | None = None
+    checkpoint_every: int | None = None
+    persisted: PersistedPart | None = None
+    memory_nbytes: int = 0
+    snapshot_every: int = 0
+    snapshot_cost_s: float = 0.0
+    times: Mapping[str, float] = field(default_factory=dict)
+    restored_from: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Record):
+    """What an agent tells the leader directly, because it changes at every step: the newest it has, by lease and generation."""
+
+    node: str
+    lease: int
+    generation: int
+    step: int
+    protected: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Member(Record):
+    """A node's place in a generation: its workers are ranks `first_rank` to `first_rank + nproc - 1`.
+
+    Members of the same `group` protect each other's snapshots; a member's position in it is its place among them.
+    """
+
+    node: str
+    host: str
+    nproc: int
+    first_rank: int
+    agent: str
+    server: str
+    group: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that its workers are."""
+        return range(self.first_rank, self.first_rank + self.nproc)
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption(Record):
+    """A lost rank's shard, and the node whose snapshot server rebuilds it from parity."""
+
+    rank: int
+    node: str
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCommit(Record):
+    """A snapshot that every rank of its generation has sealed, and who holds it.
+
+    Any `parity` holders of each group may be lost. `adoptions` say who rebuilds the shards of those that were, when it was resumed from.
+    If more were lost but it is stored as well, `stored` says under which URL, and `holders` are those that are left.
+    """
+
+    snapshot: SnapshotId
+    holders: tuple[Member, ...]
+    parity: int = 0
+    adoptions: tuple[Adoption, ...] = ()
+    stored: str = ""
+
+    def group_of(self, node: str) -> tuple[Member, ...]:
+        """Return the members of a holder's erasure group, by position."""
+        return group_of(self.holders, node)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation(Record):
+    """Who takes part, as which ranks, resuming from where: all that is needed to rebuild any worker.
+
+    `resume` None means the newest stored checkpoint, or the beginning if there is none. `failures` counts the generations
+    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost. `broke`: something
+    failed in the one before it.
+    """
+
+    generation: int
+    members: tuple[Member, ...]
+    store_host: str
+    store_port: int
+    reason: str
+    resume: SnapshotCommit | None = None
+    failures: int = 0
+    lost_from_step: int = 0
+    detected_at_s: float = 0.0
+    opened_at_s: float = 0.0
+    parity: int = 0
+    broke: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(member.nproc for member in self.members)
+
+    def member(self, node: str) -> Member | None:
+        """Return the node's place, or None if it has none."""
+        return next((member for member in self.members if member.node == node), None)
+
+
+def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:
+    """Return the members of a node's erasure group, by position; none if the node is no member."""
+    group = next((member.group for member in members if member.node == node), None)
+    return tuple(member for member in members if member.group == group)
+
+
+@dataclass(frozen=True, slots=True)
+class Closing(Record):
+    """The generation is over; its members drain. `abort` when something broke, so that nobody waits for a step's end."""
+
+    generation: int
+    reason: str
+    abort: bool
+    detected_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PersistRequest(Record):
+    """A committed snapshot is to be written to storage, by its holders together."""
+
+    commit: SnapshotCommit
+    url: str
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCheckpoint(Record):
+    """The newest checkpoint in storage: since when, and how long that took, in seconds."""
+
+    step: int
+    generation: int
+    url: str
+    at_s: float
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFailure(Record):
+    """The newest step that could not be brought to storage, and why."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery(Record):
+    """One change of generation, phase by phase, in wall-clock seconds. `broke`: because something failed."""
+
+    generation: int
+    reason: str
+    world_size: int
+    detected_at_s: float
+    opened_at_s: float
+    ready_at_s: float
+    restored_at_s: float
+    stepped_at_s: float
+    resumed_step: int
+    lost_steps: int
+    source: str
+    broke: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class History(Record):
+    """The newest recoveries, oldest first."""
+
+    recoveries: tuple[Recovery, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVerdict(Record):
+    """Who has what, as the monitor told it. `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill."""
+
+    subject: str
+    ranks: tuple[int, ...]
+    node: str
+    syndrome: str
+    since_s: float
+    evidence: tuple[str, ...]
+    confidence: float
+    cost_s_per_step: float | None
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeldVerdicts(Record):
+    """The verdicts that held at a time, of one generation's ranks: the newest `verdicts`, and how many more there were."""
+
+    generation: int
+    at_s: float
+    verdicts: tuple[HeldVerdict, ...]
+    omitted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartRequest(Record):
+    """The worker that is this rank in this generation is to be killed, and so replaced."""
+
+    generation: int
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Record):
+    """How the job ended."""
+
+    succeeded: bool
+    message: str

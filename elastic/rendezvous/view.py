@@ -1,0 +1,200 @@
+"""The job as the coordinator holds it: key names, and a mirror that folds listings and changes into typed records.
+
+Pure. A `View` is all that the rendezvous decides from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from keepstep.elastic.rendezvous.records import (
+    Closing,
+    Eviction,
+    Generation,
+    HeldVerdict,
+    HeldVerdicts,
+    History,
+    NodeRecord,
+    PersistRequest,
+    Phase,
+    Record,
+    Report,
+    RestartRequest,
+    Result,
+    SnapshotCommit,
+    StoredCheckpoint,
+    StoreFailure,
+)
+from keepstep.elastic.store.contract import Change, KeyValue, Listing
+
+_SINGLE: Mapping[str, type[Record]] = {
+    "generation": Generation,
+    "closing": Closing,
+    "snapshot": SnapshotCommit,
+    "persist": PersistRequest,
+    "checkpoint": StoredCheckpoint,
+    "store_failure": StoreFailure,
+    "history": History,
+    "result": Result,
+    "verdicts": HeldVerdicts,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The names of one job's keys."""
+
+    job: str
+
+    @property
+    def prefix(self) -> str:
+        """What all of the job's keys begin with."""
+        return f"/keepstep/{self.job}/"
+
+    def node(self, node: str) -> str:
+        """Key of a node's record."""
+        return f"{self.prefix}nodes/{node}"
+
+    def eviction(self, node: str) -> str:
+        """Key whose presence asks a node to leave and not come back."""
+        return f"{self.prefix}evictions/{node}"
+
+    def restart(self, rank: int | None = None) -> str:
+        """Key whose presence asks for a rank's worker to be restarted; None: what all of them begin with."""
+        return f"{self.prefix}restarts/{'' if rank is None else rank}"
+
+    def single(self, name: str) -> str:
+        """Key of one of the job-wide documents, such as `generation`."""
+        return f"{self.prefix}{name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A node that holds its lease: its record, and the revision at which it joined (its seniority)."""
+
+    record: NodeRecord
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything the coordinator holds of a job at one revision."""
+
+    revision: int = 0
+    nodes: Mapping[str, Joined] = field(default_factory=dict)
+    evictions: Mapping[str, Eviction] = field(default_factory=dict)
+    restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
+    generation: Generation | None = None
+    generation_revision: int = 0
+    closing: Closing | None = None
+    snapshot: SnapshotCommit | None = None
+    snapshot_revision: int = 0
+    persist: PersistRequest | None = None
+    persist_revision: int = 0
+    checkpoint: StoredCheckpoint | None = None
+    store_failure: StoreFailure | None = None
+    history: History = field(default_factory=History)
+    result: Result | None = None
+    verdicts: HeldVerdicts | None = None
+    secret: bytes | None = None
+
+    @property
+    def number(self) -> int:
+        """The current generation's number; 0 before the first."""
+        return self.generation.generation if self.generation else 0
+
+    @property
+    def leader(self) -> str | None:
+        """The node that decides: the one that joined first among those present."""
+        return min(self.nodes, key=lambda node: self.nodes[node].created, default=None)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the current generation is over and the next not yet open."""
+        return self.closing is not None and self.closing.generation == self.number
+
+    @property
+    def held_verdicts(self) -> tuple[HeldVerdict, ...]:
+        """The verdicts that hold of the current generation: what was said of an older one's ranks means nothing now."""
+        return (
+            self.verdicts.verdicts
+            if self.verdicts is not None and self.verdicts.generation == self.number
+            else ()
+        )
+
+    def restarts_on(self, node: str) -> tuple[RestartRequest, ...]:
+        """Return the restarts that a node is to carry out: of its own ranks, in the current generation."""
+        member = self.generation.member(node) if self.generation is not None else None
+        if member is None:
+            return ()
+        return tuple(
+            request
+            for rank, request in sorted(self.restarts.items())
+            if rank in member.ranks and request.generation == self.number
+        )
+
+
+def from_listing(keys: Keys, listing: Listing) -> View:
+    """Build the view of all keys of a job."""
+    view = replace(View(), revision=listing.revision)
+    for item in listing.items:
+        view = _with(keys, view, item.key, item)
+    return view
+
+
+def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
+    """Fold the changes of one or more revisions into the view."""
+    for change in changes:
+        view = replace(_with(keys, view, change.key, change.value), revision=change.revision)
+    return view
+
+
+def with_reports(view: View, reports: Mapping[str, Report]) -> View:
+    """Fold in what nodes have told directly: newer than their records until they drain, for then the record is the last word."""
+    nodes = dict(view.nodes)
+    for node, report in reports.items():
+        joined = nodes.get(node)
+        if joined is None:
+            continue
+        record = joined.record
+        is_of_now = (record.lease, record.generation) == (report.lease, report.generation)
+        if is_of_now and record.phase in (Phase.STARTING, Phase.RUNNING):
+            known = report.protected
+            newer = replace(
+                record, sealed=known, protected=known, step=max(record.step, report.step)
+            )
+            nodes[node] = Joined(newer, joined.created)
+    return replace(view, nodes=nodes)
+
+
+def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
+    name = key.removeprefix(keys.prefix)
+    section, _, rest = name.partition("/")
+    if section == "nodes":
+        nodes = {node: joined for node, joined in view.nodes.items() if node != rest}
+        if item is not None:
+            nodes[rest] = Joined(NodeRecord.decode(item.value), item.created)
+        return replace(view, nodes=nodes)
+    if section == "evictions":
+        evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}
+        if item is not None:
+            evictions[rest] = Eviction.decode(item.value)
+        return replace(view, evictions=evictions)
+    if section == "restarts":
+        restarts = {rank: request for rank, request in view.restarts.items() if rank != int(rest)}
+        if item is not None:
+            restarts[int(rest)] = RestartRequest.decode(item.value)
+        return replace(view, restarts=restarts)
+    if name == "secret":
+        return replace(view, secret=item.value if item else None)
+    if name not in _SINGLE:
+        return view
+    record = _SINGLE[name].decode(item.value) if item else None
+    updates: dict[str, Any] = {name: record}
+    if name in ("generation", "snapshot", "persist"):
+        updates[f"{name}_revision"] = item.modified if item else 0
+    if name == "history" and record is None:
+        updates["history"] = History()
+    return replace(view, **updates)

@@ -1,0 +1,103 @@
+"""Which samples make up which global batch: a pure function of dataset size, batch size, seed and step.
+
+The world size does not enter into it, only into how a batch is shared out. So a job that shrinks, grows or restarts sees the same samples in
+the same order. An epoch's permutation is a keyed Feistel network over the indices with cycle walking (Black and Rogaway, "Ciphers with
+arbitrary finite domains", CT-RSA 2002): any element is computed alone, nothing of the dataset's size is kept in memory, and the result is the
+same on every machine and every version of every library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keepstep.elastic.errors import UsageError
+
+_ROUNDS = 4
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataOrder:
+    """The order of one dataset of `samples` samples in global batches of `global_batch`.
+
+    An epoch's last, incomplete batch is dropped.
+    """
+
+    samples: int
+    global_batch: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise UsageError(f"global_batch={self.global_batch}: give at least 1")
+        if self.samples < self.global_batch:
+            raise UsageError(
+                f"the dataset has {self.samples} samples, fewer than one global batch of {self.global_batch}"
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of whole global batches in the dataset."""
+        return self.samples // self.global_batch
+
+    def indices(self, step: int) -> Sequence[int]:
+        """Return the dataset indices of global batch `step`, counted from 0 over all epochs."""
+        return self._slice(step, 0, self.global_batch)
+
+    def local_indices(self, step: int, rank: int, world_size: int) -> Sequence[int]:
+        """Return one rank's share of global batch `step`: contiguous, sizes differ by at most one.
+
+        Raises:
+            UsageError: there are more ranks than samples in a batch.
+        """
+        return self._slice(step, *self._share(rank, world_size))
+
+    def loss_scale(self, rank: int, world_size: int) -> float:
+        """Return the factor for this rank's mean loss that keeps the mean over ranks exact; 1.0 for even shares."""
+        begin, end = self._share(rank, world_size)
+        return (end - begin) * world_size / self.global_batch
+
+    def _share(self, rank: int, world_size: int) -> tuple[int, int]:
+        if self.global_batch < world_size:
+            raise UsageError(
+                f"global_batch={self.global_batch} leaves some of {world_size} data-parallel ranks without a sample; "
+                f"give at least {world_size}"
+            )
+        return (
+            self.global_batch * rank // world_size,
+            self.global_batch * (rank + 1) // world_size,
+        )
+
+    def _slice(self, step: int, begin: int, end: int) -> Sequence[int]:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        first = within * self.global_batch
+        if not self.shuffle:
+            return range(first + begin, first + end)
+        return [
+            permute(i, self.samples, _mix(self.seed, epoch))
+            for i in range(first + begin, first + end)
+        ]
+
+
+def permute(index: int, size: int, key: int) -> int:
+    """Return where a keyed pseudorandom permutation of `range(size)` sends `index`."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & half_mask
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mix(key + turn, right) & half_mask)
+        index = (left << half_bits) | right
+        # The network permutes the next power of four; walking on until inside keeps it a permutation.
+        if index < size:
+            return index
+
+
+def _mix(key: int, value: int) -> int:
+    """Hash two integers to 64 bits (the finalizer of splitmix64, Steele et al., OOPSLA 2014)."""
+    mixed = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)

@@ -1,0 +1,1 @@
+"""A worker process: its bootstrap, and its connection to the agent."""

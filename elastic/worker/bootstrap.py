@@ -1,0 +1,160 @@
+"""The bootstrap of every worker process: warm up, wait for an assignment, run the user's script as `__main__`.
+
+A worker starts the same way whether it is the first of a job or a spare that takes over: it imports what is slow to import, says that it
+is warm, and then knows nothing until it is assigned. That is why a spare replaces a lost worker in the time its script needs, not in the
+time that importing PyTorch needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import runpy
+import subprocess
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.records import Record
+from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.session import Assignment, Session, open_session
+from keepstep.processes import die_with_parent
+
+_WARM_MODULES = (
+    "torch.distributed.fsdp",
+    "torch.utils.data",
+    "keepstep.checkpoint.live.copier",
+    "keepstep.checkpoint.stored.reader",
+    "keepstep.checkpoint.memory.memory_source",
+    "keepstep.elastic.trainer.job",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Record):
+    """What the user asked to run. `kind`: `script` (a path), `module` (as `python -m`), or `program` (any executable)."""
+
+    kind: str
+    target: str
+    arguments: tuple[str, ...] = ()
+
+
+def main() -> None:
+    """Run one worker, from warm-up to exit."""
+    die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
+    command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND").encode())
+    records = bool(os.environ.pop(telemetry.SWITCH, ""))
+    log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
+    if command.kind != "program":
+        _warm_up()
+        if records:
+            telemetry.prepare()
+    session = open_session()
+    session.say("warm")
+    assignment = session.wait_for_assignment(0)
+    os.environ.update(assignment.environment())
+    if log_directory:
+        _redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
+    if command.kind == "program":
+        if records:
+            os.environ.update(telemetry.environment(assignment))
+        os.execvp(command.target, [command.target, *command.arguments])
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if records:
+        telemetry.attach(assignment)
+    _run(session, command)
+    _end()
+
+
+def _end() -> None:
+    """End the process as the interpreter would, but for native threads.
+
+    Those of process groups that the script still refers to abort some interpreters that end in good order, which would look
+    like a failure.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _warm_up() -> None:
+    """Import what a training script will need, and what PyTorch itself imports only at first use."""
+    for name in _WARM_MODULES:
+        importlib.import_module(name)
+    import torch
+
+    # Constructing an optimizer is what makes PyTorch import its compiler.
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter])
+    (parameter * 2).sum().backward()
+    optimizer.step()
+
+
+def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
+    """Send stdout and stderr to files named by generation and rank; with `tee`, to where they went before as well."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
+        stream.flush()
+        path = directory / f"generation-{assignment.generation}-rank-{assignment.rank}-{name}.log"
+        if tee:
+            # It ends by itself when the last writer has closed the pipe.
+            copier = subprocess.Popen(["tee", "-a", path], stdin=subprocess.PIPE, stdout=stream)
+            assert copier.stdin is not None
+            os.dup2(copier.stdin.fileno(), stream.fileno())
+            copier.stdin.close()
+        else:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(descriptor, stream.fileno())
+            os.close(descriptor)
+
+
+def _run(session: Session, command: Command) -> None:
+    sys.argv = [command.target, *command.arguments]
+    try:
+        if command.kind == "module":
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        else:
+            # Started with -P: nothing stands at the front yet that the interpreter put there for a script.
+            sys.path.insert(0, str(Path(command.target).resolve().parent))
+            runpy.run_path(command.target, run_name="__main__")
+    except SystemExit as stop:
+        if stop.code not in (None, 0):
+            session.say("failed", traceback=f"exited with status {stop.code}")
+            raise
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
+        # The frames of runpy and of this bootstrap say nothing to the script's author.
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not _is_ours(frame.filename)
+        ]
+        text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+        session.say("failed", traceback=text, fatal=_is_fatal(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _is_fatal(error: BaseException) -> bool:
+    """Whether the error is about what the user gave, so that another attempt would end the same way."""
+    if isinstance(error, UsageError):
+        return True
+    return isinstance(error, CheckpointError) and not isinstance(error, SnapshotUnavailable)
+
+
+def _is_ours(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen runpy")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""keepstep: fault-tolerant elastic training for PyTorch.
+
+`join` wraps a training loop; `keepstep.checkpoint` saves and loads without one; `keepstep.monitor`
+records a worker. Names load their modules at first use: agents and helper processes import this
+package too, and run without PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from keepstep import checkpoint, monitor
+    from keepstep.elastic.errors import (
+        ElasticError,
+        JobFailed,
+        LeaseLost,
+        StoreUnavailable,
+        UsageError,
+    )
+    from keepstep.elastic.trainer.job import Job, Step, join
+    from keepstep.elastic.trainer.process_groups import World
+    from keepstep.elastic.trainer.state import State, Stateful
+
+_MODULES = ("checkpoint", "monitor")
+_HOMES = {
+    "ElasticError": "keepstep.elastic.errors",
+    "Job": "keepstep.elastic.trainer.job",
+    "JobFailed": "keepstep.elastic.errors",
+    "LeaseLost": "keepstep.elastic.errors",
+    "State": "keepstep.elastic.trainer.state",
+    "Stateful": "keepstep.elastic.trainer.state",
+    "Step": "keepstep.elastic.trainer.job",
+    "StoreUnavailable": "keepstep.elastic.errors",
+    "UsageError": "keepstep.elastic.errors",
+    "World": "keepstep.elastic.trainer.process_groups",
+    "join": "keepstep.elastic.trainer.job",
+}
+
+__all__ = [
+    "ElasticError",
+    "Job",
+    "JobFailed",
+    "LeaseLost",
+    "State",
+    "Stateful",
+    "Step",
+    "StoreUnavailable",
+    "UsageError",
+    "World",
+    "checkpoint",
+    "join",
+    "monitor",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"keepstep.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'keepstep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,65 @@
+"""Starts helper processes, and ties their lives to the process that started them.
+
+`python -P -m keepstep.processes PARENT_PID PROGRAM [ARGUMENTS...]` becomes another program whose
+life ends with its parent's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module of keepstep in a process of its own.
+
+    `-P` keeps the current folder out of the module search path: a user's `checkpoint.py` or
+    `types.py` beside their script is never imported by a helper.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which `module_command` finds the keepstep that runs here.
+
+    A keepstep that is imported from a source tree and not installed is added to PYTHONPATH, last.
+    """
+    root = str(Path(__file__).absolute().parent.parent)
+    present = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if _is_installed_at(root) or root in present:
+        return dict(base)
+    return {**base, "PYTHONPATH": os.pathsep.join([*present, root])}
+
+
+def die_with_parent(parent: int) -> None:
+    """Make the kernel send this process SIGKILL when the thread that started it ends.
+
+    Uses prctl(2), PR_SET_PDEATHSIG.
+
+    Args:
+        parent: process id of the expected parent; if it has already died, this process exits.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _is_installed_at(root: str) -> bool:
+    return Path(root).name in ("site-packages", "dist-packages")
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -1,0 +1,1 @@
+"""The commands `keepstep monitor`, `top` and `doctor`."""

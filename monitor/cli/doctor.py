@@ -1,0 +1,206 @@
+"""`keepstep doctor`."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from keepstep.monitor.cli.options import Seconds, named
+from keepstep.monitor.errors import MonitorError
+from keepstep.monitor.preflight.doctor import Doctor, Outcome, Roster
+from keepstep.monitor.preflight.judgement import names_of
+from keepstep.monitor.secret import job_secret
+
+PORT = 8434
+_EXIT_FINDINGS = 1
+# Ten columns that fit a terminal of 80.
+_COLUMNS = (
+    ("node", ""),
+    ("memory", "MB/s"),
+    ("products", "TFLOP/s"),
+    ("disk", "MB/s"),
+    ("fsync", "ms"),
+    ("loopback", "MB/s"),
+    ("sends", "MB/s"),
+    ("receives", "MB/s"),
+    ("latency", "us"),
+    ("clock", "ms"),
+)
+
+
+@click.command()
+@click.option(
+    "--listen", default=f"127.0.0.1:{PORT}", show_default=True, help="HOST:PORT to listen on."
+)
+@click.option(
+    "--address", help="HOST:PORT under which the peers reach this node. Default: as --listen."
+)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="HOST:PORT",
+    help="Another node's doctor; may be repeated.",
+)
+@click.option(
+    "--nodes",
+    type=click.Path(path_type=Path, exists=True),
+    help="File with the addresses of all doctors.",
+)
+@click.option(
+    "--node",
+    callback=named,
+    envvar="KEEPSTEP_NODE",
+    help="Name of this node. Default: the host's name.",
+)
+@click.option(
+    "--job",
+    callback=named,
+    envvar="KEEPSTEP_JOB",
+    default="default",
+    show_default=True,
+    help="Name of the job.",
+)
+@click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    help="File with the secret that all doctors share.",
+)
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Where the disk is tested. Default: the directory for temporary files.",
+)
+@click.option(
+    "--patience",
+    type=Seconds(1, 86400),
+    default=120.0,
+    show_default=True,
+    help="Seconds to wait for peers to begin, and to answer.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+def doctor(
+    listen: str,
+    address: str | None,
+    peers: tuple[str, ...],
+    nodes: Path | None,
+    node: str | None,
+    job: str,
+    secret_file: Path | None,
+    directory: Path | None,
+    patience: float,
+    as_json: bool,
+) -> None:
+    """Examine this node, and its links to others, before a job starts.
+
+    Run it on every node at about the same time, each with the addresses of all. Every one of them prints the same outcome, and ends with
+    status 1 if a node or a link should be seen to first.
+    """
+    own = address or listen
+    listed = (
+        [line.partition("#")[0].strip() for line in nodes.read_text().splitlines()] if nodes else []
+    )
+    others = [line for line in listed if line]
+    if nodes and not others:
+        raise MonitorError(f"--nodes {nodes} names no node: one HOST:PORT a line")
+    roster = Roster.of(own, [*peers, *others])
+    for one in (listen, *roster.everybody):
+        _check_address(one)
+    host, _, port = listen.rpartition(":")
+    secret = job_secret(job, secret_file)
+    with Doctor(
+        node or socket.gethostname(), (host.strip("[]"), int(port)), secret, patience
+    ) as examining:
+        outcome = examining.examine(roster, directory or Path(tempfile.gettempdir()))
+    if as_json:
+        click.echo(json.dumps(outcome.to_json()))
+    else:
+        show(outcome)
+    if outcome.findings:
+        sys.exit(_EXIT_FINDINGS)
+
+
+def _check_address(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise MonitorError(f"{address!r} is no address; it must be HOST:PORT")
+
+
+def show(outcome: Outcome) -> None:
+    """Print the outcome as a table and sentences."""
+    console = Console()
+    sick = {finding.subject for finding in outcome.findings}
+    names = names_of(outcome.examinations)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for name, unit in _COLUMNS:
+        is_text = name in ("node", "products")
+        table.add_column(
+            f"{name}\n{unit}",
+            justify="left" if is_text else "right",
+            overflow="fold",
+            no_wrap=name != "node",
+        )
+    for one in outcome.examinations:
+        sent = [link.send_rate for link in one.links.values()]
+        received = [link.receive_rate for link in one.links.values()]
+        # What others measured of this node counts as much as what it measured itself.
+        for other in outcome.examinations:
+            if one.address in other.links:
+                sent.append(other.links[one.address].receive_rate)
+                received.append(other.links[one.address].send_rate)
+        latencies = [link.latency_s for link in one.links.values()]
+        latencies += [
+            other.links[one.address].latency_s
+            for other in outcome.examinations
+            if one.address in other.links
+        ]
+        offsets = [-link.clock_offset_s for link in one.links.values()]
+        offsets += [
+            o.links[one.address].clock_offset_s
+            for o in outcome.examinations
+            if one.address in o.links
+        ]
+        table.add_row(
+            Text(names[one.address], style="bold red" if names[one.address] in sick else ""),
+            _rate(one.memory_rate),
+            "\n".join(f"{m.device} {m.flops / 1e12:.3g}" for m in one.matmuls),
+            _rate(one.disk.write_rate) if one.disk else "failed",
+            f"{one.disk.fsync_s * 1e3:.1f}" if one.disk else "-",
+            _rate(one.loopback.send_rate) if one.loopback else "failed",
+            _rate(max(sent)) if sent else "-",
+            _rate(max(received)) if received else "-",
+            f"{min(latencies) * 1e6:.0f}" if latencies else "-",
+            f"{sorted(offsets)[len(offsets) // 2] * 1e3:+.1f}" if offsets else "-",
+        )
+    console.print(table)
+    taken = Counter(one.name for one in outcome.examinations)
+    for name in sorted(name for name, count in taken.items() if count > 1):
+        told = f"{taken[name]} nodes are called {name}, so their addresses are told; --node gives a node another name"
+        console.print(Text(told, style="yellow"))
+    for finding in outcome.findings:
+        console.print(
+            Text.assemble(
+                (f"{finding.subject}: {finding.what}", "bold red"), f": {finding.evidence}"
+            )
+        )
+    if not outcome.findings:
+        few = (
+            " Two nodes cannot tell which of them is slow."
+            if len(outcome.examinations) == 2
+            else ""
+        )
+        console.print(f"[green]nothing found[/green] on {len(outcome.examinations)} node(s).{few}")
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e6:.0f}"

@@ -1,0 +1,248 @@
+"""`keepstep monitor`, `keepstep monitor analyze` and `keepstep top`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from keepstep.monitor.cli.options import Seconds, monitor_url, named
+from keepstep.monitor.errors import DumpUnreadable, MonitorError
+from keepstep.monitor.secret import bearer_token, job_secret
+from keepstep.monitor.tree.child_registry import ChildrenFile
+
+if TYPE_CHECKING:
+    from keepstep.monitor.contracts import Runtime
+
+PORT = 8433
+_EXIT_FOUND = 1
+_EXIT_UNREADABLE = 2
+_JOB = click.option(
+    "--job",
+    callback=named,
+    envvar="KEEPSTEP_JOB",
+    default="default",
+    show_default=True,
+    help="Name of the job.",
+)
+_SECRET = click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    help="File with the job's secret. Default: $KEEPSTEP_SECRET, else one of this user's own on this machine.",
+)
+
+
+@click.group(invoke_without_command=True)
+@_JOB
+@click.option(
+    "--node",
+    callback=named,
+    envvar="KEEPSTEP_NODE",
+    help="Name of this node. Default: the host's name.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=PORT,
+    show_default=True,
+    help="Port to listen on; 0 for any.",
+)
+@click.option(
+    "--open-page", is_flag=True, help="Want no token of requests from this machine. Loopback only."
+)
+@_SECRET
+@click.option(
+    "--print-token", is_flag=True, help="Print the token for the page and for Prometheus, and end."
+)
+@click.option(
+    "--child",
+    "children",
+    callback=monitor_url,
+    multiple=True,
+    metavar="URL",
+    help="A daemon to gather from; may be repeated.",
+)
+@click.option(
+    "--children-file",
+    type=click.Path(path_type=Path),
+    help="File with URLs of daemons to gather from, one a line; read again when it changes.",
+)
+@click.option(
+    "--gather-only",
+    is_flag=True,
+    help="Do not read this node's own ranks: another daemon here does.",
+)
+@click.option(
+    "--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost."
+)
+@click.option(
+    "--store",
+    metavar="URL",
+    help="The job's coordinator: for what the page shows of the job, verdicts, --act. "
+    "Default: that of the job of this name on this machine, once there is one.",
+)
+@click.option(
+    "--act",
+    type=click.Choice(["observe", "alert", "restart", "replace"]),
+    default="alert",
+    show_default=True,
+    help="What to do about verdicts, each including the ones before: nothing; log; restart workers; replace nodes.",
+)
+@click.option(
+    "--events",
+    type=click.Path(path_type=Path),
+    help="File to append events to, one JSON object a line.",
+)
+@click.option(
+    "--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart."
+)
+@click.option(
+    "--every",
+    type=Seconds(0.05, 60),
+    default=0.5,
+    show_default=True,
+    help="Seconds between readings.",
+)
+@click.pass_context
+def monitor(context: click.Context, /, **options: Any) -> None:
+    """Watch the ranks of a job on this node, and say who is sick.
+
+    Every node runs one. With --child it also gathers what other daemons tell: nodes under racks, racks under one root, which
+    diagnoses for all. The page is at the address that is printed.
+    """
+    if context.invoked_subcommand is None:
+        _run(context.obj, **options)
+
+
+@monitor.command()
+@click.argument(
+    "dumps", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DUMPS..."
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object; verdicts in it are as in --events.",
+)
+def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
+    """Say from PyTorch's Flight Recorder dumps why a job hung.
+
+    DUMPS are files, one of each rank, whose names end in the rank's number (such as /tmp/nccl_trace_rank_*), or directories of nothing
+    else. Exit status: 0 if nothing is found, 1 if something is, 2 if a file is no dump.
+    """
+    from keepstep.monitor.cli.analyze import show
+
+    try:
+        is_sick = show(dumps, time.time(), as_json=as_json)
+    except DumpUnreadable as error:
+        click.echo(f"keepstep: {error}", err=True)
+        sys.exit(_EXIT_UNREADABLE)
+    if is_sick:
+        sys.exit(_EXIT_FOUND)
+
+
+@click.command()
+@click.option(
+    "--url",
+    callback=monitor_url,
+    metavar="URL",
+    default=f"http://127.0.0.1:{PORT}",
+    show_default=True,
+    help="The daemon to look at: its address, or all that it printed, which holds the token.",
+)
+@_JOB
+@_SECRET
+@click.option("--once", is_flag=True, help="Print once instead of following.")
+def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
+    """Show live ranks, steps, step times and verdicts in the terminal."""
+    from keepstep.monitor.cli.top import address_and_token, show
+
+    address, token = address_and_token(url)
+    show(address, token or bearer_token(job_secret(job, secret_file)), once=once)
+
+
+def _run(
+    find_runtime: Callable[[str | None, str], Runtime] | None,
+    *,
+    job: str,
+    node: str | None,
+    host: str,
+    port: int,
+    open_page: bool,
+    secret_file: Path | None,
+    print_token: bool,
+    children: tuple[str, ...],
+    children_file: Path | None,
+    gather_only: bool,
+    relay: bool,
+    store: str | None,
+    act: str,
+    events: Path | None,
+    state: Path | None,
+    every: float,
+) -> None:
+    secret = job_secret(job, secret_file)
+    if print_token:
+        click.echo(bearer_token(secret))
+        return
+    # A moment's worth of imports that --print-token and --help have no use for.
+    from keepstep.monitor.daemon.assembly import assemble
+    from keepstep.monitor.daemon.daemon import Daemon, Settings
+    from keepstep.monitor.diagnosis.policy import Mode, Policy
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    name = node or socket.gethostname()
+    settings = Settings(
+        job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
+    )  # fmt: skip
+    policy = Policy(Mode[act.upper()])
+    runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
+    if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
+        raise MonitorError(
+            f"--act {act} is for the topmost monitor of a job of `keepstep run`: give no --relay"
+        )
+    parts = assemble(
+        job,
+        name,
+        diagnoses=not relay,
+        reads_rings=not gather_only,
+        children=_children(children, children_file),
+        runtime=runtime,
+        policy=policy,
+    )
+
+    async def serve() -> None:
+        daemon = Daemon(settings, parts)
+        loop = asyncio.get_running_loop()
+        for ending in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(ending, daemon.stop)
+        running = asyncio.create_task(daemon.run())
+        either: list[asyncio.Future[Any]] = [running, daemon.address]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            address = daemon.address.result()
+            # The token rides behind the #, which browsers do not send, so it is in no server's log.
+            click.echo(
+                f"watching job {job}: {address}/"
+                + ("" if open_page else f"#token={bearer_token(secret)}")
+            )
+        await running
+
+    asyncio.run(serve())
+
+
+def _children(urls: Sequence[str], path: Path | None) -> Callable[[], Sequence[str]]:
+    """Return what tells the daemons below: those named, and those in a file."""
+    if path is None:
+        return lambda: tuple(urls)
+    file = ChildrenFile(path)
+    return lambda: tuple(dict.fromkeys((*urls, *file.urls())))

@@ -1,0 +1,119 @@
+"""What the kernel says of the cgroup that a process is in: version 2 or 1, or both at once as systemd's hybrid mounts are.
+
+Everything is optional: a file that is missing or says "max" is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# What version 1 says where there is no limit: the largest multiple of the page size that fits in 63 bits.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class CgroupFiles:
+    """Where a cgroup's files lie: `unified` for version 2, `cpu` and `memory` for version 1; None where that is not mounted."""
+
+    unified: Path | None
+    cpu: Path | None
+    memory: Path | None
+
+
+def find(
+    process: int | str = "self", proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")
+) -> CgroupFiles:
+    """Return where the files of a process's cgroup lie.
+
+    Within a container the path that the kernel tells may lie outside of what is mounted; then the mount's own top is the cgroup.
+    """
+    unified = cpu = memory = None
+    try:
+        lines = (proc / str(process) / "cgroup").read_text().splitlines()
+    except OSError:
+        return CgroupFiles(None, None, None)
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if not controllers:
+            for top in (mount, mount / "unified"):
+                if unified is None and (top / "cgroup.controllers").exists():
+                    unified = _below(top, path)
+        elif "cpu" in names:
+            cpu = _first_below(mount, ("cpu", controllers, "cpu,cpuacct"), path)
+        elif "memory" in names:
+            memory = _first_below(mount, ("memory",), path)
+    return CgroupFiles(unified, cpu, memory)
+
+
+def throttled_s(files: CgroupFiles) -> float | None:
+    """Return for how many seconds in total the cgroup was denied the processor by its quota."""
+    if files.unified is not None:
+        told = _table(files.unified / "cpu.stat").get("throttled_usec")
+        if told is not None:
+            return told / 1e6
+    if files.cpu is not None:
+        told = _table(files.cpu / "cpu.stat").get("throttled_time")
+        if told is not None:
+            return told / 1e9
+    return None
+
+
+def memory_limit_nbytes(files: CgroupFiles) -> int | None:
+    """Return the cgroup's limit; None without one."""
+    for path in _memory_files(files, "memory.max", "memory.limit_in_bytes"):
+        limit = _number(path)
+        if limit is not None and limit < _NO_LIMIT:
+            return limit
+    return None
+
+
+def memory_held_nbytes(files: CgroupFiles) -> int | None:
+    """Return what the cgroup uses and cannot give back at once: its usage without inactive file pages."""
+    for usage_path, directory in zip(
+        _memory_files(files, "memory.current", "memory.usage_in_bytes"),
+        [directory for directory in (files.unified, files.memory) if directory is not None],
+        strict=True,
+    ):
+        usage = _number(usage_path)
+        if usage is not None:
+            stat = _table(directory / "memory.stat")
+            return max(0, usage - stat.get("inactive_file", stat.get("total_inactive_file", 0)))
+    return None
+
+
+def _memory_files(files: CgroupFiles, second: str, first: str) -> list[Path]:
+    paths = [files.unified / second] if files.unified is not None else []
+    return [*paths, files.memory / first] if files.memory is not None else paths
+
+
+def _first_below(mount: Path, names: tuple[str, ...], path: str) -> Path | None:
+    for name in names:
+        if (mount / name).is_dir():
+            return _below(mount / name, path)
+    return None
+
+
+def _below(top: Path, path: str) -> Path:
+    inside = top / path.lstrip("/")
+    return inside if inside.is_dir() else top
+
+
+def _text(path: Path) -> str:
+    # `open` rather than Path's own way, which costs more than the reading.
+    try:
+        with open(path) as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _table(path: Path) -> dict[str, int]:
+    pairs = [line.split() for line in _text(path).splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}

@@ -1,0 +1,125 @@
+"""A node's measures on their way out: as JSON between daemons, and as series for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One field as a series: its name, what it says, whether it only grows, and whether 0 stands for "not known"."""
+
+    field: str
+    name: str
+    help: str
+    is_counter: bool = False
+    hides_zero: bool = False
+
+
+NODE_SERIES = (
+    Series("cpu_share", "keepstep_node_cpu_usage_ratio", "Share of the node's processors in use."),
+    Series(
+        "throttled_s",
+        "keepstep_node_cpu_throttled_seconds",
+        "Time for which the workers' cgroup was denied the processor.",
+        is_counter=True,
+    ),
+    Series(
+        "cpu_hz",
+        "keepstep_node_cpu_frequency_hertz",
+        "Mean clock of the processors.",
+        hides_zero=True,
+    ),
+    Series("load", "keepstep_node_load1", "Runnable processes, mean of a minute."),
+    Series("memory_total", "keepstep_node_memory_size_bytes", "Memory there is.", hides_zero=True),
+    Series("memory_available", "keepstep_node_memory_available_bytes", "Memory that can be had."),
+    Series("swap_used", "keepstep_node_swap_used_bytes", "Memory swapped out."),
+    Series(
+        "disk_latency_s",
+        "keepstep_node_disk_request_duration_seconds",
+        "Mean time of a disk request.",
+    ),
+)
+GPU_SERIES = (
+    Series(
+        "celsius", "keepstep_gpu_temperature_celsius", "Temperature of the chip.", hides_zero=True
+    ),
+    Series(
+        "clock_hz", "keepstep_gpu_clock_hertz", "Clock of the multiprocessors.", hides_zero=True
+    ),
+    Series("memory_used", "keepstep_gpu_memory_used_bytes", "Device memory in use."),
+    Series(
+        "memory_total", "keepstep_gpu_memory_size_bytes", "Device memory there is.", hides_zero=True
+    ),
+    Series("busy_share", "keepstep_gpu_busy_ratio", "Share of time with a kernel running."),
+    Series("power_watts", "keepstep_gpu_power_watts", "Power drawn.", hides_zero=True),
+    Series(
+        "ecc_uncorrected",
+        "keepstep_gpu_ecc_uncorrected_errors",
+        "Memory errors not corrected.",
+        is_counter=True,
+    ),
+    Series(
+        "ecc_corrected",
+        "keepstep_gpu_ecc_corrected_errors",
+        "Memory errors corrected.",
+        is_counter=True,
+    ),
+)
+
+
+def node_series(metrics: NodeMetrics, job: str, node: str) -> Iterator[Metric]:
+    """Yield the measures of a node and its GPUs; what is not known is left out."""
+    yield from _families(NODE_SERIES, {"job": job, "node": node}, [({}, metrics)])
+    devices = [({"gpu": str(gpu.index)}, gpu) for gpu in metrics.gpus]
+    yield from _families(GPU_SERIES, {"job": job, "node": node}, devices)
+    if devices:
+        labels = ["job", "node", "gpu"]
+        xids = CounterMetricFamily(
+            "keepstep_gpu_xid_errors", "Critical Xid errors since the monitor began.", labels=labels
+        )
+        for gpu in metrics.gpus:
+            xids.add_metric([job, node, str(gpu.index)], len(gpu.xids))
+        yield xids
+
+
+def metrics_to_json(metrics: NodeMetrics) -> dict[str, Any]:
+    """Return the measures as JSON."""
+    return asdict(metrics)
+
+
+def metrics_from_json(told: Mapping[str, Any]) -> NodeMetrics:
+    """Return what `metrics_to_json` told.
+
+    Raises:
+        TypeError, KeyError: it is something else.
+    """
+    gpus = tuple(GpuMetrics(**{**gpu, "xids": tuple(gpu["xids"])}) for gpu in told["gpus"])
+    return NodeMetrics(**{**told, "gpus": gpus, "stopped_ranks": tuple(told["stopped_ranks"])})
+
+
+def _families(
+    series: tuple[Series, ...], common: Mapping[str, str], told: list[tuple[dict[str, str], Any]]
+) -> Iterator[Metric]:
+    for one in series:
+        samples = [
+            (labels, value)
+            for labels, source in told
+            if (value := getattr(source, one.field)) or not one.hides_zero
+        ]
+        if not samples:
+            continue
+        names = [*common, *samples[0][0]]
+        family = (CounterMetricFamily if one.is_counter else GaugeMetricFamily)(
+            one.name, one.help, labels=names
+        )
+        for labels, value in samples:
+            family.add_metric([*common.values(), *labels.values()], float(value))
+        yield family

@@ -1,0 +1,119 @@
+"""Asking the daemons below: one HTTP client with the job's token, owned by the daemon."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import aiohttp
+
+from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
+from keepstep.monitor.node.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
+from keepstep.monitor.secret import bearer_token
+from keepstep.monitor.tree.node_clocks import Clock, encode_clocks
+from keepstep.monitor.tree.summary import MAX_NBYTES, Summary, decode
+
+_TIMEOUT_S = 5.0
+_CHUNK_NBYTES = 1 << 18
+
+
+class Children:
+    """Asks daemons below for their news. `close` ends its connections."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {bearer_token(secret)}"}
+        )
+
+    async def summary(self, url: str, incarnation: str, since: int, budget: int) -> Summary:
+        """Return what the daemon at `url` has to tell.
+
+        Raises:
+            MonitorUnreachable: it does not answer, or refuses.
+            ProtocolViolation: it answers what is no summary.
+        """
+        query = urlencode({"incarnation": incarnation, "since": since, "budget": budget})
+        data = await self._get(f"{url.rstrip('/')}/v1/summary?{query}", _TIMEOUT_S, MAX_NBYTES)
+        return decode(data)
+
+    async def tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
+        """Tell the daemon at `url` how far clocks of nodes are off the job's.
+
+        Raises:
+            MonitorUnreachable: it does not answer, or refuses.
+            ProtocolViolation: it answers more than a monitor does.
+        """
+        await self._ask(
+            "POST", f"{url.rstrip('/')}/v1/clocks", _TIMEOUT_S, 1 << 16, encode_clocks(clocks)
+        )
+
+    async def stacks(self, url: str, rank: int) -> dict[str, Any]:
+        """Return the stacks of a rank, as the daemon below finds them, or `{"error": why not}`."""
+        try:
+            data = await self._get(
+                f"{url.rstrip('/')}/v1/stacks/{rank}", STACKS_TIMEOUT_S + _TIMEOUT_S, 1 << 24
+            )
+            return parse_object(data)
+        except (MonitorUnreachable, ProtocolViolation) as error:
+            return {"error": str(error)}
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._session.close()
+
+    async def _get(self, address: str, timeout_s: float, limit_nbytes: int) -> bytes:
+        return await self._ask("GET", address, timeout_s, limit_nbytes)
+
+    async def _ask(
+        self,
+        method: str,
+        address: str,
+        timeout_s: float,
+        limit_nbytes: int,
+        body: bytes | None = None,
+    ) -> bytes:
+        where, timeout = urlsplit(address).netloc, aiohttp.ClientTimeout(timeout_s)
+        try:
+            async with self._session.request(
+                method, address, data=body, timeout=timeout
+            ) as response:
+                if response.status == 401:
+                    raise MonitorUnreachable(
+                        f"the monitor at {where} refused our token: does it watch another job?"
+                    )
+                if not response.ok:
+                    raise MonitorUnreachable(
+                        f"the monitor at {where} answered status {response.status}"
+                    )
+                parts, nbytes = [], 0
+                async for part in response.content.iter_chunked(_CHUNK_NBYTES):
+                    nbytes += len(part)
+                    if nbytes > limit_nbytes:
+                        raise ProtocolViolation(
+                            f"the monitor at {where} sends more than {limit_nbytes} bytes"
+                        )
+                    parts.append(part)
+                return b"".join(parts)
+        except TimeoutError as error:
+            raise MonitorUnreachable(
+                f"the monitor at {where} gave no answer within {timeout_s:g} s"
+            ) from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise MonitorUnreachable(f"no monitor answers at {where}: {error}") from error
+
+
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Return a JSON object.
+
+    Raises:
+        ProtocolViolation: it is none.
+    """
+    try:
+        told = json.loads(data)
+    except ValueError as error:
+        raise ProtocolViolation(f"what came is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ProtocolViolation("what came is no JSON object")
+    return told

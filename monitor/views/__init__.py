@@ -1,0 +1,1 @@
+"""What a daemon shows: page, JSON, Prometheus series, event file."""

@@ -1,0 +1,192 @@
+"""What happened, one JSON object a line, in the shape of OpenTelemetry's log records, so that any collector's file receiver
+takes it as it is.
+
+The fields are those of OpenTelemetry's log data model: timestamp, severity, event name, body, attributes, resource. A file
+that has grown to its limit is renamed to `NAME.1`, replacing the one before; one that somebody else renames, as logrotate does, is left to
+them, and the next event begins a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.errors import MonitorError
+from keepstep.monitor.verdicts import Syndrome
+from keepstep.monitor.watch.verdict_log import HANGS, Entry
+
+_LIMIT_NBYTES = 64 * 2**20
+_SERVICE = "keepstep-monitor"
+_INFO, _WARN, _ERROR = (9, "INFO"), (13, "WARN"), (17, "ERROR")
+_GRAVE = HANGS | {
+    Syndrome.DEAD_PROCESS,
+    Syndrome.DEVICE_ERROR,
+    Syndrome.SILENT_CORRUPTION,
+    Syndrome.LOSS_NOT_FINITE,
+}
+
+
+class EventFile:
+    """The file, open for appending until `close`.
+
+    Raises:
+        MonitorError: there can be no such file.
+    """
+
+    def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
+        self._path = path
+        self._limit_nbytes = limit_nbytes
+        self._resource = {
+            "service.name": _SERVICE,
+            "service.instance.id": node,
+            "host.name": socket.gethostname(),
+            "keepstep.job": job,
+        }
+        # Whether the last write broke off in the middle of a line.
+        self._is_torn = False
+        try:
+            self._descriptor = _open(path)
+        except OSError as error:
+            raise MonitorError(
+                f"events cannot be appended to {path} ({error.strerror}); name another file"
+            ) from error
+
+    def write(
+        self,
+        name: str,
+        severity: tuple[int, str],
+        body: str,
+        attributes: Mapping[str, Any],
+        wall_s: float,
+    ) -> None:
+        """Append one event and hand it to the operating system at once: the next thing that happens may be the node's end.
+
+        Raises:
+            OSError: it cannot be written; the next one is tried afresh.
+        """
+        record = _record(name, severity, body, attributes, wall_s, self._resource)
+        if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
+            os.replace(self._path, self._path.with_name(self._path.name + ".1"))
+        if not self._is_in_place():
+            anew = _open(self._path)
+            os.close(self._descriptor)
+            self._descriptor, self._is_torn = anew, False
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        rest = b"\n" + line if self._is_torn else line
+        while rest:
+            written = os.write(self._descriptor, rest)
+            rest = rest[written:]
+            self._is_torn = bool(rest)
+
+    def opened(self, entry: Entry) -> None:
+        """Tell of a verdict that began to hold."""
+        self.write("keepstep.verdict.opened", *_telling(entry), entry.opened_at_s)
+
+    def closed(self, entry: Entry) -> None:
+        """Tell of a verdict that is over."""
+        verdict = entry.verdict
+        ended_s = entry.told_at_s if entry.closed_at_s is None else entry.closed_at_s
+        body = (
+            f"{verdict.subject}: {verdict.syndrome} is over after {ended_s - entry.since_s:.1f} s"
+        )
+        self.write("keepstep.verdict.closed", _INFO, body, _attributes(entry), ended_s)
+
+    def stacks(self, entry: Entry, rank: int, stacks: Mapping[str, Any], wall_s: float) -> None:
+        """Tell what the threads of a suspect were doing."""
+        attributes = {
+            "keepstep.verdict.number": entry.number,
+            "keepstep.rank": rank,
+            "keepstep.stacks": json.dumps(stacks),
+        }
+        self.write("keepstep.verdict.stacks", _INFO, f"stacks of rank {rank}", attributes, wall_s)
+
+    def acted(self, action: Action, outcome: str, wall_s: float) -> None:
+        """Tell what the policy did about a verdict, or had people told."""
+        attributes = {
+            "keepstep.action": str(action.kind),
+            "keepstep.action.reason": action.reason,
+            "keepstep.action.outcome": outcome,
+            "keepstep.action.nodes": list(action.nodes),
+            "keepstep.action.ranks": list(action.ranks),
+            "keepstep.verdict.syndrome": str(action.verdict.syndrome),
+            "keepstep.verdict.evidence": list(action.verdict.evidence),
+        }
+        body = f"{action}; {outcome}"
+        self.write("keepstep.policy.acted", _WARN, body, attributes, wall_s)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+    def _is_in_place(self) -> bool:
+        """Whether the file of that name is the one that is open."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def found(entry: Entry) -> dict[str, Any]:
+    """Return what tells of a verdict that was reached after the fact, as one that began to hold is told."""
+    return _record(
+        "keepstep.verdict.opened", *_telling(entry), entry.opened_at_s, {"service.name": _SERVICE}
+    )
+
+
+def _record(
+    name: str,
+    severity: tuple[int, str],
+    body: str,
+    attributes: Mapping[str, Any],
+    wall_s: float,
+    resource: Mapping[str, Any],
+) -> dict[str, Any]:
+    return {
+        "timestamp": datetime.fromtimestamp(wall_s, UTC)
+        .isoformat(timespec="microseconds")
+        .replace("+00:00", "Z"),
+        "time_unix_nano": str(int(wall_s * 1e9)),
+        "severity_number": severity[0],
+        "severity_text": severity[1],
+        "event_name": name,
+        "body": body,
+        "attributes": dict(attributes),
+        "resource": dict(resource),
+    }
+
+
+def _telling(entry: Entry) -> tuple[tuple[int, str], str, dict[str, Any]]:
+    """Return severity, body and attributes of a verdict."""
+    verdict = entry.verdict
+    body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
+    return _ERROR if verdict.syndrome in _GRAVE else _WARN, body, _attributes(entry)
+
+
+def _attributes(entry: Entry) -> dict[str, Any]:
+    verdict = entry.verdict
+    told = {
+        "keepstep.verdict.number": entry.number,
+        "keepstep.verdict.syndrome": str(verdict.syndrome),
+        "keepstep.verdict.subject.kind": verdict.subject.kind,
+        "keepstep.verdict.subject.ranks": list(verdict.subject.ranks),
+        "keepstep.verdict.since_unix_nano": str(int(entry.since_s * 1e9)),
+        "keepstep.verdict.confidence": verdict.confidence,
+        "keepstep.verdict.advice": str(verdict.advice),
+        "keepstep.verdict.evidence": list(verdict.evidence),
+    }
+    if verdict.subject.node:
+        told["keepstep.verdict.subject.node"] = verdict.subject.node
+    if verdict.cost_s_per_step != float("inf"):
+        told["keepstep.verdict.cost_s_per_step"] = verdict.cost_s_per_step
+    return told

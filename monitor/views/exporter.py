@@ -1,0 +1,186 @@
+"""What Prometheus scrapes of a daemon. Names follow its conventions: base units, `_total` for counters, `_ratio` for shares.
+
+A daemon exports the ranks and the measures of its own node only, so that a tree of daemons, all of them scraped, tells every
+series once. What is about the whole job comes from the daemon that diagnoses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from keepstep.monitor.contracts import Story
+from keepstep.monitor.node.node_series import metrics_from_json, node_series
+from keepstep.monitor.records import Ending
+from keepstep.monitor.verdicts import Syndrome
+from keepstep.monitor.views.pages import told_story
+from keepstep.monitor.watch.watch import Watch
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(watch: Watch, job: str, story: Story | None) -> bytes:
+    """Return everything in Prometheus' text format. Called on the thread that owns the watch."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(watch, job, story))
+    return generate_latest(registry)
+
+
+class _Collector(Collector):
+    """Makes the families anew at every scrape: there is nothing to keep up to date in between, and what is gone is gone."""
+
+    def __init__(self, watch: Watch, job: str, story: Story | None) -> None:
+        self._watch = watch
+        self._job = job
+        self._story = story
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._monitor()
+        yield from self._ranks()
+        own = self._watch.nodes.get(self._watch.node)
+        if own is not None and own.metrics:
+            yield from node_series(metrics_from_json(own.metrics), self._job, self._watch.node)
+        if self._watch.diagnoses:
+            yield from self._verdicts()
+            yield from self._whole_job()
+
+    def _monitor(self) -> Iterator[Metric]:
+        info = InfoMetricFamily("keepstep.autoload", "The monitor daemon.", labels=["job", "node"])
+        info.add_metric([self._job, self._watch.node], {"version": version("keepstep")})
+        yield info
+        own = self._watch.nodes.get(self._watch.node)
+        used = CounterMetricFamily(
+            "keepstep_monitor_cpu_seconds",
+            "Processor time that the monitor itself has used.",
+            labels=["job", "node"],
+        )
+        used.add_metric([self._job, self._watch.node], own.monitor_cpu_s if own else 0.0)
+        yield used
+        faults = CounterMetricFamily(
+            "keepstep_monitor_faults",
+            "Failures of parts of the monitor.",
+            labels=["job", "node", "part"],
+        )
+        for part, count in sorted(self._watch.faults.items()):
+            faults.add_metric([self._job, self._watch.node, part], count)
+        yield faults
+        missing = GaugeMetricFamily(
+            "keepstep_monitor_missing_children",
+            "Daemons below that do not answer.",
+            labels=["job", "node"],
+        )
+        missing.add_metric([self._job, self._watch.node], len(self._watch.below.missing))
+        yield missing
+
+    def _ranks(self) -> Iterator[Metric]:
+        labels = ["job", "node", "rank"]
+        up = GaugeMetricFamily(
+            "keepstep_rank_up", "Whether the rank's process exists.", labels=labels
+        )
+        step = GaugeMetricFamily(
+            "keepstep_rank_step", "Optimizer step that the rank is at.", labels=labels
+        )
+        took = GaugeMetricFamily(
+            "keepstep_rank_step_duration_seconds",
+            "Time of the rank's last whole step.",
+            labels=labels,
+        )
+        silent = GaugeMetricFamily(
+            "keepstep_rank_silence_seconds",
+            "Time since the rank last made progress of any kind.",
+            labels=labels,
+        )
+        for kept in self._watch.ranks():
+            state = kept.state
+            if state.node != self._watch.node:
+                continue
+            names = [self._job, state.node, str(state.rank)]
+            up.add_metric(names, float(state.is_alive))
+            step.add_metric(names, int(kept.records["step"].max()) if len(kept.records) else 0)
+            # A job that is over makes no progress, and nobody need look.
+            if state.ending != Ending.FINISHED:
+                silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
+            table = self._watch.tables[state.rank]
+            if table.last_step:
+                took.add_metric(names, table.last_step_s)
+        yield from (up, step, took, silent)
+
+    def _verdicts(self) -> Iterator[Metric]:
+        labels = ["job", "syndrome", "subject", "advice"]
+        active = GaugeMetricFamily(
+            "keepstep_verdict_active",
+            "Verdicts that hold, with the confidence as value.",
+            labels=labels,
+        )
+        cost = GaugeMetricFamily(
+            "keepstep_verdict_step_cost_seconds",
+            "Time that every step takes longer because of it; infinite for a hang.",
+            labels=labels,
+        )
+        for entry in self._watch.log.holding:
+            verdict = entry.verdict
+            names = [self._job, str(verdict.syndrome), str(verdict.subject), str(verdict.advice)]
+            active.add_metric(names, verdict.confidence)
+            cost.add_metric(names, verdict.cost_s_per_step)
+        yield from (active, cost)
+        opened = CounterMetricFamily(
+            "keepstep_verdicts", "Verdicts ever given.", labels=["job", "syndrome"]
+        )
+        for syndrome in Syndrome:
+            opened.add_metric([self._job, str(syndrome)], self._watch.log.opened.get(syndrome, 0))
+        yield opened
+
+    def _whole_job(self) -> Iterator[Metric]:
+        typical = self._watch.typical_step_s()
+        if typical is not None:
+            yield _gauge(
+                "keepstep_job_step_duration_seconds",
+                "Median time of the newest steps.",
+                self._job,
+                typical,
+            )
+        yield _gauge(
+            "keepstep_job_ranks", "Ranks that are watched.", self._job, len(self._watch.ranks())
+        )
+        story, told = self._story, told_story(self._watch, self._story)
+        if story is None or told is None:
+            return
+        yield _gauge(
+            "keepstep_job_generation", "Current generation of the job.", self._job, story.generation
+        )
+        recoveries = CounterMetricFamily(
+            "keepstep_job_recoveries", "Changes of generation.", labels=["job"]
+        )
+        recoveries.add_metric([self._job], len(story.recoveries))
+        yield recoveries
+        for name, help_text, value in (
+            ("keepstep_job_snapshot_step", "Newest step committed in memory.", story.snapshot_step),
+            ("keepstep_job_checkpoint_step", "Newest step in storage.", story.checkpoint_step),
+        ):
+            if value is not None:
+                yield _gauge(name, help_text, self._job, value)
+        yield _gauge(
+            "keepstep_job_goodput_ratio",
+            "Share of wall time that produced kept steps.",
+            self._job,
+            told["goodput"]["share"],
+        )
+        spent = GaugeMetricFamily(
+            "keepstep_job_wall_time_seconds",
+            "Wall time by what it went into.",
+            labels=["job", "into"],
+        )
+        for into, seconds in told["goodput"]["parts"].items():
+            spent.add_metric([self._job, into], seconds)
+        yield spent
+
+
+def _gauge(name: str, help_text: str, job: str, value: float) -> Metric:
+    family = GaugeMetricFamily(name, help_text, labels=["job"])
+    family.add_metric([job], value)
+    return family

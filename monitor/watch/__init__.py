@@ -1,0 +1,1 @@
+"""What a daemon remembers and concludes: verdicts, step times, delays, goodput."""

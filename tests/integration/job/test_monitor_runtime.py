@@ -1,0 +1,305 @@
+"""Claims about a job that its monitor watches: what it sees reaches the coordinator, and what it decides is carried out."""
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from examples.local_cluster import LocalCluster
+from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
+from keepstep.elastic.rendezvous.records import Closing, Generation, Member, Record
+from keepstep.elastic.rendezvous.view import Keys, View, from_listing
+from keepstep.elastic.store.blocking import BlockingStore
+from keepstep.elastic.store.contract import Put
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.monitor.diagnosis.policy import Action, ActionKind
+from keepstep.monitor.errors import RecorderUnavailable
+from keepstep.monitor.telemetry.ring import Identity
+from keepstep.monitor.telemetry.ring_files import ring_paths
+from keepstep.monitor.telemetry.ring_reader import RingReader
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler"
+)
+ROOT = Path(__file__).parents[3]
+HANGS_AT = 8
+SCRIPT = f"""
+import functools, os, sys, torch, elastic
+import torch.distributed as dist
+
+def build(world):
+    return keepstep.State(torch.nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
+
+with keepstep.join(build) as job:
+    data = torch.utils.data.TensorDataset(torch.randn(4096, 4))
+    for (batch,) in job.batches(data, global_batch=4, epochs=10**6):
+        over = torch.tensor(0)
+        with job.step():
+            loss = job.model(batch).square().mean()
+            while (job.world.generation, job.steps) == (1, {HANGS_AT}) and str(job.world.rank) in sys.argv[2:]:
+                pass
+            loss.backward()
+            for parameter in job.model.parameters():
+                dist.all_reduce(parameter.grad)
+            job.optimizer.step()
+            over = torch.tensor(int(os.path.exists(sys.argv[1])))
+            dist.all_reduce(over, dist.ReduceOp.MIN)
+        if over:
+            break
+"""
+
+
+def step_of(view: View) -> int:
+    return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def members(view: View) -> list[str]:
+    return [member.node for member in view.generation.members] if view.generation else []
+
+
+def identity_of(path: Path) -> Identity:
+    reader = RingReader(path)
+    assert reader.is_alive()
+    assert reader.step > 0
+    reader.close()
+    return reader.identity
+
+
+def native_recorder() -> None:
+    from keepstep.monitor.telemetry.native import build
+
+    try:
+        build()
+    except RecorderUnavailable as error:
+        pytest.skip(f"operations cannot be recorded here: {error}")
+
+
+@contextmanager
+def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A real `keepstep monitor` of the job for as long as the context lasts."""
+    command = [sys.executable, "-P", "-m", "keepstep", "monitor", "--job", "job", "--port", "0"]
+    with log.open("wb") as output:
+        process = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@needs_compiler
+def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings = tmp_path / "rings"
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
+    native_recorder()
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script.write_text(SCRIPT)
+
+    def is_named(view: View) -> bool:
+        return any(
+            (one.ranks, one.node, one.syndrome) == ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
+            for one in view.held_verdicts
+        )
+
+    running = LocalCluster(
+        "job",
+        [str(script), str(enough), "1"],
+        nnodes="2:2",
+        workers=1,
+        log=tmp_path / "agents",
+        last_call_s=60.0,
+    )
+    said = tmp_path / "monitor.log"
+    with running, monitored("--store", running.url, "--act", "restart", log=said):
+        running.start("a", "--monitor")
+        running.wait_until(lambda view: view.leader == "a", 60)
+        running.start("b", "--monitor")
+        # Nothing but the monitor ends the loop.
+        named = running.wait_until(is_named, 120)
+        assert named.number == 1
+        view = running.wait_until(
+            lambda view: len(view.history.recoveries) == 2 and step_of(view) > 2 * HANGS_AT, 120
+        )
+        assert view.history.recoveries[1].reason.startswith(
+            "rank 1 on b is restarted: non-communication hang"
+        )
+        assert view.held_verdicts == ()
+        assert view.restarts == {}
+        # Both record on, the one that survived as well as the one in whose place a spare is.
+        assert [identity_of(path) for path in ring_paths(rings / "job")] == [
+            Identity("job", 0, "a", generation=2, world_size=2),
+            Identity("job", 1, "b", generation=2, world_size=2),
+        ]
+        enough.touch()
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], (
+            running.output() + said.read_text()
+        )
+    assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
+    # The agents took the rings away with the job.
+    assert not list(rings.rglob("*.ring"))
+
+
+@needs_compiler
+def test_a_monitor_that_was_there_before_a_job_of_this_machine_acts_for_each_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
+    native_recorder()
+    script, enough, said = tmp_path / "train.py", tmp_path / "enough", tmp_path / "monitor.log"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "keepstep",
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--monitor",
+        "--job",
+        "job",
+    ]
+
+    def until_said(text: str, times: int) -> None:
+        deadline_s = time.monotonic() + 60
+        while said.read_text().count(text) < times:
+            assert time.monotonic() < deadline_s, said.read_text()
+            time.sleep(0.05)
+
+    with monitored("--act", "restart", log=said):
+        until_said("no coordinator of it was found here yet", 1)
+        # In the second run rank 1 hangs, and nothing but the monitor ends its loop.
+        for run, hanging, awaited in (
+            (1, "none", "tells of generation 1"),
+            (2, "1", "restart worker: rank 1 on "),
+        ):
+            enough.unlink(missing_ok=True)
+            with (tmp_path / f"run-{run}.log").open("wb") as output:
+                job = subprocess.Popen(
+                    [*command, str(script), str(enough), hanging], stdout=output, stderr=output
+                )
+            try:
+                until_said(awaited, 1)
+                enough.touch()
+                assert job.wait(120) == 0, (tmp_path / f"run-{run}.log").read_text()
+            finally:
+                job.terminate()
+                job.wait()
+            until_said("it has ended, and its coordinator with it", run)
+    assert "Traceback" not in said.read_text()
+    assert "ERROR" not in said.read_text()
+
+
+@needs_compiler
+def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
+    native_recorder()
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script.write_text(SCRIPT)
+    # Where both nodes are there, the first has ranks 0 and 1.
+    running = LocalCluster(
+        "job",
+        [str(script), str(enough), "2", "3"],
+        nnodes="1:2",
+        workers=2,
+        log=tmp_path / "agents",
+        last_call_s=60.0,
+    )
+    said = tmp_path / "monitor.log"
+    with running, monitored("--store", running.url, "--act", "replace", log=said):
+        running.start("a", "--monitor")
+        running.wait_until(lambda view: view.leader == "a", 60)
+        running.start("b", "--monitor")
+        running.wait_until(lambda view: view.number == 1, 60)
+        running.start("c", "--monitor")
+        # Nothing but the monitor ends the loops.
+        view = running.wait_until(
+            lambda view: members(view) == ["a", "c"] and step_of(view) > 2 * HANGS_AT, 120
+        )
+        assert view.evictions["b"].reason.startswith("non-communication hang")
+        assert view.history.recoveries[1].source == "memory"
+        # It left by itself, as if it had been sent SIGTERM, and not because the job had ended.
+        assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
+        # It may come back, for its doctor finds nothing; there is no place for it now.
+        running.start("b", "--monitor")
+        assert running.wait_until(lambda view: "b" in view.nodes, 120).evictions == {}
+        enough.touch()
+        assert [running.wait(node, 120) for node in "abc"] == [0, 0, 0], (
+            running.output() + said.read_text()
+        )
+    assert "replace node: node b" in said.read_text()
+
+
+def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings = tmp_path / "rings"
+    rings.mkdir()
+    # Others could plant files there, which the recorder refuses.
+    rings.chmod(0o777)
+    monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
+    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script.write_text(SCRIPT)
+    enough.touch()
+    running = LocalCluster(
+        "job", [str(script), str(enough)], nnodes="1:1", workers=1, log=tmp_path / "agents"
+    )
+    with running:
+        running.start("a", "--monitor")
+        assert running.wait("a", 120) == 0, running.output()
+    assert running.output().count("rank 0 is not monitored") == 1
+
+
+def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(
+    etcd_server: EmbeddedEtcd,
+) -> None:
+    keys, store = Keys("job"), BlockingStore(etcd_server.url)
+    verdicts = CoordinatorVerdicts(etcd_server.url, "job")
+    members = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
+    hang = Verdict(
+        Subject("rank", (1,), "a"), Syndrome.NON_COMMUNICATION_HANG, 0.0, ("rank 1 never arrived",), 0.95, math.inf,
+        Advice.RESTART_WORKER,
+    )  # fmt: skip
+    restart = Action(ActionKind.RESTART_WORKER, hang.subject, hang, "", ranks=(1,))
+
+    def put(name: str, record: Record) -> None:
+        store.commit((), (Put(keys.single(name), record.encode()),))
+
+    def view() -> View:
+        return from_listing(keys, store.read(keys.prefix))
+
+    put("generation", Generation(2, members, "h", 5, "start"))
+    verdicts.publish([hang], 1, 10.0)
+    assert view().verdicts is None
+    assert not verdicts.enforce(restart, 1)
+    verdicts.publish([hang], 2, 10.0)
+    assert [one.subject for one in view().held_verdicts] == ["rank 1 on a"]
+    assert verdicts.enforce(restart, 2)
+    assert [one.rank for one in view().restarts_on("a")] == [1]
+    # Once a generation ends, its dead are the runtime's business.
+    put("closing", Closing(2, "rank 1 on a is restarted", True, 0.0))
+    assert not verdicts.enforce(restart, 2)
+    verdicts.publish([], 2, 11.0)
+    assert view().verdicts is None
+    verdicts.close()
+    store.close()

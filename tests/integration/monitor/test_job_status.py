@@ -1,0 +1,92 @@
+"""A real keepstep job, watched by a real monitor: the page's story is the coordinator's."""
+
+import asyncio
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.local_cluster import LocalCluster
+from keepstep.elastic.monitor_bridge.job_status import story_of
+from keepstep.elastic.rendezvous.view import View
+from tests.integration.monitor.running import get, until
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import functools, torch, elastic
+def build(world):
+    return keepstep.State(torch.nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
+with keepstep.join(build) as job:
+    data = torch.utils.data.TensorDataset(torch.randn(4096, 4))
+    for (batch,) in job.batches(data, global_batch=4, epochs=1000):
+        with job.step():
+            job.model(batch).square().mean().backward()
+            job.optimizer.step()
+"""
+
+
+def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    (tmp_path / "run").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
+    with LocalCluster(
+        "story", [str(script)], nnodes="1", workers=2, log=tmp_path / "agents"
+    ) as cluster:
+        cluster.start("node-a")
+        cluster.wait_until(lambda view: view.snapshot is not None, 90)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "keepstep",
+            "monitor",
+            "--store",
+            cluster.url,
+            "--job",
+            "story",
+        ]
+        monitor = subprocess.Popen(
+            [*command, "--port", "0", "--open-page"], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert monitor.stdout is not None
+            found = re.search(r"http://\S+", monitor.stdout.readline())
+            assert found
+            told = asyncio.run(story_at(found[0].rstrip("/")))
+            monitor.send_signal(signal.SIGTERM)
+            assert monitor.wait(20) == 0
+        finally:
+            monitor.kill()
+            monitor.communicate()
+        assert told["generation"] == 1
+        assert [member["ranks"] for member in told["members"]] == [[0, 1]]
+        assert 0 <= told["goodput"]["share"] <= 1
+        assert sum(told["goodput"]["parts"].values()) == pytest.approx(told["goodput"]["wall_s"])
+        assert told["goodput"]["wall_s"] > 0
+        # The job never knew.
+        assert cluster.agents["node-a"].poll() is None
+
+
+async def story_at(url: str) -> dict[str, Any]:
+    """Return what a monitor tells of its job once it tells of a snapshot."""
+    told: dict[str, Any] = {}
+
+    async def tells_of_a_snapshot() -> bool:
+        told.update((await (await get(url, "/v1/overview")).json())["story"] or {})
+        return bool(told.get("snapshot_step"))
+
+    await until(tells_of_a_snapshot)
+    return told
+
+
+def test_job_without_a_generation_has_no_story() -> None:
+    assert story_of(View()) is None

@@ -1,0 +1,253 @@
+"""Chunk grids follow the shards, and each chunk has one writer among those who hold it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.stored.chunking import (
+    CELL_NBYTES,
+    CHUNK_NBYTES,
+    Cell,
+    StoredTensor,
+    cell_shape,
+    cells_over,
+    chunk_shape,
+    chunks_over,
+    plan_chunks,
+    stored_tensor,
+)
+
+
+def entry(key: str, shape: tuple[int, ...], box: Box, dtype: str = "float32") -> Entry:
+    return Entry(key, dtype, shape, box, 0, box.size * 4)
+
+
+def fsdp(shape: tuple[int, ...], ranks: int) -> list[Box]:
+    piece = math.ceil(shape[0] / ranks)
+    starts = [min(rank * piece, shape[0]) for rank in range(ranks)]
+    return [
+        Box((s, *(0 for _ in shape[1:])), (min(piece, shape[0] - s), *shape[1:])) for s in starts
+    ]
+
+
+@given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9))
+def test_an_fsdp_split_however_uneven_has_one_chunk_a_shard(
+    rows: int, columns: int, ranks: int
+) -> None:
+    shape = (rows, columns)
+    boxes = fsdp(shape, ranks)
+    plan = plan_chunks([ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes])
+    for box, chunks in zip(boxes, plan.chunks, strict=True):
+        assert [chunk.box for chunk in chunks] == ([box] if box.size else [])
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.data(),
+)
+def test_chunks_cover_a_tensor_once_and_are_written_once_by_a_holder(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    whole = Box.whole(shape)
+    cuts = [sorted(data.draw(st.lists(st.integers(0, n), max_size=2))) for n in shape]
+    boxes = [whole]
+    for axis, inner in enumerate(cuts):
+        edges = [0, *inner, shape[axis]]
+        boxes = [
+            Box(
+                (*box.offset[:axis], start, *box.offset[axis + 1 :]),
+                (*box.shape[:axis], stop - start, *box.shape[axis + 1 :]),
+            )
+            for box in boxes
+            for start, stop in itertools.pairwise(edges)
+        ]
+    indexes = [ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes]
+    plan = plan_chunks(indexes + indexes)  # Two replicas.
+    count = np.zeros(shape, int)
+    for writer, chunks in enumerate(plan.chunks):
+        for chunk in chunks:
+            assert chunk.box.intersect(boxes[writer % len(boxes)]) is not None
+            count[chunk.box.slices] += 1
+    assert (count == 1).all()
+    assert plan == plan_chunks(indexes + indexes)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=2), st.data()
+)
+def test_chunks_over_a_box_are_those_that_share_elements_with_it(axes, data: st.DataObject) -> None:
+    shape, grid = zip(*axes, strict=True)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(
+        offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+    )
+    every = chunks_over("w", shape, grid, Box.whole(shape))
+    expected = [chunk for chunk in every if chunk.box.intersect(box)]
+    assert list(chunks_over("w", shape, grid, box)) == expected
+
+
+def box_of(tensor: StoredTensor, cell: Cell) -> Box:
+    offset = tuple(place * extent for place, extent in zip(cell.place, tensor.cell, strict=True))
+    extents = zip(tensor.cell, tensor.shape, offset, strict=True)
+    return Box(offset, tuple(min(extent, whole - start) for extent, whole, start in extents))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), min_size=0, max_size=3
+    ),
+    st.data(),
+)
+def test_the_cells_over_a_box_are_those_that_share_elements_with_it(
+    axes, data: st.DataObject
+) -> None:
+    shape = tuple(n for n, _, _ in axes)
+    cell = tuple(c for _, c, _ in axes)
+    tensor = StoredTensor("float32", shape, tuple(c * m for _, c, m in axes), cell, False)
+    offset = tuple(data.draw(st.integers(0, n)) for n in shape)
+    box = Box(
+        offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+    )
+    count = np.zeros(shape, int)
+    for chunk in chunks_over("w", shape, tensor.chunk, box):
+        found = list(cells_over(tensor, chunk, box))
+        every = list(cells_over(tensor, chunk, chunk.box))
+        assert found == [one for one in every if box_of(tensor, one).intersect(box)]
+        # In a chunk's object cells lie in C order.
+        assert [one.number for one in every] == sorted({one.number for one in every})
+        for one in found:
+            count[box_of(tensor, one).slices] += 1
+    assert (count <= 1).all()
+    assert (count[box.slices] == 1).all()
+
+
+@given(st.lists(st.integers(1, 6000), max_size=3), st.sampled_from([1, 2, 4, 8]))
+def test_cells_divide_a_chunk_and_do_not_cut_rows_small(chunk: list[int], itemsize: int) -> None:
+    cell = cell_shape(chunk, itemsize)
+    assert all(whole % part == 0 for whole, part in zip(chunk, cell, strict=True))
+    if len(chunk) > 1 and cell[-1] != chunk[-1] and math.prod(cell[:-1]) > 1:
+        assert cell[-1] * itemsize >= 256
+        assert chunk[-1] // cell[-1] <= 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "itemsize"),
+    [
+        ((3072, 1024), 4),
+        ((1024, 4096), 4),
+        ((4096, 4096), 2),
+        ((50257, 1600), 4),
+        ((14336, 4096), 2),
+        ((8, 1024, 2048), 2),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_saved_by_rows_is_read_by_columns_or_by_halves_without_reading_more(
+    shape: tuple[int, ...], itemsize: int, ranks: int
+) -> None:
+    boxes = fsdp(shape, ranks)
+    tensor = stored_tensor(
+        "bfloat16" if itemsize == 2 else "float32", shape, chunk_shape(shape, boxes, itemsize)
+    )
+    assert [shape[-1] // 8 % tensor.cell[-1], shape[-1] // 4 % tensor.cell[-1]] == [0, 0]
+    assert boxes[0].shape[0] % 2 or boxes[0].shape[0] // 2 % tensor.cell[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ((50257, 1600), 1),
+        ((50257, 1600), 4),
+        ((4096, 4096), 8),
+        ((151936, 896), 2),
+        ((4, 2**24), 4),
+    ],
+)
+def test_cells_of_common_shards_are_small_and_end_at_their_halves(
+    shape: tuple[int, int], ranks: int
+) -> None:
+    boxes = fsdp(shape, ranks)
+    tensor = stored_tensor("float32", shape, chunk_shape(shape, boxes, 4))
+    assert CELL_NBYTES[0] / 5 <= tensor.cell_nbytes <= 5 * CELL_NBYTES[1]
+    if boxes[0].shape[0] % 2 == 0:
+        assert boxes[0].shape[0] // 2 % tensor.cell[0] == 0
+
+
+def test_replicas_share_the_writing_evenly() -> None:
+    tensors = tuple(entry(f"w{i}", (100 + i, 10), Box.whole((100 + i, 10))) for i in range(16))
+    plan = plan_chunks([ShardIndex(0, tensors, {}) for _ in range(4)])
+    loads = [sum(chunk.box.size for chunk in chunks) for chunks in plan.chunks]
+    assert max(loads) < 1.05 * min(loads)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ((50257, 1600), 1),
+        ((50257, 1600), 2),
+        ((131101, 1024), 1),
+        ((8192, 28672), 8),
+        ((3, 2**26), 1),
+    ],
+)
+def test_large_shards_are_cut_without_leaving_their_edges(
+    shape: tuple[int, int], ranks: int
+) -> None:
+    boxes = fsdp(shape, ranks)
+    chunk = chunk_shape(shape, boxes, 4)
+    assert CHUNK_NBYTES / 8 < math.prod(chunk) * 4 <= CHUNK_NBYTES
+    if ranks > 1:
+        assert boxes[0].shape[0] % chunk[0] == 0
+
+
+def test_a_tensor_parallel_split_of_columns_is_followed() -> None:
+    boxes = [Box((0, column), (6, 4)) for column in (0, 4)]
+    assert chunk_shape((6, 8), boxes, 4) == (6, 4)
+
+
+def test_shards_without_a_common_step_get_chunks_of_their_own_size() -> None:
+    boxes = [Box((0,), (101,)), Box((101,), (100,)), Box((201,), (101,)), Box((302,), (100,))]
+    assert chunk_shape((402,), boxes, 4) == (101,)
+
+
+def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_them() -> None:
+    plan = plan_chunks(
+        [ShardIndex(0, (entry("w", (0, 2**14, 2**14), Box.whole((0, 2**14, 2**14))),), {})]
+    )
+    assert plan.chunks == ((),)
+    assert all(plan.tensors["w"].chunk)
+    assert plan.tensors["w"].is_packed, "it has no chunk whose writer would write its metadata"
+
+
+def test_what_nobody_holds_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match=r"w: no rank holds elements at offset \(2,\)"):
+        plan_chunks([ShardIndex(0, (entry("w", (4,), Box((0,), (2,))),), {})])
+
+
+def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
+    one = ShardIndex(0, (entry("w", (4,), Box((0,), (4,))),), {})
+    other = ShardIndex(0, (entry("w", (5,), Box((0,), (5,))),), {})
+    with pytest.raises(LayoutMismatch, match="w: rank 0 has float32"):
+        plan_chunks([one, other])
+
+
+@pytest.mark.parametrize(
+    "key", ["", "a//b", "../up", "model/..", "parts/x", "zarr.json", "a/__b", "a\n", "x" * 300]
+)
+def test_names_that_make_no_safe_path_are_refused(key: str) -> None:
+    with pytest.raises(LayoutMismatch, match="rename it"):
+        plan_chunks([ShardIndex(0, (entry(key, (4,), Box((0,), (4,))),), {})])
+
+
+def test_a_tensor_inside_a_tensor_is_refused() -> None:
+    whole = Box.whole((4,))
+    with pytest.raises(LayoutMismatch, match="'a' is a tensor"):
+        plan_chunks([ShardIndex(0, (entry("a", (4,), whole), entry("a/b", (4,), whole)), {})])

@@ -1,0 +1,121 @@
+"""Claims about which checkpoints may go, and when what is left of them is deleted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.stored.format import MANIFEST, REMOVED, StoredStep
+from keepstep.checkpoint.stored.pruning import Retention, leftovers, superfluous
+
+TENS = tuple(StoredStep(step, 1) for step in (10, 20, 30, 40, 50))
+LOSS = dict(zip(TENS, (3.0, 1.0, 2.0, 5.0, 4.0), strict=True))
+
+stored_steps = st.builds(StoredStep, st.integers(0, 8), st.integers(0, 3))
+retentions = st.builds(
+    Retention,
+    last=st.integers(-1, 4),
+    every=st.none() | st.integers(1, 4),
+    best=st.none() | st.tuples(st.integers(0, 3), st.sampled_from(["min", "max"])),
+    pinned=st.frozensets(st.integers(0, 8), max_size=3),
+)
+directories = stored_steps.map(lambda stored: stored.directory) | st.sampled_from(
+    ["other", "step-1-2"]
+)
+names = st.lists(
+    st.builds(
+        "{}/{}".format, directories, st.sampled_from([MANIFEST, REMOVED, "parts/000000.json"])
+    )
+    | st.sampled_from([MANIFEST, "step-00000001-000001"])
+)
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), [50]),
+        (Retention(last=0), [50]),
+        (Retention(last=3), [30, 40, 50]),
+        (Retention(last=9), [10, 20, 30, 40, 50]),
+        (Retention(every=20), [20, 40, 50]),
+        (Retention(best=(2, "min")), [20, 30, 50]),
+        (Retention(best=(1, "max")), [40, 50]),
+        (Retention(pinned=frozenset({10, 60})), [10, 50]),
+        (
+            Retention(last=2, every=30, best=(1, "min"), pinned=frozenset({10})),
+            [10, 20, 30, 40, 50],
+        ),
+    ],
+)
+def test_what_a_policy_does_not_name_is_superfluous(retention: Retention, kept: list[int]) -> None:
+    gone = superfluous(TENS[::-1], retention, LOSS)
+    assert gone == tuple(stored for stored in TENS if stored.step not in kept)
+
+
+def test_a_policy_by_a_metric_that_nobody_saved_keeps_the_newest() -> None:
+    assert superfluous(TENS, Retention(best=(2, "min"))) == TENS[:-1]
+
+
+@pytest.mark.parametrize("way", ["min", "max"])
+def test_a_loss_that_is_no_number_is_not_the_best(way: str) -> None:
+    diverged = {**LOSS, TENS[0]: math.nan, TENS[2]: math.nan}
+    best = TENS[1] if way == "min" else TENS[3]
+    assert best not in superfluous(TENS, Retention(best=(1, way)), diverged)
+    assert TENS[0] in superfluous(TENS, Retention(best=(9, way)), diverged)
+
+
+def test_of_one_step_only_the_newest_generation_is_kept() -> None:
+    again = [StoredStep(step, generation) for step in (10, 20) for generation in (3, 1, 2)]
+    every = Retention(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
+    gone = superfluous(again, every, dict.fromkeys(again, 1.0))
+    assert gone == tuple(StoredStep(step, generation) for step in (10, 20) for generation in (1, 2))
+
+
+@given(
+    st.lists(stored_steps, min_size=1, unique=True),
+    retentions,
+    st.dictionaries(stored_steps, st.floats()),
+)
+def test_the_newest_checkpoint_is_never_superfluous(
+    steps: list[StoredStep], retention: Retention, metric: dict[StoredStep, float]
+) -> None:
+    gone = superfluous(steps, retention, metric)
+    newest = max(steps, key=lambda stored: (stored.step, stored.generation))
+    assert newest not in gone
+
+
+def test_what_is_no_checkpoint_is_noted_first_and_deleted_after_its_time() -> None:
+    whole, left, removed = (stored.directory for stored in TENS[:3])
+    present = [
+        f"{whole}/{MANIFEST}",
+        f"{whole}/zarr.json",
+        f"{left}/zarr.json",
+        f"{removed}/zarr.json",
+        f"{removed}/{REMOVED}",
+    ]
+    assert leftovers(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((left,), ())
+    assert leftovers(present, {removed: 100.0, left: 159.0}, now=160.0, grace_s=60.0) == (
+        (),
+        (removed,),
+    )
+
+
+def test_without_grace_all_that_is_no_checkpoint_is_deleted_at_once() -> None:
+    whole, left = (stored.directory for stored in TENS[:2])
+    present = [f"{whole}/{MANIFEST}", f"{left}/zarr.json", "notes/zarr.json", "zarr.json"]
+    assert leftovers(present, {}, now=0.0, grace_s=0.0) == ((), (left,))
+
+
+@given(names, st.dictionaries(directories, st.floats(0, 100)), st.floats(0, 200), st.floats(0, 100))
+def test_what_has_a_manifest_is_never_doomed(
+    present: list[str], noted: dict[str, float], now: float, grace_s: float
+) -> None:
+    fresh, doomed = leftovers(present, noted, now=now, grace_s=grace_s)
+    for directory in fresh + doomed:
+        assert StoredStep.parse(directory)
+        assert f"{directory}/{MANIFEST}" not in present
+        assert any(name.startswith(f"{directory}/") for name in present)
+    assert not set(fresh) & (set(doomed) | noted.keys())

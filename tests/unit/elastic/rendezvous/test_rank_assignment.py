@@ -1,0 +1,137 @@
+"""Claims about which snapshot a generation can resume from, and who rebuilds what is lost of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep.elastic.rendezvous.rank_assignment import (
+    completed_by_storage,
+    grouped,
+    newest_restorable,
+    with_adoptions,
+)
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Member,
+    NodeRecord,
+    SnapshotCommit,
+    SnapshotId,
+    StoredCheckpoint,
+)
+from keepstep.elastic.rendezvous.view import Joined, View
+
+SNAPSHOT = SnapshotId(1, 6)
+
+
+def record(
+    name: str, *, sealed: bool = True, protected: bool = True, domain: str = ""
+) -> NodeRecord:
+    held = (SNAPSHOT,)
+    return NodeRecord(
+        name, "h", 2, "h:1", f"tcp:{name}:1", 5, 7, "d", domain,
+        sealed=held if sealed else (), protected=held if protected else (),
+    )  # fmt: skip
+
+
+def members_of(groups: str) -> tuple[Member, ...]:
+    """Nodes a, b, ... whose group is the number in their place."""
+    return tuple(
+        Member(chr(97 + n), "h", 2, 2 * n, "a", f"tcp:{chr(97 + n)}:1", int(group))
+        for n, group in enumerate(groups)
+    )
+
+
+def resumed(groups: str, parity: int, *present: NodeRecord) -> SnapshotCommit | None:
+    generation = Generation(1, members_of(groups), "h", 1, "start", parity=parity)
+    nodes = {node.node: Joined(node, n) for n, node in enumerate(present)}
+    return newest_restorable(View(nodes=nodes, generation=generation), generation)
+
+
+def test_a_loss_in_each_group_is_made_good() -> None:
+    assert resumed("0101", 1, record("c"), record("d")) is not None
+    assert resumed("0101", 1, record("b"), record("d")) is None
+
+
+def test_unprotected_shards_will_do_while_none_is_missing() -> None:
+    bare = [record(name, protected=False) for name in "abc"]
+    assert resumed("000", 1, *bare) is not None
+    assert resumed("000", 1, *bare[:2]) is None
+    assert resumed("000", 1, record("a"), bare[1]) is None
+
+
+def test_a_member_that_came_back_without_its_memory_counts_as_lost() -> None:
+    assert (
+        resumed("000", 1, record("a"), record("b"), record("c", sealed=False, protected=False))
+        is not None
+    )
+    assert resumed("000", 1, record("a"), record("c", sealed=False, protected=False)) is None
+
+
+def test_without_parity_every_shard_must_be_there() -> None:
+    assert resumed("000", 0, record("a"), record("b")) is None
+
+
+def test_what_more_losses_took_comes_from_storage_if_that_has_the_same_snapshot() -> None:
+    commit = SnapshotCommit(SNAPSHOT, members_of("000"), 1)
+    generation = Generation(1, members_of("000"), "h", 1, "start", parity=1)
+    left = View(nodes={"b": Joined(record("b"), 1)}, generation=generation, snapshot=commit)
+    assert newest_restorable(left, generation) is None
+    assert completed_by_storage(left) is None
+    for step, is_same in ((6, True), (5, False)):
+        found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(step, 1, "/c", 0.0)))
+        assert (found is not None) == is_same
+    found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0)))
+    assert found is not None
+    assert ([holder.node for holder in found.holders], found.stored) == (["b"], "/c")
+
+
+def test_a_snapshot_in_parts_is_never_rebuilt_from_parity() -> None:
+    commit = SnapshotCommit(SNAPSHOT, members_of("000")[:2], 1, stored="/c")
+    generation = Generation(2, members_of("00"), "h", 1, "lost c", parity=1)
+    both = View(
+        nodes={n: Joined(record(n), 1) for n in "ab"}, generation=generation, snapshot=commit
+    )
+    assert newest_restorable(both, generation) == commit
+    one = replace(
+        both, nodes={"a": Joined(record("a"), 1)}, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0)
+    )
+    assert newest_restorable(one, generation) is None
+    found = completed_by_storage(one)
+    assert found is not None
+    assert [holder.node for holder in found.holders] == ["a"]
+
+
+def test_who_is_a_lost_rank_now_rebuilds_its_shard_and_the_rest_is_dealt_in_turn() -> None:
+    commit = SnapshotCommit(SNAPSHOT, members_of("000"), 1)
+    view = View(nodes={node: Joined(record(node), n) for n, node in enumerate("abx")})
+    newcomer = Member("x", "h", 2, 4, "a", "tcp:x:1")
+    same_size = with_adoptions(commit, view, (*members_of("00"), newcomer))
+    assert [(adoption.rank, adoption.node) for adoption in same_size.adoptions] == [
+        (4, "x"),
+        (5, "x"),
+    ]
+    smaller = with_adoptions(commit, view, members_of("00"))
+    assert [(adoption.rank, adoption.node) for adoption in smaller.adoptions] == [
+        (4, "a"),
+        (5, "b"),
+    ]
+    assert smaller.adoptions[0].server == "tcp:a:1"
+
+
+def test_groups_carry_no_more_parity_than_they_can() -> None:
+    view = View(nodes={name: Joined(record(name), n) for n, name in enumerate("abc")})
+    assert grouped(members_of("0"), view, 8, 2)[1] == 0
+    assert grouped(members_of("00"), view, 8, 2)[1] == 1
+    assert grouped(members_of("000"), view, 8, 2)[1] == 2
+
+
+def test_nodes_of_one_domain_are_in_different_groups() -> None:
+    view = View(
+        nodes={
+            name: Joined(record(name, domain=f"rack{n // 2}"), n) for n, name in enumerate("abcd")
+        }
+    )
+    members, parity = grouped(members_of("0000"), view, 2, 1)
+    assert parity == 1
+    assert members[0].group != members[1].group
+    assert members[2].group != members[3].group

@@ -1,0 +1,57 @@
+"""Claims about what a leader takes from reports: what is newer than a node's record, and nothing else."""
+
+from dataclasses import replace
+
+import pytest
+
+from keepstep.elastic.rendezvous.records import NodeRecord, Phase, Report, SnapshotId
+from keepstep.elastic.rendezvous.view import Joined, View, with_reports
+
+RECORD = NodeRecord(
+    node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d",
+    generation=3, phase=Phase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
+)  # fmt: skip
+REPORT = Report(
+    "a", lease=7, generation=3, step=12, protected=(SnapshotId(3, 11), SnapshotId(3, 12))
+)
+
+
+def view_of(record: NodeRecord) -> View:
+    others = {"b": Joined(replace(RECORD, node="b", lease=8), 2)}
+    return View(revision=9, nodes={record.node: Joined(record, 1), **others})
+
+
+@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RUNNING])
+def test_a_report_replaces_what_the_record_says_is_held(phase: Phase) -> None:
+    record = replace(RECORD, phase=phase)
+    view = with_reports(view_of(record), {"a": REPORT})
+    assert view == view_of(
+        replace(record, step=12, sealed=REPORT.protected, protected=REPORT.protected)
+    )
+
+
+def test_a_step_never_goes_back() -> None:
+    view = with_reports(view_of(RECORD), {"a": replace(REPORT, step=9)})
+    assert view == view_of(replace(RECORD, sealed=REPORT.protected, protected=REPORT.protected))
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(replace(REPORT, lease=6), id="an earlier membership's"),
+        pytest.param(replace(REPORT, generation=2), id="an earlier generation's"),
+        pytest.param(
+            replace(REPORT, generation=4), id="a generation's that the record does not know yet"
+        ),
+        pytest.param(replace(REPORT, node="c"), id="a stranger's"),
+    ],
+)
+def test_a_report_of_another_time_or_node_changes_nothing(report: Report) -> None:
+    view = view_of(RECORD)
+    assert with_reports(view, {report.node: report}) == view
+
+
+@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.DRAINED, Phase.DONE])
+def test_the_record_of_a_node_without_workers_is_the_last_word(phase: Phase) -> None:
+    view = view_of(replace(RECORD, phase=phase))
+    assert with_reports(view, {"a": REPORT}) == view

@@ -1,0 +1,94 @@
+import json
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer.json_values import from_plain, to_plain
+
+keys = (
+    st.text(max_size=3)
+    | st.sampled_from(["$pairs", "$float"])
+    | st.integers()
+    | st.floats(allow_nan=False)
+)
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+values = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
+)
+
+
+@given(values)
+def test_values_come_back_from_strict_json(value: Any) -> None:
+    text = json.dumps(to_plain("value", value), allow_nan=False)
+    assert from_plain(json.loads(text)) == value
+
+
+def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
+    value = {
+        "milestones": Counter({3: 1, 8: 2}),
+        "betas": (0.9, 0.95),
+        "best": math.inf,
+        ("a", 1): 2,
+    }
+    stored = json.loads(json.dumps(to_plain("value", value)))
+    back = from_plain(stored, {"milestones": Counter({5: 1}), "betas": (0.0, 0.0), "best": 1.0})
+    assert back == value
+    assert type(back["milestones"]) is Counter
+    assert type(back["betas"]) is tuple
+
+
+def test_what_cannot_be_saved_is_named_with_its_place() -> None:
+    with pytest.raises(UsageError, match=r"extra 'c'\['rows'\]\[1\] is of type object"):
+        to_plain("extra 'c'", {"rows": [1, object()]})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5),
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
+        lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, cycle_momentum=False),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                lr_scheduler.ConstantLR(optimizer, 0.1, 2),
+                lr_scheduler.ExponentialLR(optimizer, 0.9),
+            ],
+            milestones=[2],
+        ),
+    ],
+)
+def test_a_scheduler_goes_on_where_it_was(make: Any) -> None:
+    def fresh() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        return optimizer, make(optimizer)
+
+    def run(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
+
+    optimizer, scheduler = fresh()
+    run(optimizer, scheduler, 3)
+    stored = json.loads(json.dumps(to_plain("scheduler", scheduler.state_dict())))
+    rate = optimizer.param_groups[0]["lr"]
+    expected = run(optimizer, scheduler, 6)
+
+    other, restored = fresh()
+    restored.load_state_dict(from_plain(stored, restored.state_dict()))
+    other.param_groups[0]["lr"] = rate
+    assert run(other, restored, 6) == expected

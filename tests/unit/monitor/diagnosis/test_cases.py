@@ -1,0 +1,43 @@
+"""Every syndrome on a small trace that a person can read: `cases/*.txt`."""
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, diagnose
+from keepstep.monitor.diagnosis.thresholds import Thresholds
+from keepstep.monitor.verdicts import Verdict
+from tests.unit.monitor.diagnosis.trace_text import Trace, load
+
+CASES = sorted((Path(__file__).parent / "cases").glob("*.txt"))
+
+
+def watch(trace: Trace, every_s: float) -> tuple[Past, tuple[Verdict, ...]]:
+    """Read the rings now and then, as a daemon does, each time only the last few seconds of them."""
+    past, verdicts, now_s = NO_PAST, (), every_s
+    while now_s < trace.read_s + every_s:
+        at_s = min(now_s, trace.read_s)
+        dead, trace.dead = trace.dead, trace.dead if at_s == trace.read_s else set()
+        past, verdicts = diagnose(trace.job(at_s, at_s - 4.0), {}, past, at_s, Thresholds())
+        trace.dead = dead
+        now_s += every_s
+    return past, verdicts
+
+
+def told(verdicts: tuple[Verdict, ...]) -> list[str]:
+    return sorted(f"{one.syndrome}: {one.subject}" for one in verdicts)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_case_has_its_verdict_and_no_other_in_one_reading(path: Path) -> None:
+    trace = load(path)
+    _, verdicts = diagnose(trace.job(), {}, NO_PAST, trace.read_s, Thresholds())
+    assert told(verdicts) == sorted(trace.expected)
+    assert all(one.evidence for one in verdicts)
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_case_has_the_same_verdict_in_overlapping_readings(path: Path) -> None:
+    trace = load(path)
+    _, verdicts = watch(trace, 0.5)
+    assert told(verdicts) == sorted(trace.expected)

@@ -1,0 +1,167 @@
+"""Digests: what survives overlapping readings, lost records and wrong clocks."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.monitor.diagnosis.digest import FORGETFUL, digest
+from keepstep.monitor.diagnosis.history import NOTHING, deviations
+from keepstep.monitor.diagnosis.robust import median_by, spread
+from keepstep.monitor.diagnosis.steps import Window, collect
+from keepstep.monitor.diagnosis.tables import COLLECTIVE, fold_collectives, split_whole
+from keepstep.monitor.diagnosis.thresholds import SlowThresholds
+from keepstep.monitor.records import Operation, Phase
+from tests.unit.monitor.diagnosis.trace_text import Trace, parse
+
+TWO = """
+node a: 0
+node b: 1
+communicator world: 0 1
+steps {steps} every 1.0
+data_wait            0.05-0.15  0.05-0.10
+world all_reduce 4k  0.30-0.50  0.40-0.50
+read 12.0
+"""
+
+
+def read(trace: Trace, at_s: float, since_s: float, memory=FORGETFUL):
+    job = trace.job(at_s, since_s)
+    return digest(job.ranks.values(), job.communicators, memory)
+
+
+def test_own_time_runs_from_the_end_of_one_operation_to_the_call_of_the_next() -> None:
+    _, told = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
+    assert told.steps["step"].tolist() == [2, 2, 3, 3, 4, 4, 5, 5]
+    np.testing.assert_allclose(told.steps["own_s"], [0.8, 0.9] * 4)
+    np.testing.assert_allclose(told.steps["duration_s"], [1.0] * 8)
+    np.testing.assert_allclose(told.steps["data_s"], [0.1, 0.05] * 4)
+
+
+def test_overlapping_asynchronous_operations_are_counted_once() -> None:
+    trace = Trace({0: "a"}, {}, {"world": (0,)})
+    for step in range(1, 5):
+        trace.operation(
+            0, "world", Operation.ALL_REDUCE, step + 0.2, step + 0.6, step=step, asynchronous=True
+        )
+        trace.operation(
+            0, "world", Operation.ALL_REDUCE, step + 0.3, step + 0.5, step=step, asynchronous=True
+        )
+        trace.operation(
+            0, "world", Operation.ALL_REDUCE, step + 0.55, step + 0.7, step=step, asynchronous=True
+        )
+    _, told = read(trace, 9.0, -1.0)
+    np.testing.assert_allclose(told.steps["own_s"], 0.5)
+
+
+def test_transfer_is_the_shortest_duration_and_belongs_to_the_last_to_come() -> None:
+    _, told = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
+    np.testing.assert_allclose(told.transfers["sum_s"], 0.1)
+    assert set(told.latecomers["rank"].tolist()) == {1}
+
+
+def test_operations_that_are_lost_unread_leave_their_steps_out_rather_than_wrong() -> None:
+    trace = parse(TWO.format(steps="1-12"))
+    memory, first = read(trace, 4.0, -1.0)
+    # The next reading finds only what ended after 8.2: stamps tell that there was more.
+    _, second = read(trace, 12.0, 8.2, memory)
+    assert first.steps["step"].max() == 3
+    assert second.steps["step"].min() == 10
+    for told in (first, second):
+        np.testing.assert_allclose(told.steps["duration_s"], 1.0)
+
+
+def test_what_was_told_is_not_told_again() -> None:
+    trace = parse(TWO.format(steps="1-6"))
+    memory, _ = read(trace, 12.0, -1.0)
+    _, again = read(trace, 12.0, -1.0, memory)
+    for table in (
+        again.steps,
+        again.transfers,
+        again.collectives,
+        again.latecomers,
+        again.measures,
+    ):
+        assert len(table) == 0
+    assert again.frontiers["entered"].tolist() == [6, 6]
+
+
+def test_phases_of_the_next_step_are_accounted_to_it_whatever_they_are_numbered() -> None:
+    trace = Trace({0: "a"}, {}, {"world": (0,)})
+    for step in range(1, 6):
+        trace.operation(0, "world", Operation.ALL_REDUCE, step + 0.5, step + 0.6, step=step)
+        if step == 2:
+            trace.phase(0, Phase.CHECKPOINT, step + 0.7, step + 0.9, step)
+    _, told = read(trace, 9.0, -1.0)
+    assert dict(
+        zip(told.steps["step"].tolist(), told.steps["checkpoint_s"].round(3).tolist(), strict=True)
+    ) == {
+        2: 0,
+        3: 0.2,
+        4: 0,
+    }
+
+
+def test_collective_of_an_unknown_communicator_is_never_whole() -> None:
+    rows = np.zeros(3, COLLECTIVE)
+    rows["arrived"] = 1
+    whole, partial = split_whole(fold_collectives(rows), {})
+    assert len(whole) == 0
+    assert partial["arrived"].tolist() == [3]
+
+
+@given(values=st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), min_size=1, max_size=50))
+def test_medians_by_group_are_those_of_each_group(values: list[tuple[int, float]]) -> None:
+    keys, numbers = np.array([key for key, _ in values]), np.array([number for _, number in values])
+    grouped = median_by(keys, numbers)
+    assert grouped.medians.tolist() == pytest.approx(
+        [float(np.median(numbers[keys == key])) for key in grouped.keys]
+    )
+    assert grouped.counts.sum() == len(values)
+
+
+def test_spread_is_that_of_normal_values_and_ignores_a_wild_minority() -> None:
+    values = np.random.default_rng(1).normal(3, 2, 10_000)
+    assert spread(values) == pytest.approx(2, rel=0.05)
+    values[:3000] = 1e9
+    assert spread(values) < 6
+
+
+def test_history_keeps_a_window_and_learns_nothing_from_the_deviating() -> None:
+    thresholds = SlowThresholds()
+    history = NOTHING
+    for step in range(40):
+        seconds = np.array([1.0, 1.0, 1.0, 3.0 if step >= 20 else 1.0])
+        history = history.push(step, np.arange(4), seconds, thresholds.window)
+        found = deviations(history, np.array([0, 1, 2, 3]), 1.1, thresholds)
+        history = history.learn(found.hot, thresholds)
+    assert history.steps.tolist() == list(range(30, 40))
+    # Alone in its group, it is judged by its past, which took in the few steps before it was found out and no more.
+    assert found.hot.tolist() == [False, False, False, True]
+    assert np.exp(history.past[3]) < 1.6
+    assert found.ratio[3] == pytest.approx(3.0 / np.exp(history.past[3]))
+
+
+def test_subjects_that_vanish_are_forgotten() -> None:
+    history = NOTHING.push(0, np.array([1, 2]), np.array([1.0, 1.0]), 2)
+    for step in (1, 2):
+        history = history.push(step, np.array([2]), np.array([1.0]), 2)
+    assert history.keys.tolist() == [2]
+
+
+def test_what_a_daemon_tells_again_after_its_restart_is_not_counted_twice() -> None:
+    text = "node a: 0 1\nnode b: 2 3\ncommunicator world: 0 1 2 3\nsteps 1-6 every 1.0\n"
+    job = parse(
+        text + "world all_reduce 4k  0.30-0.50  0.40-0.50  0.40-0.50  0.45-0.50\nread 12.0"
+    ).job()
+    _, near = digest([job.ranks[0], job.ranks[1]], job.communicators)
+    window, waiting = Window(), np.arange(4)
+    for _ in range(2):
+        window, count = collect(window, near, waiting, job.communicators, {}, {}, SlowThresholds())
+        assert count == 0
+        assert set(window.pending.collectives["arrived"].tolist()) == {2}
+        assert len(window.pending.steps) == len(near.steps)
+    _, far = digest([job.ranks[2], job.ranks[3]], job.communicators)
+    window, count = collect(window, far, waiting, job.communicators, {}, {}, SlowThresholds())
+    assert window.newest == 5
+    assert np.exp(window.transfers.values).tolist() == [[pytest.approx(0.05)]] * count

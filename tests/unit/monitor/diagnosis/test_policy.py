@@ -1,0 +1,206 @@
+"""What is done about verdicts, and what never is."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.monitor.diagnosis.policy import (
+    ActionKind,
+    Mode,
+    Policy,
+    PolicyState,
+    allowance,
+    decide,
+    undone,
+)
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+NODES = {rank: f"n{rank // 2}" for rank in range(80)}
+POLICY = Policy(mode=Mode.REPLACE)
+
+
+def verdict(
+    rank: int = 3,
+    syndrome: Syndrome = Syndrome.NON_COMMUNICATION_SLOW,
+    cost_s: float = 0.1,
+    advice: Advice = Advice.REPLACE_NODE,
+    confidence: float = 0.9,
+) -> Verdict:
+    return Verdict(
+        Subject("rank", (rank,), NODES[rank]), syndrome, 0.0, ("told",), confidence, cost_s, advice
+    )
+
+
+def kinds(
+    policy: Policy, told: list[tuple[float, list[Verdict]]], step_s: float = 1.0
+) -> list[tuple[float, ActionKind]]:
+    state, done = PolicyState(), []
+    for now_s, verdicts in told:
+        state, actions = decide(policy, state, verdicts, NODES, step_s, now_s)
+        done += [(now_s, action.kind) for action in actions]
+    return done
+
+
+def test_slowness_is_acted_upon_when_the_loss_equals_the_cost_of_acting() -> None:
+    # 0.1 s of each step of 1 s is lost: a replacement that costs 60 s is due after 600 s.
+    done = kinds(POLICY, [(float(now), [verdict()]) for now in range(0, 1000, 10)])
+    assert done[0] == (10.0, ActionKind.ALERT)
+    assert done[1:] == [(600.0, ActionKind.REPLACE_NODE)]
+
+
+def test_time_in_which_a_verdict_was_gone_is_not_counted_as_lost() -> None:
+    half = [(float(now), [verdict()] if now // 30 % 2 == 0 else []) for now in range(0, 1000, 10)]
+    assert all(kind is ActionKind.ALERT for _, kind in kinds(POLICY, half))
+
+
+def test_hang_is_acted_upon_as_soon_as_it_is_sustained() -> None:
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    done = kinds(POLICY, [(0.0, [hang]), (0.5, [hang]), (1.0, [hang]), (1.5, [hang])])
+    assert done == [(1.0, ActionKind.RESTART_WORKER)]
+
+
+def test_hang_is_told_with_all_the_time_that_it_has_cost_though_it_was_found_late() -> None:
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    state, _ = decide(POLICY, PolicyState(), [hang], NODES, 1.0, 69.0)
+    _, (action,) = decide(POLICY, state, [hang], NODES, 1.0, 70.0)
+    assert action.reason == "70 s lost so far"
+
+
+def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    done = kinds(POLICY, [(float(now), [hang]) for now in range(200)])
+    assert [kind for _, kind in done if kind is not ActionKind.ALERT] == [
+        ActionKind.RESTART_WORKER,
+        ActionKind.REPLACE_NODE,
+    ]
+    assert [now_s for now_s, kind in done if kind is ActionKind.REPLACE_NODE] == [
+        1.0 + POLICY.replace_cost_s
+    ]
+
+
+def test_what_could_not_be_carried_out_costs_nothing_and_is_due_again() -> None:
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    policy = Policy(mode=Mode.RESTART, sustained_s=0.0, restarts=1)
+    state, (refused,) = decide(policy, PolicyState(), [hang], NODES, 1.0, 5.0)
+    state = undone(state, refused)
+    assert state.restarted == ()
+    state, (again,) = decide(policy, state, [hang], NODES, 1.0, 6.0)
+    assert (again.kind, again.ranks) == (ActionKind.RESTART_WORKER, (3,))
+    assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
+
+
+def test_verdict_that_comes_and_goes_within_the_hysteresis_is_told_once() -> None:
+    told = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
+    assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), told)] == [ActionKind.ALERT]
+
+
+def test_single_appearance_does_nothing() -> None:
+    assert kinds(POLICY, [(0.0, [verdict()]), (1.0, []), (2.0, []), (70.0, [verdict()])]) == []
+
+
+def test_modes_go_as_far_as_they_say() -> None:
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    error = verdict(syndrome=Syndrome.DEVICE_ERROR, cost_s=0.0)
+    told = [(float(now), [hang, error]) for now in range(5)]
+    done = {mode: {kind for _, kind in kinds(Policy(mode=mode), told)} for mode in Mode}
+    assert done[Mode.OBSERVE] == set()
+    assert done[Mode.ALERT] == {ActionKind.ALERT}
+    assert done[Mode.RESTART] == {ActionKind.ALERT, ActionKind.RESTART_WORKER}
+    assert done[Mode.REPLACE] == {ActionKind.RESTART_WORKER, ActionKind.REPLACE_NODE}
+
+
+def test_doubtful_verdict_is_only_told() -> None:
+    doubtful = verdict(cost_s=math.inf, confidence=0.5)
+    assert {
+        kind for _, kind in kinds(POLICY, [(float(now), [doubtful]) for now in range(100)])
+    } == {ActionKind.ALERT}
+
+
+def test_group_or_link_is_never_evicted() -> None:
+    for kind in ("group", "link", "job"):
+        one = replace(verdict(cost_s=math.inf), subject=Subject(kind, (2, 3)))
+        assert {kind for _, kind in kinds(POLICY, [(float(now), [one]) for now in range(100)])} == {
+            ActionKind.ALERT
+        }
+
+
+def test_denied_replacement_becomes_an_alert_that_says_why() -> None:
+    state, reasons = PolicyState(), []
+    bad = [verdict(rank, cost_s=math.inf) for rank in range(0, 10, 2)]
+    for now in range(4):
+        state, actions = decide(POLICY, state, bad, NODES, 1.0, float(now))
+        reasons += [(action.kind, action.reason) for action in actions]
+    assert Counter(kind for kind, _ in reasons) == {ActionKind.REPLACE_NODE: 2, ActionKind.ALERT: 3}
+    assert all("budget is 2" in reason for kind, reason in reasons if kind is ActionKind.ALERT)
+
+
+def test_policy_forgets_what_was_gone_for_long() -> None:
+    state, _ = decide(POLICY, PolicyState(), [verdict()], NODES, 1.0, 0.0)
+    state, _ = decide(POLICY, state, [], NODES, 1.0, 60.0)
+    assert state.cases
+    state, _ = decide(POLICY, state, [], NODES, 1.0, 61.0)
+    assert not state.cases
+
+
+VERDICTS = st.builds(
+    Verdict,
+    subject=st.one_of(
+        st.integers(0, 79).map(lambda rank: Subject("rank", (rank,), NODES[rank])),
+        st.integers(0, 39).map(lambda node: Subject("node", (2 * node, 2 * node + 1), f"n{node}")),
+        st.just(Subject("job", ())),
+    ),
+    syndrome=st.sampled_from(Syndrome),
+    since_s=st.just(0.0),
+    evidence=st.just(("told",)),
+    confidence=st.floats(0, 1),
+    cost_s_per_step=st.one_of(st.floats(0, 10), st.just(math.inf)),
+    advice=st.sampled_from(Advice),
+)
+
+
+@given(
+    told=st.lists(st.tuples(st.floats(0, 900), st.lists(VERDICTS, max_size=12)), max_size=30),
+    replacements=st.integers(0, 5),
+    restarts=st.integers(0, 5),
+    share=st.floats(0, 0.2),
+)
+def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
+    told: list[tuple[float, list[Verdict]]], replacements: int, restarts: int, share: float
+) -> None:
+    policy = Policy(
+        mode=Mode.REPLACE,
+        sustained_s=0.0,
+        replacements=replacements,
+        restarts=restarts,
+        fleet_share=share,
+    )
+    state, now_s = PolicyState(), 0.0
+    replaced: list[tuple[float, str]] = []
+    restarted: list[float] = []
+    for after_s, verdicts in told:
+        now_s += after_s
+        state, actions = decide(policy, state, verdicts, NODES, 1.0, now_s)
+        replaced += [(now_s, node) for action in actions for node in action.nodes]
+        restarted += [now_s for action in actions for _ in action.ranks]
+        within = [node for at_s, node in replaced if now_s - at_s < policy.window_s]
+        assert len(within) <= min(replacements, max(1, int(share * 40))) == allowance(policy, NODES)
+        assert len(within) == len(set(within))
+        assert sum(now_s - at_s < policy.window_s for at_s in restarted) <= restarts
+
+
+@given(told=st.lists(VERDICTS, max_size=12))
+def test_observing_policy_does_nothing(told: list[Verdict]) -> None:
+    assert kinds(Policy(mode=Mode.OBSERVE), [(float(now), told) for now in range(5)]) == []

@@ -1,0 +1,238 @@
+"""Traces as short tables of text: one column a rank, one row an operation, phase or measure; `cases/*.txt` are written so.
+
+node a: 0 1                       which ranks are on which node; also `node b: 2 3 offset 100`, its clock less the job's
+communicator world: 0 1 2 3
+steps 1-12 every 1.0              what follows is repeated, a second apart; numbers count up
+data_wait           0.00-0.05  0.00-0.05  0.00-0.05  0.00-0.05
+world all_reduce 4k 0.50-0.60  0.52-0.60  0.51-0.60  0.55-0.60
+pair send 1k ->1    0.61-0.62  .          .          .
+pair receive 1k <-0 .          0.55-0.62  .          .
+loss                2.5        2.5        2.5        2.5
+step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did not begin
+dead 2                            finished 2, raised 2, failed 2: the same, and it had said so of its end (`Ending`)
+read 20.0                         when the rings are read, by the job's clock
+expect non-communication hang: rank 1
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from keepstep.monitor.records import (
+    DTYPES,
+    RECORD,
+    Communicator,
+    Ending,
+    Flag,
+    JobRecords,
+    Kind,
+    Measure,
+    Operation,
+    Phase,
+    RankRecords,
+)
+
+_PHASES = {phase.name.lower(): phase for phase in Phase}
+_MEASURES = {measure.name.lower(): measure for measure in Measure}
+
+
+@dataclass
+class Trace:
+    """A trace under construction: times by the job's clock."""
+
+    nodes: dict[int, str] = field(default_factory=dict)
+    offsets_s: dict[str, float] = field(default_factory=dict)
+    communicators: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: dict[int, list[tuple[float, np.ndarray]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    numbers: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
+    dead: set[int] = field(default_factory=set)
+    endings: dict[int, Ending] = field(default_factory=dict)
+    read_s: float = 0.0
+    read_of: dict[int, float] = field(default_factory=dict)
+    expected: list[str] = field(default_factory=list)
+
+    def identity(self, name: str) -> int:
+        return sorted(self.communicators).index(name) + 1
+
+    def operation(
+        self,
+        rank: int,
+        communicator: str,
+        operation: Operation,
+        began_s: float,
+        ended_s: float,
+        nbytes: int = 4096,
+        step: int = 1,
+        peer: int = -1,
+        dtype: str = "float32",
+        asynchronous: bool = False,
+        failed: bool = False,
+    ) -> None:
+        pair = peer if operation in (Operation.SEND, Operation.RECEIVE) else None
+        direction = operation if pair is not None else None
+        key = (rank, communicator, direction, pair)
+        self.numbers[key] += 1
+        row = np.zeros((), RECORD)
+        row["kind"], row["code"], row["dtype"] = Kind.OPERATION, operation, DTYPES.index(dtype)
+        row["flags"] = (Flag.ASYNCHRONOUS if asynchronous else 0) | (Flag.FAILED if failed else 0)
+        row["communicator"], row["number"] = self.identity(communicator), self.numbers[key]
+        row["nbytes"], row["peer"], row["step"] = nbytes, peer, step
+        row["enqueued_s"] = row["started_s"] = began_s
+        row["ended_s"] = ended_s
+        self.rows[rank].append((began_s, row))
+
+    def phase(self, rank: int, phase: Phase, began_s: float, ended_s: float, step: int) -> None:
+        row = np.zeros((), RECORD)
+        row["kind"], row["code"], row["number"], row["step"] = Kind.PHASE, phase, step, step
+        row["peer"], row["enqueued_s"], row["ended_s"] = -1, began_s, ended_s
+        self.rows[rank].append((began_s, row))
+
+    def measure(
+        self,
+        rank: int,
+        measure: Measure,
+        value: float,
+        at_s: float,
+        step: int,
+        communicator: str = "",
+    ) -> None:
+        row = np.zeros((), RECORD)
+        row["kind"], row["code"], row["number"], row["step"] = Kind.MEASURE, measure, step, step
+        row["communicator"] = self.identity(communicator) if communicator else 0
+        row["nbytes"] = struct.unpack("<Q", struct.pack("<d", value))[0]
+        row["peer"], row["enqueued_s"], row["ended_s"] = -1, at_s, at_s
+        self.rows[rank].append((at_s, row))
+
+    def job(self, at_s: float | None = None, since_s: float = -np.inf) -> JobRecords:
+        """What rings hold at a moment: later records are not there yet, and what ends later has not ended."""
+        at_s = self.read_s if at_s is None else at_s
+        ranks = {}
+        for rank, node in self.nodes.items():
+            offset_s = self.offsets_s.get(node, 0.0)
+            seen_s = min(at_s, self.read_of.get(rank, at_s))
+            rows = [
+                row
+                for began_s, row in sorted(self.rows[rank], key=lambda item: item[0])
+                if began_s <= seen_s
+            ]
+            records = np.array(rows, RECORD) if rows else np.zeros(0, RECORD)
+            records["stamp"] = 2 * (np.arange(len(records)) + 1)
+            records["ended_s"][records["ended_s"] > seen_s] = 0.0
+            records = records[(records["ended_s"] > since_s) | (records["ended_s"] == 0)]
+            for name in ("enqueued_s", "started_s", "ended_s"):
+                records[name] = np.where(records[name] != 0, records[name] - offset_s, 0.0)
+            ranks[rank] = RankRecords(
+                rank,
+                node,
+                records,
+                seen_s - offset_s,
+                rank not in self.dead,
+                self.endings.get(rank, Ending.NONE) if rank in self.dead else Ending.NONE,
+                offset_s,
+                1e-6 if self.offsets_s else float("inf"),
+            )
+        known = {
+            self.identity(name): Communicator(self.identity(name), name, members)
+            for name, members in self.communicators.items()
+        }
+        return JobRecords(ranks, known)
+
+
+def parse(text: str) -> Trace:
+    """Read a trace from its text."""
+    trace = Trace()
+    block: list[list[str]] = []
+    steps, every_s, at_s = (1, 1), 0.0, 0.0
+
+    def flush() -> None:
+        for count, step in enumerate(range(steps[0], steps[1] + 1)):
+            for words in block:
+                _row(trace, words, step, at_s + count * every_s)
+        block.clear()
+
+    for line in text.splitlines():
+        words = line.split("#")[0].split()
+        match words:
+            case []:
+                continue
+            case ["node", name, *rest]:
+                ranks = rest[: rest.index("offset")] if "offset" in rest else rest
+                trace.nodes |= {int(rank): name.rstrip(":") for rank in ranks}
+                if "offset" in rest:
+                    trace.offsets_s[name.rstrip(":")] = float(rest[-1])
+            case ["communicator", name, *ranks]:
+                trace.communicators[name.rstrip(":")] = tuple(map(int, ranks))
+            case ["steps", span, "every", period, *rest]:
+                flush()
+                first, last = span.split("-")
+                steps, every_s = (int(first), int(last)), float(period)
+                at_s = float(rest[1]) if rest else 0.0
+            case ["step", number, "at", begin]:
+                flush()
+                steps, every_s, at_s = (int(number), int(number)), 0.0, float(begin)
+            case ["dead", *ranks]:
+                trace.dead |= set(map(int, ranks))
+            case ["finished" | "raised" | "failed" as how, *ranks]:
+                trace.dead |= set(map(int, ranks))
+                trace.endings |= dict.fromkeys(map(int, ranks), Ending[how.upper()])
+            case ["read", time]:
+                trace.read_s = float(time)
+            case ["unread", rank, "since", time]:
+                trace.read_of[int(rank)] = float(time)
+            case ["expect", *rest]:
+                trace.expected.append(" ".join(rest))
+            case _:
+                block.append(words)
+    flush()
+    return trace
+
+
+def load(path: Path) -> Trace:
+    """Read a trace from a file."""
+    return parse(path.read_text())
+
+
+def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
+    cells = words[-len(trace.nodes) :]
+    head = words[: -len(trace.nodes)]
+    for rank, cell in zip(sorted(trace.nodes), cells, strict=True):
+        if cell == ".":
+            continue
+        if head[0] in _MEASURES:
+            trace.measure(rank, _MEASURES[head[0]], float(cell), at_s + 0.01, step, *head[1:])
+            continue
+        began, ended = cell.split("-")
+        times = at_s + float(began), 0.0 if ended == "?" else at_s + float(ended)
+        if head[0] in _PHASES:
+            trace.phase(rank, _PHASES[head[0]], *times, step)
+            continue
+        name, operation, size, *options = head
+        peers = [one for one in options if one.startswith(("->", "<-", "root="))]
+        peer = (
+            int(peers[0].removeprefix("root=").removeprefix("->").removeprefix("<-"))
+            if peers
+            else -1
+        )
+        dtype = next((one for one in options if one in DTYPES), "float32")
+        nbytes = (
+            int(size[:-1]) * {"k": 1024, "M": 2**20}[size[-1]] if size[-1] in "kM" else int(size)
+        )
+        trace.operation(
+            rank,
+            name,
+            Operation[operation.upper()],
+            *times,
+            nbytes,
+            step,
+            peer,
+            dtype,
+            "async" in options,
+            "failed" in options,
+        )

@@ -1,0 +1,55 @@
+"""Both versions of cgroups, and mounts as containers see them."""
+
+from pathlib import Path
+
+from keepstep.monitor.node import cgroups
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_version_2(tmp_path: Path) -> None:
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc / "41" / "cgroup", "0::/job/worker\n")
+    write(mount / "cgroup.controllers", "cpu memory\n")
+    write(mount / "job/worker/cpu.stat", "usage_usec 9\nnr_throttled 3\nthrottled_usec 2500000\n")
+    write(mount / "job/worker/memory.max", "1000\n")
+    write(mount / "job/worker/memory.current", "700\n")
+    write(mount / "job/worker/memory.stat", "anon 400\ninactive_file 200\n")
+    files = cgroups.find(41, proc, mount)
+    assert cgroups.throttled_s(files) == 2.5
+    assert cgroups.memory_limit_nbytes(files) == 1000
+    assert cgroups.memory_held_nbytes(files) == 500
+
+
+def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc / "41" / "cgroup", "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n")
+    write(mount / "unified/cgroup.controllers", "\n")
+    write(mount / "cpu,cpuacct/job/cpu.stat", "nr_throttled 3\nthrottled_time 1500000000\n")
+    write(mount / "memory/job/memory.limit_in_bytes", "9223372036854771712\n")
+    write(mount / "memory/job/memory.usage_in_bytes", "700\n")
+    files = cgroups.find(41, proc, mount)
+    assert cgroups.throttled_s(files) == 1.5
+    assert cgroups.memory_limit_nbytes(files) is None
+    assert cgroups.memory_held_nbytes(files) == 700
+
+
+def test_path_outside_of_what_a_container_sees_is_the_mounts_top(tmp_path: Path) -> None:
+    proc, mount = tmp_path / "proc", tmp_path / "cgroup"
+    write(proc / "self" / "cgroup", "0::/../../elsewhere/pod\n")
+    write(mount / "cgroup.controllers", "cpu\n")
+    write(mount / "cpu.stat", "throttled_usec 1000000\n")
+    write(mount / "memory.max", "max\n")
+    files = cgroups.find("self", proc, mount)
+    assert files.unified == mount
+    assert cgroups.throttled_s(files) == 1.0
+    assert cgroups.memory_limit_nbytes(files) is None
+
+
+def test_nothing_mounted_or_process_gone_is_unknown(tmp_path: Path) -> None:
+    files = cgroups.find(2**22 - 1, tmp_path / "proc", tmp_path / "cgroup")
+    assert cgroups.throttled_s(files) is None
+    assert cgroups.memory_held_nbytes(files) is None

@@ -1,0 +1,98 @@
+"""The daemon reads little of a ring at a time, and misses nothing of it."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from keepstep.monitor.node.ring_source import RingSource
+from keepstep.monitor.records import Communicator, Kind, Operation, Phase
+from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring_files import Sweeper, create_ring, job_directory
+
+
+@pytest.fixture
+def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
+    made = create_ring(Identity("run7", 3, "node-a"))
+    made.add_communicator(Communicator(7, "world", (0, 3)))
+    yield made
+    made.close()
+
+
+def operations(ring: Ring, count: int, first: int = 1, ended: bool = True) -> list[int]:
+    now_s = time.monotonic()
+    return [
+        ring.operations.begin(
+            Kind.OPERATION, Operation.ALL_REDUCE, number=number, step=1, enqueued_s=now_s, communicator=7,
+            ended_s=now_s + 1e-6 if ended else 0.0,
+        )
+        for number in range(first, first + count)
+    ]  # fmt: skip
+
+
+def numbers(source: RingSource) -> set[int]:
+    (reading,) = source.read()
+    assert (reading.records.rank, reading.communicators[0].name) == (3, "world")
+    return set(
+        reading.records.records["number"][
+            reading.records.records["kind"] == Kind.OPERATION
+        ].tolist()
+    )
+
+
+def test_later_readings_are_small_and_a_burst_is_read_whole(ring: Ring) -> None:
+    source = RingSource(job_directory("run7"))
+    operations(ring, 3000)
+    assert numbers(source) == set(range(1, 3001))
+    operations(ring, 10, 3001)
+    told = numbers(source)
+    assert set(range(3001, 3011)) <= told
+    assert len(told) < 500
+    # Far more than last time: what is there is read all the same.
+    operations(ring, 5000, 3011)
+    assert set(range(3011, 8011)) <= numbers(source)
+    source.close()
+
+
+def test_what_is_under_way_is_looked_at_again_however_far_back(ring: Ring) -> None:
+    source = RingSource(job_directory("run7"))
+    (waiting,) = operations(ring, 1, ended=False)
+    for turn in range(6):
+        operations(ring, 400, 2 + 400 * turn)
+        assert 1 in numbers(source)
+    ring.operations.end(waiting, time.monotonic())
+    (reading,) = source.read()
+    records = reading.records.records
+    assert records["ended_s"][records["number"] == 1] > 0
+    source.close()
+
+
+def test_phases_and_a_new_writer_are_seen(ring: Ring) -> None:
+    source = RingSource(job_directory("run7"))
+    operations(ring, 600)
+    first = source.read()[0].incarnation
+    ring.marks.begin(Kind.PHASE, Phase.FORWARD, number=1, step=1, enqueued_s=time.monotonic())
+    records = source.read()[0].records.records
+    assert (records["kind"] == Kind.PHASE).sum() == 1
+    again = create_ring(Identity("run7", 3, "node-a"))
+    operations(again, 2)
+    (reading,) = source.read()
+    assert reading.incarnation != first
+    assert len(reading.records.records) == 2
+    again.close()
+    source.close()
+
+
+def test_rings_are_read_where_those_of_the_dead_cannot_be_removed(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> list[Path]:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Sweeper, "sweep", refuse)
+    source = RingSource(job_directory("run7"))
+    operations(ring, 3)
+    assert numbers(source) == {1, 2, 3}
+    source.close()

@@ -1,0 +1,276 @@
+"""Claims about the alignment of clocks, on simulated nodes whose true offsets are known."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.monitor.records import RECORD, Flag, JobRecords, Kind, Operation, RankRecords
+from keepstep.monitor.telemetry.clocks import ClockOffset, align, crowd, estimate_clocks
+
+Generator = np.random.Generator
+LATENCY_S = 200e-6
+START_S = 500_000.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A communicator with what its ranks do again and again."""
+
+    identity: int
+    ranks: tuple[int, ...]
+    operation: Operation = Operation.ALL_REDUCE
+
+
+def simulate(
+    rng: Generator,
+    nodes: Sequence[str],
+    ahead_s: Mapping[str, float],
+    groups: Sequence[Group],
+    count: int = 60,
+    leave_jitter_s: Mapping[int, float] | float = 50e-6,
+    drift: Mapping[str, float] | None = None,
+    laggard: Callable[[int], int | None] = lambda number: None,
+) -> dict[int, RankRecords]:
+    """Rank r is on nodes[r]; a node's clock is ahead of true time by `ahead_s`, and gains `drift` seconds a second.
+
+    Each rank enters when it likes, all leave when the last has entered and the network has done its part, and some a bit later.
+    """
+    records: dict[int, list[tuple[object, ...]]] = {rank: [] for rank in range(len(nodes))}
+
+    def clock(rank: int, at_s: float) -> float:
+        node = nodes[rank]
+        return round((at_s + ahead_s[node] + (drift or {}).get(node, 0.0) * at_s) / GRID_S) * GRID_S
+
+    def tell(
+        rank: int, code: int, group: Group, number: int, peer: int, entered_s: float, left_s: float
+    ) -> None:
+        late = (
+            leave_jitter_s if isinstance(leave_jitter_s, float) else leave_jitter_s.get(rank, 20e-6)
+        )
+        times = (
+            clock(rank, entered_s),
+            clock(rank, entered_s),
+            clock(rank, left_s + rng.exponential(late)),
+        )
+        records[rank].append(
+            (0, Kind.OPERATION, code, 9, 0, group.identity, number, 64, peer, 1, *times)
+        )
+
+    now_s = START_S
+    for number in range(1, count + 1):
+        for group in groups:
+            entered = {rank: now_s + rng.exponential(2e-3) for rank in group.ranks}
+            if (last := laggard(number)) is not None:
+                entered[last] = max(entered.values()) + 1e-3
+            if group.operation == Operation.SEND:
+                # There and back, as activations and gradients go.
+                for turn, (source, target) in enumerate((group.ranks, group.ranks[::-1])):
+                    sent, wanted = entered[source] + turn * 0.01, entered[target] + turn * 0.01
+                    received = max(sent, wanted) + LATENCY_S
+                    # A send is over when it is buffered, whether or not anybody wants it yet.
+                    tell(source, Operation.SEND, group, number, target, sent, sent + 10e-6)
+                    tell(target, Operation.RECEIVE, group, number, source, wanted, received)
+            else:
+                left_s = max(entered.values()) + LATENCY_S
+                for rank in group.ranks:
+                    tell(rank, group.operation, group, number, -1, entered[rank], left_s)
+            now_s += 0.02
+    return {
+        rank: RankRecords(rank, nodes[rank], np.array(told, RECORD), clock(rank, now_s))
+        for rank, told in records.items()
+    }
+
+
+def true_offsets(ahead_s: Mapping[str, float], reference: str) -> dict[str, float]:
+    return {node: ahead_s[reference] - ahead for node, ahead in ahead_s.items()}
+
+
+def check(
+    found: Mapping[str, ClockOffset], ahead_s: Mapping[str, float], reference: str, within_s: float
+) -> None:
+    for node, true_s in true_offsets(ahead_s, reference).items():
+        assert abs(found[node].offset_s - true_s) <= found[node].error_s + 1e-9
+        assert abs(found[node].offset_s - true_s) <= within_s
+
+
+FOUR = ("a", "a", "b", "c")
+AHEAD = {"a": 12.5, "b": -3.25, "c": 86400.0}
+ALL = Group(1, (0, 1, 2, 3))
+seeds = st.integers(0, 2**32 - 1)
+# Times are multiples of this (about a nanosecond), so that shifting them rounds nothing.
+GRID_S = 2.0**-30
+shifts = st.integers(-(10**5) * 2**30, 10**5 * 2**30).map(lambda count: count * GRID_S)
+
+
+@settings(deadline=None)
+@given(seed=seeds, ahead=st.lists(shifts, min_size=3, max_size=3))
+def test_true_offset_lies_within_the_stated_error_and_near_the_estimate(
+    seed: int, ahead: list[float]
+) -> None:
+    ahead_s = dict(zip("abc", ahead, strict=True))
+    found = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, ahead_s, [ALL]))
+    check(found, ahead_s, "a", within_s=100e-6)
+    assert found["a"] == ClockOffset(0.0, 0.0)
+    assert max(one.error_s for one in found.values()) < 3e-3
+
+
+@settings(deadline=None)
+@given(seed=seeds)
+def test_node_that_leaves_late_does_not_draw_the_estimate(seed: int) -> None:
+    late = {3: 2e-3}
+    found = estimate_clocks(
+        simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL], 200, leave_jitter_s=late)
+    )
+    check(found, AHEAD, "a", within_s=1e-3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, shift=shifts)
+def test_shifting_a_clock_shifts_its_offset_and_nothing_else(seed: int, shift: float) -> None:
+    ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
+    before = estimate_clocks(ranks)
+    shifted = {}
+    for rank, one in ranks.items():
+        records = one.records.copy()
+        if one.node == "b":
+            for field in ("enqueued_s", "started_s", "ended_s"):
+                records[field] += shift
+        shifted[rank] = replace(one, records=records)
+    after = estimate_clocks(shifted)
+    for node in "abc":
+        moved = shift if node == "b" else 0.0
+        assert after[node].offset_s == pytest.approx(before[node].offset_s - moved, abs=1e-9)
+        assert after[node].error_s == pytest.approx(before[node].error_s, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, order=st.permutations(range(4)))
+def test_numbering_the_ranks_otherwise_changes_no_nodes_clock(seed: int, order: list[int]) -> None:
+    ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
+    before = estimate_clocks(ranks)
+    after = estimate_clocks(
+        {order[rank]: replace(one, rank=order[rank]) for rank, one in ranks.items()}
+    )
+    for node in "abc":
+        assert after[node].offset_s == pytest.approx(before[node].offset_s, abs=1e-9)
+        assert after[node].error_s == pytest.approx(before[node].error_s, abs=1e-9)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, reference=st.sampled_from("abc"))
+def test_reference_is_whom_one_asks_for(seed: int, reference: str) -> None:
+    found = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL]), reference)
+    check(found, AHEAD, reference, within_s=100e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds)
+def test_nodes_that_share_no_communicator_are_aligned_through_others(seed: int) -> None:
+    """A chain a - b - c - d: collectives, then sends and receives, then collectives again."""
+    ahead_s = {"a": 0.0, "b": 7.0, "c": -900.0, "d": 3e4}
+    groups = [
+        Group(1, (0, 1)),
+        Group(2, (1, 2), Operation.SEND),
+        Group(3, (2, 3), Operation.BARRIER),
+    ]
+    found = estimate_clocks(simulate(np.random.default_rng(seed), tuple("abcd"), ahead_s, groups))
+    check(found, ahead_s, "a", within_s=2e-3)
+    assert found["d"].error_s >= found["c"].error_s
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=seeds, rate=st.sampled_from([5e-5, -5e-5]))
+def test_stated_error_allows_for_drift(seed: int, rate: float) -> None:
+    """Ten seconds of records, and what bounds from one side is all from their first half. The offset asked for is the latest."""
+    ranks = simulate(
+        np.random.default_rng(seed), ("a", "b"), {"a": 0.0, "b": 0.0}, [Group(1, (0, 1), Operation.REDUCE_SCATTER)], 500,
+        drift={"b": rate}, laggard=lambda number: 1 if number < 250 else 0,
+    )  # fmt: skip
+    found = estimate_clocks(ranks)["b"]
+    end_s = START_S + 500 * 0.02
+    assert abs(found.offset_s + rate * end_s) <= found.error_s
+
+
+def test_node_of_which_nothing_is_known_is_infinitely_uncertain() -> None:
+    ranks = simulate(np.random.default_rng(0), FOUR, AHEAD, [Group(1, (0, 2))])
+    found = estimate_clocks(ranks)
+    assert found["c"] == ClockOffset(0.0, math.inf)
+    assert found["b"].error_s < 1e-2
+    assert estimate_clocks({}) == {}
+
+
+def test_broadcast_bounds_from_one_side_only() -> None:
+    """One root tells when others leave at the earliest; nothing tells how late they are."""
+    ranks = simulate(
+        np.random.default_rng(0),
+        ("a", "b"),
+        {"a": 0.0, "b": 5.0},
+        [Group(1, (0, 1), Operation.BROADCAST)],
+    )
+    for one in ranks.values():
+        one.records["peer"] = 0
+    assert estimate_clocks(ranks)["b"].error_s == math.inf
+
+
+@pytest.mark.parametrize("flag", [Flag.FAILED, Flag.UNOBSERVED])
+def test_ends_that_are_none_bound_nothing(flag: Flag) -> None:
+    ranks = simulate(np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))])
+    for one in ranks.values():
+        one.records["ended_s"] = one.records["enqueued_s"]
+        one.records["flags"] |= np.uint8(flag)
+    assert estimate_clocks(ranks)["b"].error_s == math.inf
+
+
+def test_operations_out_of_step_and_under_way_are_passed_over() -> None:
+    ranks = simulate(
+        np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))], 20
+    )
+    before = estimate_clocks(ranks)
+    extra = np.zeros(1, RECORD)
+    extra["kind"], extra["communicator"], extra["number"], extra["nbytes"] = (
+        Kind.OPERATION,
+        1,
+        21,
+        64,
+    )
+    odd = {}
+    for rank, one in ranks.items():
+        extra["code"] = (Operation.ALL_REDUCE, Operation.ALL_GATHER)[rank]
+        extra["enqueued_s"], extra["ended_s"] = 1e9 * (rank + 1), 1e9 * (rank + 1)
+        waiting = extra.copy()
+        waiting["number"], waiting["code"], waiting["ended_s"] = 22, Operation.BARRIER, 0.0
+        odd[rank] = replace(one, records=np.concatenate([one.records, extra, waiting]))
+    after = estimate_clocks(odd)
+    assert after["b"].offset_s == before["b"].offset_s
+
+
+def test_records_are_given_their_nodes_offset() -> None:
+    ranks = simulate(np.random.default_rng(0), FOUR, AHEAD, [ALL])
+    told = align(JobRecords(ranks, {}))
+    found = estimate_clocks(ranks)
+    for rank, one in told.ranks.items():
+        assert (one.offset_s, one.offset_error_s) == (
+            found[FOUR[rank]].offset_s,
+            found[FOUR[rank]].error_s,
+        )
+
+
+@given(st.lists(st.integers(-1000, 1000), min_size=1))
+def test_crowd_turns_and_shifts_with_the_values(values: list[int]) -> None:
+    array = np.array(values, float)
+    assert crowd(-array) == -crowd(array)
+    assert crowd(array + 512.0) == crowd(array) + 512.0
+    assert array.min() <= crowd(array) <= array.max()
+
+
+@given(seeds)
+def test_crowd_is_where_a_one_sided_tail_begins(seed: int) -> None:
+    found = [crowd(np.random.default_rng([seed, draw]).exponential(1.0, 400)) for draw in range(25)]
+    assert min(found) > 0
+    # The middle of the tail is at 0.69.
+    assert np.median(found) < 0.3

@@ -1,0 +1,176 @@
+"""What a monitor remembers: everything once, nothing twice, and the same operations on all ranks when it must leave some out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.monitor.errors import ProtocolViolation
+from keepstep.monitor.records import RECORD, Communicator, Ending, Kind, Operation, Phase
+from keepstep.monitor.telemetry.record_history import History, RankState, thin
+from keepstep.monitor.tree.digest_relay import Outbox
+from keepstep.monitor.tree.summary import NodeFacts, decode, encode, summarize
+
+STATE = RankState(3, "node-a", 41, "first", True, Ending.NONE, 10.0, 0.0)
+
+
+def operations(count: int, first: int = 1, ended: bool = True, communicator: int = 7) -> np.ndarray:
+    records = np.zeros(count, RECORD)
+    records["kind"], records["code"] = Kind.OPERATION, Operation.ALL_REDUCE
+    records["number"] = np.arange(first, first + count)
+    records["stamp"] = 2 * records["number"]
+    records["communicator"] = communicator
+    records["enqueued_s"] = records["number"]
+    records["ended_s"] = records["number"] + 0.5 if ended else 0.0
+    return records
+
+
+def phases(count: int) -> np.ndarray:
+    records = np.zeros(count, RECORD)
+    records["kind"], records["code"] = Kind.PHASE, Phase.STEP
+    records["step"] = np.arange(1, count + 1)
+    records["stamp"] = 2 * np.arange(1, count + 1)
+    records["enqueued_s"] = np.arange(1, count + 1) + 0.25
+    return records
+
+
+def test_what_was_known_is_not_new_and_an_end_makes_it_new_again() -> None:
+    history = History(100)
+    history.begin()
+    open_ones = operations(3, ended=False)
+    assert len(history.merge(STATE, open_ones)) == 3
+    history.begin()
+    assert len(history.merge(STATE, open_ones)) == 0
+    history.begin()
+    ended = open_ones.copy()
+    ended["ended_s"][1] = 9.0
+    changed = history.merge(STATE, ended)
+    assert changed.records["number"].tolist() == [2]
+    assert history.ranks[3].records["ended_s"].tolist() == [0.0, 9.0, 0.0]
+
+
+def test_lanes_with_the_same_stamps_do_not_overwrite_each_other() -> None:
+    history = History(100)
+    history.begin()
+    history.merge(STATE, np.concatenate([operations(4), phases(4)]))
+    records = history.ranks[3].records
+    assert (records["kind"] == Kind.PHASE).sum() == 4
+    assert len(records) == 8
+    assert (np.diff(records["enqueued_s"]) >= 0).all()
+
+
+def test_a_phase_that_is_prolonged_tells_from_where() -> None:
+    history = History(100)
+    history.begin()
+    once = phases(1)
+    once["ended_s"] = 2.0
+    history.merge(STATE, once)
+    history.begin()
+    longer = once.copy()
+    longer["ended_s"] = 3.5
+    changed = history.merge(STATE, longer)
+    assert changed.ended_before_s.tolist() == [2.0]
+
+
+def test_new_incarnation_begins_with_nothing() -> None:
+    history = History(100)
+    history.begin()
+    history.merge(STATE, operations(5))
+    history.begin()
+    history.merge(replace(STATE, incarnation="second"), operations(1))
+    assert len(history.ranks[3].records) == 1
+
+
+def test_a_rank_makes_progress_only_when_its_records_change() -> None:
+    history = History(100)
+    history.begin()
+    history.merge(STATE, operations(5))
+    history.begin()
+    history.merge(replace(STATE, read_at_s=20.0), operations(5))
+    assert history.ranks[3].state.progress_at_s == 10.0
+    assert history.ranks[3].state.read_at_s == 20.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=12),
+    st.integers(1, 40),
+)
+def test_asking_for_news_again_and_again_gives_what_reading_at_once_gives(
+    windows: list[tuple[int, int]], capacity: int
+) -> None:
+    """However readings overlap, a parent that asks since its last number ends with the child's records."""
+    child, parent = History(capacity), History(capacity)
+    since = 0
+    end = 0
+    for first, count in windows:
+        first = max(first, end - count)  # rings do not go back
+        end = max(end, first + count)
+        child.begin()
+        child.merge(STATE, operations(count, first + 1))
+        told = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, 10**6)))
+        since = told.number
+        parent.begin()
+        for state, records in told.ranks:
+            parent.merge(state, records)
+    assert parent.ranks[3].records.tobytes() == child.ranks[3].records.tobytes()
+
+
+@given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 64))
+def test_thinning_keeps_the_same_collectives_on_ranks_that_thin_differently(
+    a: int, b: int, budget: int
+) -> None:
+    one, other = thin(operations(a), budget), thin(operations(b), budget)
+    assert len(one) <= budget + 1
+    shorter, longer = sorted(
+        (one, other), key=lambda kept: len(operations(a)) if kept is one else len(operations(b))
+    )
+    # Of what the longer kept, all that the shorter ever had it kept too, but for each one's newest.
+    had = set(range(1, min(a, b) + 1))
+    assert set(longer["number"][:-1].tolist()) & had <= set(shorter["number"].tolist())
+
+
+def test_thinning_leaves_what_is_under_way_and_all_phases() -> None:
+    records = np.concatenate([operations(500), operations(3, 501, ended=False), phases(20)])
+    kept = thin(records, 10)
+    assert (kept["ended_s"][kept["kind"] == Kind.OPERATION] == 0).sum() == 3
+    assert (kept["kind"] == Kind.PHASE).sum() == 20
+
+
+def test_summary_survives_the_wire() -> None:
+    history = History(100)
+    history.begin()
+    history.merge(STATE, np.concatenate([operations(9), phases(2)]))
+    history.learn([Communicator(7, "world", (3, 4))])
+    facts = NodeFacts("node-a", {"load": 1.5}, 1000.0, 10.0, 0.25)
+    told = decode(
+        encode(
+            summarize(history, Outbox(), {"node-a": facts}, {"http://x": "silent"}, "x", 0, 1000)
+        )
+    )
+    assert told.ranks[0][0] == history.ranks[3].state
+    assert told.ranks[0][1].tobytes() == history.ranks[3].since(0).tobytes()
+    assert told.communicators == (Communicator(7, "world", (3, 4)),)
+    assert told.nodes == (facts,)
+    assert told.missing == {"http://x": "silent"}
+
+
+@given(st.binary(max_size=200), st.integers(0, 500), st.integers(0, 255))
+def test_damaged_summary_is_refused_and_nothing_else_happens(
+    noise: bytes, place: int, value: int
+) -> None:
+    history = History(100)
+    history.begin()
+    history.merge(STATE, operations(3))
+    good = bytearray(encode(summarize(history, Outbox(), {}, {}, "x", 0, 1000)))
+    with pytest.raises(ProtocolViolation):
+        decode(bytes(good[:-1]))
+    with pytest.raises(ProtocolViolation):
+        decode(bytes(good) + b"x")
+    good[place % len(good)] = value
+    for data in (noise, bytes(good)):
+        try:
+            decode(data)
+        except ProtocolViolation:
+            pass

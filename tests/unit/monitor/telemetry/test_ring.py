@@ -1,0 +1,537 @@
+"""Claims about the telemetry ring: what its writer leaves, others find, whatever happens to the writer."""
+
+import multiprocessing
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.monitor.errors import RingUnreadable, RingUnwritable
+from keepstep.monitor.node.ring_source import RingSource
+from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
+from keepstep.monitor.telemetry.job_rings import JobRings
+from keepstep.monitor.telemetry.ring import (
+    MAGIC,
+    Identity,
+    Ring,
+    Sizes,
+    process_started,
+    ranks_of,
+    runs,
+)
+from keepstep.monitor.telemetry.ring_files import (
+    Sweeper,
+    base_directory,
+    create_ring,
+    job_directory,
+    recorded_jobs,
+    ring_paths,
+)
+from keepstep.monitor.telemetry.ring_reader import RingReader
+
+SMALL = Sizes(operations=256, marks=256, table_nbytes=512)
+WHO = Identity("job", 3, "node-a", generation=2, world_size=8)
+
+
+@pytest.fixture(autouse=True)
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "rings"
+    monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(place))
+    return place
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = create_ring(WHO, SMALL)
+    yield made
+    made.close()
+
+
+def operate(ring: Ring, number: int, ended_s: float = 0.0) -> int:
+    return ring.operations.begin(
+        Kind.OPERATION,
+        Operation.ALL_REDUCE,
+        number=number,
+        step=1,
+        enqueued_s=float(number),
+        ended_s=ended_s,
+        nbytes=64,
+    )
+
+
+def test_jobs_that_have_rings_are_known_by_name(base: Path) -> None:
+    assert recorded_jobs() == ()
+    for name in ("other", "job"):
+        create_ring(Identity(name, 0, "node-a", generation=1, world_size=1), SMALL).close()
+    (base / "empty").mkdir()
+    (base / "file").touch()
+    assert recorded_jobs() == ("job", "other")
+
+
+def test_reader_finds_what_the_writer_wrote(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    assert reader.identity == WHO
+    assert reader.process == os.getpid()
+    assert reader.is_alive()
+    assert len(reader.last(10)) == 0
+    ring.step = 7
+    ring.operations.begin(
+        Kind.OPERATION, Operation.SEND, number=5, step=7, enqueued_s=1.5, ended_s=2.5, nbytes=2**40, communicator=2**32 - 1,
+        dtype=9, flags=Flag.ASYNCHRONOUS, peer=12,
+    )  # fmt: skip
+    (record,) = reader.last(10)
+    assert record.tolist() == (2, 1, 10, 9, 1, 2**32 - 1, 5, 2**40, 12, 7, 1.5, 1.5, 2.5)
+    assert reader.step == 7
+
+
+def test_operation_under_way_is_completed_in_place(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    first, second = operate(ring, 1), operate(ring, 2)
+    ring.operations.end(first, 1.25)
+    ring.operations.end(second, 2.5, Flag.FAILED)
+    assert reader.last(10)[["ended_s", "flags"]].tolist() == [(1.25, 0), (2.5, Flag.FAILED)]
+
+
+def test_operation_that_was_overwritten_is_not_completed(ring: Ring) -> None:
+    old = operate(ring, 1)
+    for number in range(2, 258):
+        operate(ring, number)
+    ring.operations.end(old, 9.0)
+    records = RingReader(ring.path).last(1000)
+    assert records["number"].tolist() == list(range(2, 258))
+    assert not records["ended_s"].any()
+
+
+@given(written=st.integers(0, 1000), wanted=st.integers(0, 600))
+def test_last_records_come_oldest_first_however_often_the_ring_went_round(
+    written: int, wanted: int
+) -> None:
+    made = create_ring(WHO, SMALL)
+    for number in range(1, written + 1):
+        operate(made, number)
+    reader = RingReader(made.path)
+    expected = list(range(1, written + 1))[-min(wanted, 256) :] if wanted else []
+    assert reader.last(wanted)["number"].tolist() == expected
+    reader.close()
+    made.close()
+
+
+def test_reading_on_from_a_position_gives_each_record_once_and_counts_the_lost(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    for number in range(1, 6):
+        operate(ring, number)
+    part = reader.operations.since(0)
+    assert (part.records["number"].tolist(), part.next_position, part.missed) == (
+        [1, 2, 3, 4, 5],
+        5,
+        0,
+    )
+    part = reader.operations.since(part.next_position)
+    assert (len(part.records), part.next_position, part.missed) == (0, 5, 0)
+    for number in range(6, 300):
+        operate(ring, number)
+    part = reader.operations.since(part.next_position)
+    assert part.records["number"].tolist() == list(range(44, 300))
+    assert part.missed == 294 - 256
+
+
+def test_many_operations_do_not_flush_out_phases(ring: Ring) -> None:
+    ring.marks.begin(Kind.PHASE, Phase.STEP, number=1, step=1, enqueued_s=0.5)
+    for number in range(1, 1000):
+        operate(ring, number)
+    assert RingReader(ring.path).last(10)["kind"].tolist() == [Kind.PHASE] + 10 * [Kind.OPERATION]
+
+
+def stamp(ring: Ring, slot: int, value: int) -> None:
+    with open(ring.path, "r+b") as file:
+        file.seek(4096 + 64 * slot)
+        file.write(struct.pack("<Q", value))
+
+
+@pytest.mark.parametrize("torn", [2 * 2 + 1, 0, 2 * (2 - 256) + 2 + 2**64, 2 * (2 + 256) + 2])
+def test_record_that_is_being_written_is_left_out(ring: Ring, torn: int) -> None:
+    for number in range(1, 6):
+        operate(ring, number)
+    stamp(ring, 2, torn % 2**64)
+    part = RingReader(ring.path).operations.since(0)
+    assert part.records["number"].tolist() == [1, 2, 4, 5]
+    assert part.missed == 1
+
+
+def test_reader_never_sees_a_torn_record_of_a_busy_writer(ring: Ring) -> None:
+    """Every record carries the same number in three places."""
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            ring.operations.begin(
+                Kind.OPERATION,
+                1,
+                number=number,
+                step=0,
+                enqueued_s=float(number),
+                ended_s=float(number),
+                nbytes=number,
+            )
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    reader = RingReader(ring.path)
+    seen = 0
+    while seen < 20_000:
+        records = reader.last(256)
+        assert (np.diff(records["number"].astype(np.int64)) > 0).all()
+        assert (records["nbytes"] == records["number"]).all()
+        assert (records["ended_s"] == records["number"]).all()
+        seen += len(records)
+    stop.set()
+    writer.join()
+
+
+def test_communicators_are_seen_whole_or_not_at_all(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    mesh = Communicator(7, "mesh_dp", tuple(range(3, 4096, 8)))
+    odd = Communicator(9, "odd", (5, 1, 9, 10, 11))
+    assert ring.add_communicator(mesh)
+    assert reader.communicators() == {7: mesh}
+    assert ring.add_communicator(odd)
+    assert reader.communicators() == {7: mesh, 9: odd}
+    assert not ring.add_communicator(Communicator(1, "x" * 600, (0,)))
+    assert reader.communicators() == {7: mesh, 9: odd}
+
+
+@given(st.lists(st.integers(0, 30), unique=True))
+def test_runs_of_ranks_are_lossless(ranks: list[int]) -> None:
+    assert ranks_of(runs(ranks)) == tuple(ranks)
+
+
+def test_ring_of_a_killed_process_is_readable_and_known_to_be_dead() -> None:
+    code = (
+        "import os, signal\nfrom keepstep.monitor.telemetry.ring import Identity\nfrom keepstep.monitor.telemetry.ring_files import create_ring\n"
+        "ring = create_ring(Identity('job', 0, 'a'))\n"
+        "ring.operations.begin(1, 1, number=41, step=1, enqueued_s=1.0, ended_s=2.0)\n"
+        "ring.operations.begin(1, 9, number=42, step=1, enqueued_s=3.0)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code])
+    # Dead, but not reaped yet: a zombie is no living worker.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    told = JobRings(job_directory("job")).read(10).ranks[0]
+    assert told.records[["number", "ended_s"]].tolist() == [(41, 2.0), (42, 0.0)]
+    assert not told.is_alive
+    assert told.ending == Ending.NONE
+    assert child.wait() == -signal.SIGKILL
+
+
+def test_another_process_with_the_same_id_is_not_taken_for_the_writer(ring: Ring) -> None:
+    with open(ring.path, "r+b") as file:
+        file.seek(32)
+        file.write(struct.pack("<Q", (process_started(os.getpid()) or 0) - 1))
+    assert not RingReader(ring.path).is_alive()
+
+
+def test_stopped_process_is_alive_and_finished_one_says_so(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    ring.finish()
+    assert reader.ending == Ending.FINISHED
+    child = multiprocessing.get_context("fork").Process(target=signal.pause)
+    child.start()
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    assert process_started(child.pid)
+    child.kill()
+    child.join()
+    assert process_started(child.pid) is None
+
+
+def damaged(ring: Ring, at: int, data: bytes) -> None:
+    with open(ring.path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "complaint"),
+    [
+        (0, b"\x7fELF", "no telemetry ring"),
+        (16, struct.pack("<I", 2), "version 2, this monitor reads 1: upgrade the monitor"),
+        (16, struct.pack("<I", 0), "restart the worker"),
+        (24, struct.pack("<I", 128), "damaged"),
+        (80, struct.pack("<Q", 300), "power of two"),
+        (80, struct.pack("<Q", 2**40), "damaged or cut short"),
+        (96, struct.pack("<Q", 12), "damaged"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_the_reason(
+    ring: Ring, at: int, data: bytes, complaint: str
+) -> None:
+    damaged(ring, at, data)
+    with pytest.raises(RingUnreadable, match=complaint):
+        RingReader(ring.path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 4096, 37_000])
+def test_ring_that_is_cut_short_is_refused(ring: Ring, nbytes: int) -> None:
+    os.truncate(ring.path, nbytes)
+    with pytest.raises(RingUnreadable, match="cut short"):
+        RingReader(ring.path)
+
+
+def test_bad_ring_does_not_keep_the_others_from_being_read(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    (ring.path.parent / "rank-00004.ring").write_bytes(b"what is this" * 1000)
+    rings = JobRings(ring.path.parent)
+    assert set(rings.read(1).ranks) == {3}
+    rings.read(1)
+    assert len(caplog.records) == 1
+
+
+def test_what_cannot_be_opened_does_not_keep_the_others_from_being_read(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = ring.path.parent
+    (place / "rank-00004.ring").mkdir()
+    (place / "rank-00005.ring").symlink_to(ring.path)
+    (place / "rank-00006.ring").symlink_to(place / "nowhere")
+    rings = JobRings(place)
+    assert set(rings.read(1).ranks) == {3}
+    rings.read(1)
+    assert [message.partition(" cannot")[0][-10:] for message in caplog.messages] == [
+        "00004.ring",
+        "00005.ring",
+        "00006.ring",
+    ]
+    # What stood in the way is gone.
+    (place / "rank-00004.ring").rmdir()
+    create_ring(replace(WHO, rank=4), SMALL).close()
+    assert set(rings.read(1).ranks) == {3, 4}
+
+
+def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: Ring) -> None:
+    operate(ring, 41)
+    old = RingReader(ring.path)
+    rings = JobRings(ring.path.parent)
+    assert rings.read(5).ranks[3].records["number"].tolist() == [41]
+    new = create_ring(Identity("job", 3, "node-a", generation=3), SMALL)
+    assert new.path == ring.path
+    operate(ring, 42)
+    operate(new, 1)
+    assert old.last(5)["number"].tolist() == [41, 42]
+    assert rings.read(5).ranks[3].records["number"].tolist() == [1]
+    assert os.listdir(ring.path.parent) == ["rank-00003.ring"]
+
+
+def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
+    for rank in (0, 1):
+        operate(create_ring(Identity("job", rank, "node-a", generation=3), SMALL), 1)
+    rings = JobRings(ring.path.parent)
+    assert set(rings.read(5).ranks) == {0, 1}
+    assert set(rings.processes()) == {0, 1}
+
+
+def launched(
+    rank: int, generation: int, world_size: int, before_s: float = 0.0, *, dead: bool = False
+) -> None:
+    """Leave a ring that was created so long before this process started; now, by default."""
+    made = create_ring(Identity("job", rank, "node-a", generation, world_size), SMALL)
+    if before_s:
+        damaged(made, 56, struct.pack("<d", RingReader(made.path).process_started_s - before_s))
+    if dead:
+        damaged(made, 28, struct.pack("<I", 2**31 - 1))
+    made.close()
+
+
+def test_ranks_that_an_earlier_launch_left_are_left_out_and_those_that_died_since_are_not() -> None:
+    launched(5, 9, 8, before_s=50.0, dead=True)  # It was restarted more often.
+    launched(4, 1, 8, before_s=50.0, dead=True)
+    launched(3, 1, 2, before_s=50.0, dead=True)  # Its ranks lay elsewhere.
+    launched(2, 1, 8, before_s=50.0)  # Its process was left behind.
+    for rank in (0, 1):
+        launched(rank, 1, 2, dead=rank == 1)
+    rings = JobRings(job_directory("job"))
+    assert {rank: one.is_alive for rank, one in rings.read(5).ranks.items()} == {0: True, 1: False}
+    assert set(rings.processes()) == set(rings.incarnations()) == {0, 1}
+    assert (rings.generation(), rings.world_size()) == (1, 2)
+    launched(0, 1, 2, dead=True)
+    assert set(rings.read(5).ranks) == {0, 1}
+
+
+def test_rank_that_was_killed_before_the_last_one_had_its_ring_stays_in_sight() -> None:
+    launched(0, 1, 2, dead=True)
+    launched(1, 1, 2)
+    assert set(JobRings(job_directory("job")).read(5).ranks) == {0, 1}
+
+
+def test_rings_from_before_the_node_restarted_hide_nobody() -> None:
+    launched(0, 1, 2)
+    launched(1, 4, 2, before_s=-1e6, dead=True)
+    assert set(JobRings(job_directory("job")).read(5).ranks) == {0}
+
+
+@pytest.mark.parametrize(
+    ("process", "generation", "warns"),
+    [
+        (os.getppid(), 2, True),
+        (os.getppid(), 1, False),
+        (os.getpid(), 2, False),
+        (2**31 - 1, 2, False),
+    ],
+    ids=["another job", "an earlier generation", "reopened", "dead"],
+)
+def test_taking_the_ring_of_another_job_that_runs_is_said(
+    process: int, generation: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = create_ring(replace(WHO, generation=generation), SMALL)
+    damaged(other, 28, struct.pack("<I", process))
+    damaged(other, 32, struct.pack("<Q", process_started(process) or 0))
+    create_ring(WHO, SMALL).close()
+    assert [
+        f"process {process}" in message and "KEEPSTEP_JOB" in message for message in caplog.messages
+    ] == [True] * warns
+
+
+def test_only_this_user_may_read_or_write(ring: Ring, base: Path) -> None:
+    assert ring.path.stat().st_mode & 0o777 == 0o600
+    assert ring.path.parent.stat().st_mode & 0o777 == 0o700
+    assert base.stat().st_mode & 0o777 == 0o700
+
+
+def test_directory_that_others_may_write_to_is_refused(base: Path) -> None:
+    base.mkdir(mode=0o700)
+    base.chmod(0o777)
+    with pytest.raises(RingUnwritable, match="only this user"):
+        create_ring(WHO, SMALL)
+
+
+def test_link_put_in_place_of_the_directory_is_refused(base: Path, tmp_path: Path) -> None:
+    base.symlink_to(tmp_path)
+    with pytest.raises(RingUnwritable, match="only this user"):
+        create_ring(WHO, SMALL)
+
+
+def test_full_memory_is_an_error_that_names_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RingUnwritable, match="KEEPSTEP_MONITOR_DIR"):
+        create_ring(WHO, Sizes(operations=2**45))
+    assert os.listdir(job_directory("job")) == []
+
+
+@pytest.mark.parametrize("job", ["../../etc", "..", "a/b", "", "x" * 500])
+def test_no_name_of_a_job_leads_out_of_the_directory(job: str) -> None:
+    assert job_directory(job).parent == base_directory()
+    assert job_directory(job).name not in ("", ".", "..")
+
+
+def test_no_two_jobs_share_a_directory() -> None:
+    jobs = ["a/b", "a_b", "a b", "", "_", ".", "..", "x" * 128, "x" * 129, "x" * 130]
+    assert len({job_directory(job) for job in jobs}) == len(jobs)
+    assert job_directory("run7.a-b_c") == base_directory() / "run7.a-b_c"
+
+
+def dead_ring(rank: int) -> Path:
+    """Leave a ring whose process is gone."""
+    made = create_ring(Identity("job", rank, "node-a"), SMALL)
+    damaged(made, 28, struct.pack("<I", 2**31 - 1))
+    made.close()
+    return made.path
+
+
+def test_rings_of_dead_processes_are_removed_after_a_while_and_living_ones_never(
+    ring: Ring,
+) -> None:
+    path = dead_ring(0)
+    other = ring.path.parent / "notes.txt"
+    other.write_text("not a ring")
+    sweeper = Sweeper(keep_s=60.0)
+    assert sweeper.sweep([ring.path.parent], 1000.0) == []
+    assert sweeper.sweep([ring.path.parent], 1059.0) == []
+    assert sweeper.sweep([ring.path.parent], 1060.0) == [path]
+    assert ring_paths(ring.path.parent) == [ring.path]
+    assert other.exists()
+
+
+def test_directory_goes_with_its_last_ring() -> None:
+    path = dead_ring(0)
+    sweeper = Sweeper(keep_s=0.0)
+    assert sweeper.sweep([path.parent], 1.0) == [path]
+    assert not path.parent.exists()
+    assert base_directory().exists()
+    assert sweeper.sweep([path.parent], 2.0) == []
+
+
+def test_a_daemon_removes_rings_of_the_long_dead(ring: Ring) -> None:
+    path = dead_ring(0)
+    kept = RingSource(ring.path.parent)
+    kept.read()
+    assert path.exists()
+    kept.close()
+    source = RingSource(ring.path.parent, keep_s=0.0)
+    source.read()
+    assert ring_paths(ring.path.parent) == [ring.path]
+    source.close()
+
+
+def test_ring_that_was_replaced_meanwhile_has_its_own_time() -> None:
+    path = dead_ring(0)
+    sweeper = Sweeper(keep_s=60.0)
+    sweeper.sweep([path.parent], 0.0)
+    dead_ring(0)
+    assert sweeper.sweep([path.parent], 100.0) == []
+    assert sweeper.sweep([path.parent], 160.0) == [path]
+
+
+def test_new_workers_ring_survives_a_sweep_that_meant_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = dead_ring(0)
+    sweeper = Sweeper(keep_s=0.0)
+    rename = os.rename
+    newcomer = iter([Identity("job", 0, "node-a", generation=9)])
+
+    def replace_first(source: Path, target: Path) -> None:
+        for identity in newcomer:
+            create_ring(identity, SMALL)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", replace_first)
+    assert sweeper.sweep([path.parent], 1.0) == []
+    assert RingReader(path).identity.generation == 9
+
+
+def test_format_is_what_the_documentation_says(ring: Ring) -> None:
+    operate(ring, 1, ended_s=4.0)
+    raw = ring.path.read_bytes()
+    assert raw[:16] == MAGIC
+    assert struct.unpack_from("<IIIIQiIQd", raw, 16)[:8] == (
+        1, 4096, 64, os.getpid(), process_started(os.getpid()), 3, 8, 2,
+    )  # fmt: skip
+    assert struct.unpack_from("<II", raw, 64) == (0, 1)
+    assert struct.unpack_from("<9Q", raw, 72) == (4096, 256, 1, 20480, 256, 0, 36864, 512, 0)
+    assert raw[256:259] == b"job"
+    assert raw[512:518] == b"node-a"
+    assert np.frombuffer(raw, RECORD, 1, 4096)["ended_s"] == 4.0
+    assert len(raw) == 36864 + 512
+
+
+def test_whoever_only_reads_needs_no_pytorch() -> None:
+    names = ("clocks", "flight_recorder", "job_rings", "recorder", "ring_files")
+    modules = ", ".join(
+        ["keepstep.monitor", *(f"keepstep.monitor.telemetry.{name}" for name in names)]
+    )
+    subprocess.run(
+        [sys.executable, "-c", f"import sys, {modules}; sys.exit('torch' in sys.modules)"],
+        check=True,
+    )

@@ -1,0 +1,62 @@
+"""A trouble is told once when it begins and once when it is over, however it flickers, and survives being written down."""
+
+import json
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.watch.verdict_log import QUIET_S, VerdictLog, advance
+
+SLOW = Verdict(
+    Subject("rank", (5,), "node-a"), Syndrome.DATA_STALL, 90.0, ("waits",), 0.9, 0.2, Advice.ALERT
+)
+HANG = replace(SLOW, syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s_per_step=float("inf"))
+
+
+def test_verdict_opens_once_keeps_its_evidence_fresh_and_closes_when_it_was_last_told() -> None:
+    log, changes = advance(VerdictLog(), [SLOW], now_s=100.0, wall_s=1000.0)
+    assert [entry.since_s for entry in changes.opened] == [990.0]
+    fresher = replace(SLOW, evidence=("waits longer",))
+    log, changes = advance(log, [fresher], 101.0, 1001.0)
+    assert (changes.opened, changes.closed) == ((), ())
+    assert log.holding[0].verdict.evidence == ("waits longer",)
+    log, changes = advance(log, [], 102.0, 1002.0)
+    assert changes.closed == ()
+    log, changes = advance(log, [], 107.0, 1001.0 + QUIET_S)
+    assert [entry.closed_at_s for entry in changes.closed] == [1001.0]
+    assert log.holding == ()
+    log, changes = advance(log, [SLOW], 110.0, 1010.0)
+    assert [entry.number for entry in changes.opened] == [2]
+    assert log.opened == {Syndrome.DATA_STALL: 2}
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_what_flickers_faster_than_the_quiet_time_is_one_trouble(said: list[bool]) -> None:
+    log, opened = VerdictLog(), 0
+    for second, is_said in enumerate([True, *said]):
+        log, changes = advance(
+            log, [SLOW] if is_said or second % 4 == 0 else [], 100.0 + second, 1000.0 + second
+        )
+        opened += len(changes.opened)
+        assert changes.closed == ()
+    assert opened == 1
+
+
+def test_log_survives_being_written_down_with_stacks_and_an_infinite_cost() -> None:
+    log, _ = advance(VerdictLog(), [SLOW, HANG], 100.0, 1000.0)
+    log = log.with_stacks(2, 5, {"threads": []})
+    assert VerdictLog.from_json(json.loads(json.dumps(log.to_json()))) == log
+    assert log.entries[1].stacks == {"5": {"threads": []}}
+    assert log.entries[0].stacks == {}
+
+
+def test_only_what_is_over_is_forgotten() -> None:
+    log, _ = advance(VerdictLog(), [HANG], 0.0, 0.0)
+    for turn in range(1, 400):
+        told = [HANG, replace(SLOW, subject=Subject("rank", (turn,), ""))]
+        log, _ = advance(log, told, 10.0 * turn, 10.0 * turn)
+    assert log.entries[0].number == 1
+    assert len(log.entries) <= 201
+    assert log.opened[Syndrome.DATA_STALL] == 399
