@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.checkpoint.collective import box_of, collect, exchange, rank
+from keepstep.checkpoint.collective import all_gather_json, box_of, gather_chunks, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
-from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
@@ -33,12 +33,12 @@ log = logging.getLogger("keepstep")
 
 _VALUES = "values"
 
-State = Mapping[str, object]
+StateMapping = Mapping[str, object]
 
 _Result = TypeVar("_Result")
 
 
-def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
+def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
     """Store a checkpoint of `step` under `url`; it is complete and durable when this returns.
 
     Args:
@@ -53,15 +53,15 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
         CheckpointExists: this step and generation is already there.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live, gathered = _together_sharing(
+    live, gathered = _on_all_ranks_gathering(
         lambda: _capture(state), lambda live: _indexed(live).to_json()
     )
     indexes = [ShardIndex.from_json(one) for one in gathered]
     plan = plan_chunks(indexes)
     storage, stored = open_storage(url), StoredStep(step, generation)
     tensors = {tensor.key: tensor for tensor in live.tensors}
-    collected = collect(plan, indexes, tensors)
-    _, gathered = _together_sharing(
+    collected = gather_chunks(plan, indexes, tensors)
+    _, gathered = _on_all_ranks_gathering(
         lambda: write_part(
             storage,
             stored,
@@ -76,14 +76,14 @@ def save(url: str, state: State, *, step: int, generation: int = 0) -> None:
     )
     parts = [StoredObject.from_json(one) for one in gathered]
     documents = merged_documents(index.documents for index in indexes)
-    _together(
+    _on_all_ranks(
         lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None
     )
 
 
 def load(
     url: str,
-    state: State,
+    state: StateMapping,
     *,
     step: int | None = None,
     strict: bool = True,
@@ -110,8 +110,8 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
     """
     # Rank 0 looks, so that all load the same one whatever appears meanwhile.
-    found = _together(lambda: list_steps(url) if rank() == 0 else ())
-    listed = exchange([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
+    found = _on_all_ranks(lambda: list_steps(url) if rank() == 0 else ())
+    listed = all_gather_json([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
     for position, chosen in enumerate(listed or [[step, None]]):
         try:
             return _load(
@@ -126,7 +126,7 @@ def load(
 
 def _load(
     url: str,
-    state: State,
+    state: StateMapping,
     step: int | None,
     generation: int | None,
     *,
@@ -142,7 +142,7 @@ def _load(
                 made.callback(allocate(model, optimizers, source.tensors, resize=resize))
             return source, _capture(state)
 
-        source, live = _together(prepare)
+        source, live = _on_all_ranks(prepare)
         filled = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
         # It is the state's own from now on.
         made.pop_all()
@@ -152,39 +152,48 @@ def _load(
 def _fill(
     source: StoredCheckpoint,
     live: LiveState,
-    state: State,
+    state: StateMapping,
     *,
     strict: bool,
     convert: bool,
     resize: Collection[str],
 ) -> int:
-    elsewhere: set[str] = set()
+    keys_of_other_ranks: set[str] = set()
     mine = {tensor.key for tensor in live.tensors}
     # Only where a rank lacks something, as a pipeline stage does, must all say what they have.
     if any(
-        exchange(not mine.issuperset(key for key in source.tensors if key.startswith("model/")))
+        all_gather_json(
+            not mine.issuperset(key for key in source.tensors if key.startswith("model/"))
+        )
     ):
-        elsewhere = {key for keys in exchange(sorted(mine)) for key in keys}
+        keys_of_other_ranks = {key for keys in all_gather_json(sorted(mine)) for key in keys}
 
     def fill() -> int:
-        restore(live, source, strict=strict, convert=convert, elsewhere=elsewhere, resize=resize)
+        restore(
+            live,
+            source,
+            strict=strict,
+            convert=convert,
+            keys_of_other_ranks=keys_of_other_ranks,
+            resize=resize,
+        )
         for model, optimizers in _modules(state):
             restore_options(model, optimizers, source.documents)
         _fill_values(state, source.documents.get(_VALUES, {}))
         return source.step
 
-    return _together(fill)
+    return _on_all_ranks(fill)
 
 
-def _together(act: Callable[[], _Result]) -> _Result:
+def _on_all_ranks(act: Callable[[], _Result]) -> _Result:
     """Do something on every rank; if it fails on any, it fails on all, with the first one's reason and in the same way."""
-    return _together_sharing(act, lambda _: None)[0]
+    return _on_all_ranks_gathering(act, lambda _: None)[0]
 
 
-def _together_sharing(
+def _on_all_ranks_gathering(
     act: Callable[[], _Result], share: Callable[[_Result], Json]
 ) -> tuple[_Result, list[Json]]:
-    """Do something on every rank, as `_together`; also return what each rank shares of its result, in the order of ranks."""
+    """Do something on every rank, as `_on_all_ranks`; also return what each rank shares of its result, in the order of ranks."""
     own: Exception | None = None
     result: _Result | None = None
     outcome: dict[str, Json] = {}
@@ -194,7 +203,7 @@ def _together_sharing(
     except Exception as error:  # noqa: BLE001 - the others wait for this rank's word: they must hear of whatever it was
         own = error
         outcome = {"error": str(own), "damaged": isinstance(own, CheckpointDamaged)}
-    outcomes = exchange(outcome)
+    outcomes = all_gather_json(outcome)
     failures = {number: one for number, one in enumerate(outcomes) if "error" in one}
     if not failures:
         return cast(_Result, result), [one["shared"] for one in outcomes]
@@ -208,7 +217,7 @@ def _together_sharing(
     ) from own
 
 
-def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
+def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
     """Return the state's module with its optimizers."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
@@ -223,12 +232,12 @@ def _modules(state: State) -> list[tuple[nn.Module, list[Optimizer]]]:
     return [(modules[0], optimizers)] if modules else []
 
 
-def _capture(state: State) -> LiveState:
+def _capture(state: StateMapping) -> LiveState:
     tensors: list[LiveTensor] = []
     values: dict[str, Json] = {}
     documents: dict[str, Json] = {}
     for model, optimizers in _modules(state):
-        captured = Capturer(model, optimizers).capture()
+        captured = LiveStateReader(model, optimizers).capture()
         tensors += captured.tensors
         documents.update(captured.documents)
     _walk(state, "", tensors, values)
@@ -239,7 +248,9 @@ def _capture(state: State) -> LiveState:
     return LiveState(tuple(tensors), {**documents, _VALUES: values})
 
 
-def _walk(state: State, prefix: str, tensors: list[LiveTensor], values: dict[str, Json]) -> None:
+def _walk(
+    state: StateMapping, prefix: str, tensors: list[LiveTensor], values: dict[str, Json]
+) -> None:
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, torch.Tensor):
@@ -255,7 +266,7 @@ def _walk(state: State, prefix: str, tensors: list[LiveTensor], values: dict[str
             )
 
 
-def _fill_values(state: State, values: Mapping[str, Json], prefix: str = "") -> None:
+def _fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = "") -> None:
     for name, value in list(state.items()):
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):

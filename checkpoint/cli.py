@@ -25,15 +25,15 @@ from rich.table import Table
 
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.stored.housekeeping import (
-    Contents,
-    collect,
+    CheckpointSummary,
+    collect_garbage,
     compare,
-    contents,
     copy,
     metric_of,
     remove,
+    summarize,
 )
-from keepstep.checkpoint.stored.pruning import GRACE_S, Retention, superfluous
+from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 
 _STEP = click.option("--step", type=int, help="Which step. Default: the newest.")
@@ -58,11 +58,11 @@ def ckpt() -> None:
 @_JSON
 def ls(url: str, as_json: bool) -> None:
     """List the checkpoints at URL, newest first."""
-    found: list[Contents] = []
+    found: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
     for stored in list_steps(url):
         try:
-            found.append(contents(StoredCheckpoint.open(url, stored.step, stored.generation)))
+            found.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
         except CheckpointDamaged as error:
             damaged[stored.directory] = str(error)
     if as_json:
@@ -94,7 +94,7 @@ def show(
 ) -> None:
     """Show the tensors of a checkpoint: names, data types, shapes, how they are cut."""
     source = StoredCheckpoint.open(url, step, generation)
-    total = contents(source)
+    total = summarize(source)
     if as_json:
         tensors = {
             key: {
@@ -151,7 +151,7 @@ def verify(
             source = StoredCheckpoint.open(url, *one)
             name = source.stored.directory
             with _progress(
-                name, sum(item.nbytes for item in source.directory.objects), quiet=as_json
+                name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
             ) as report:
                 source.verify(report)
             results[name] = None
@@ -248,8 +248,8 @@ def rm(
             }
             metric = {stored: value for stored, value in rated.items() if value is not None}
         assert keep_last is not None
-        doomed = superfluous(
-            present, Retention(keep_last, keep_every, best, frozenset(pin)), metric
+        doomed = checkpoints_to_remove(
+            present, RetentionPolicy(keep_last, keep_every, best, frozenset(pin)), metric
         )
     for stored in doomed:
         if not dry_run:
@@ -274,7 +274,7 @@ def gc(url: str, grace: float, as_json: bool) -> None:
 
     What has no manifest is noted when `gc` first sees it, and deleted by a later `gc`, for a writer may be filling it now.
     """
-    gone = collect(url, now=time.time(), grace_s=grace)
+    gone = collect_garbage(url, now=time.time(), grace_s=grace)
     if as_json:
         _print_json({"deleted": gone})
     else:
@@ -291,7 +291,7 @@ def gc(url: str, grace: float, as_json: bool) -> None:
 def cp(source: str, target: str, step: int | None, generation: int | None, as_json: bool) -> None:
     """Copy a checkpoint from SOURCE to TARGET, any two URLs, verifying every byte on the way."""
     opened = StoredCheckpoint.open(source, step, generation)
-    nbytes = sum(item.nbytes for item in opened.directory.objects)
+    nbytes = sum(item.nbytes for item in opened.cell_index.objects)
     with _progress(opened.stored.directory, nbytes, quiet=as_json) as report:
         copy(opened, target, report)
     if as_json:
@@ -312,7 +312,7 @@ def _progress(what: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int]
         yield lambda count: progress.advance(task, count)
 
 
-def _numbers(one: Contents) -> dict[str, int]:
+def _numbers(one: CheckpointSummary) -> dict[str, int]:
     return {
         "nbytes": one.nbytes,
         "objects": one.objects,

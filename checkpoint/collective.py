@@ -28,7 +28,7 @@ def rank() -> int:
     return dist.get_rank() if _is_collective() else 0
 
 
-def exchange(mine: Json) -> list[Json]:
+def all_gather_json(mine: Json) -> list[Json]:
     """Give every rank every rank's message, in the order of ranks."""
     data = json.dumps(mine).encode()
     if not _is_collective():
@@ -45,7 +45,7 @@ def exchange(mine: Json) -> list[Json]:
     ]
 
 
-def collect(
+def gather_chunks(
     plan: ChunkPlan, indexes: Sequence[ShardIndex], tensors: Mapping[str, LiveTensor]
 ) -> dict[tuple[str, Box], Bytes]:
     """Bring together the chunks that this rank writes but does not hold whole; return their bytes.

@@ -58,7 +58,7 @@ _PART_INDEX = MetadataIndex("part")
 
 
 @dataclass(frozen=True, slots=True)
-class _Share:
+class _RankPlan:
     """What one rank writes, of the plan for all."""
 
     rank: int
@@ -107,7 +107,7 @@ class Writer(StorageWriter):
             shares.append(
                 replace(
                     plan,
-                    storage_data=_Share(
+                    storage_data=_RankPlan(
                         rank, ChunkPlan(tensors, ((),) * rank + (whole.chunks[rank],))
                     ),
                 )
@@ -116,7 +116,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks."""
-        share: _Share = plan.storage_data
+        share: _RankPlan = plan.storage_data
         items: dict[str, list[WriteItem]] = defaultdict(list)
         results = []
         for item in plan.items:

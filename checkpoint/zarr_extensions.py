@@ -21,7 +21,7 @@ from zarr.core.dtype.common import DataTypeValidationError, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
-from keepstep.checkpoint.stored.cell_index import Directory
+from keepstep.checkpoint.stored.cell_index import CellIndex
 from keepstep.checkpoint.stored.format import (
     MANIFEST,
     ROOT,
@@ -31,32 +31,32 @@ from keepstep.checkpoint.stored.format import (
     parse_root,
 )
 
-_DIRECTORIES_KEPT = 4
+_CACHE_SIZE = 4
 
 
-class _Directories:
+class _CellIndexCache:
     """The directories of the checkpoints read last."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str, bytes], Directory] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, str, bytes], CellIndex] = OrderedDict()
 
-    async def of(self, store: Store, root: str) -> Directory:
+    async def of(self, store: Store, root: str) -> CellIndex:
         """Return the directory of the checkpoint below `root`."""
         manifest = await _get(store, f"{root}{MANIFEST}")
         key = (str(store), root, manifest)
-        if key not in self._kept:
+        if key not in self._cache:
             tensors = parse_root(await _get(store, f"{root}{ROOT}"), f"{root}{ROOT}")
             objects: list[DataObject] = []
             for name in Manifest.decode(manifest, f"{root}{MANIFEST}").part_names():
                 objects += decode_part(await _get(store, f"{root}{name}"), f"{root}{name}")
-            self._kept[key] = Directory.of(tensors, objects, root)
-            while len(self._kept) > _DIRECTORIES_KEPT:
-                self._kept.popitem(last=False)
-        return self._kept[key]
+            self._cache[key] = CellIndex.of(tensors, objects, root)
+            while len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return self._cache[key]
 
 
-_directories = (
-    _Directories()
+_cell_indexes = (
+    _CellIndexCache()
 )  # Codecs have nothing of their own to keep it in: zarr makes one per array, and makes them again.
 
 
@@ -99,7 +99,7 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         if not found:
             raise CheckpointDamaged(f"{path} is not a chunk of {self.key}; was the array moved?")
         numbers = tuple(int(number) for number in place.split(".") if number)
-        span = (await _directories.of(byte_getter.store, root)).find_packed(self.key, numbers)
+        span = (await _cell_indexes.of(byte_getter.store, root)).find_packed(self.key, numbers)
         if span is None:
             raise CheckpointDamaged(f"{path}: no listing has this chunk; load an older step")
         data = await _get(byte_getter.store, f"{root}{span.object_name}", span.offset, span.nbytes)

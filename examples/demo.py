@@ -67,7 +67,7 @@ def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recover
             cluster.kill("node-b")
             say(f"step {KILL_AT}: node-b killed (agent, workers and snapshot server, with SIGKILL)")
             cluster.wait_until(
-                lambda view: view.number == 2 and len(view.history.recoveries) == 2, 60
+                lambda view: view.generation_number == 2 and len(view.history.recoveries) == 2, 60
             )
             say("node-a carries on alone")
             cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)

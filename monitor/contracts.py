@@ -1,8 +1,8 @@
 """What the monitor daemon needs of others, as protocols, so that `monitor` imports neither `elastic` nor a diagnosis in
 particular.
 
-The daemon owns what it is given and closes it. Reading and diagnosis are called on the daemon's working thread and must not block;
-alignment, publisher, enforcer and the teller of the story on another thread, where they may. Each gets one call at a
+The daemon owns what it is given and closes it. RingReading and diagnosis are called on the daemon's working thread and must not block;
+alignment, publisher, enforcer and the job status source on another thread, where they may. Each gets one call at a
 time. Whatever raises is logged with its consequence and called again at the next turn, so a defect in one part blinds that
 part only.
 """
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
 from keepstep.monitor.verdicts import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RingReading:
     """One rank's ring as it was found.
 
     Args:
@@ -46,7 +46,7 @@ class Reading:
 class JobReader(Protocol):
     """Reads the rings of one job on this node."""
 
-    def read(self) -> Sequence[Reading]:
+    def read(self) -> Sequence[RingReading]:
         """Return every rank's ring as it is now; ranks come and go with generations."""
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class Alignment(Protocol):
 class VerdictPublisher(Protocol):
     """Takes the verdicts that hold to where decisions are made (`elastic`: the coordinator).
 
-    Like `Enforcer` and `StoryTeller` it may raise RuntimeUnreachable, which is no fault of the monitor's: a job ends, and its coordinator
+    Like `Enforcer` and `JobStatusSource` it may raise RuntimeUnreachable, which is no fault of the monitor's: a job ends, and its coordinator
     with it.
     """
 
@@ -105,7 +105,7 @@ class VerdictPublisher(Protocol):
         """Publish all verdicts that hold now, after every diagnosis whose verdicts differ from the last.
 
         Args:
-            verdicts: all of them; nodes are named as the story names them, where there is one.
+            verdicts: all of them; nodes are named as the job status names them, where there is one.
             generation: of the job, that they speak of.
             now_s: the job's clock.
         """
@@ -117,7 +117,7 @@ class VerdictPublisher(Protocol):
 class Enforcer(Protocol):
     """Carries out what the policy decided (`elastic`: by asking the job's agents)."""
 
-    def enforce(self, action: Action, generation: int) -> bool:
+    def enforce(self, action: EnforcementAction, generation: int) -> bool:
         """Have a worker restarted or a node replaced; False if the job is going on to another generation, or has."""
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class Enforcer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
+class RecoveryStatus:
     """One change of generation, in wall-clock seconds since the epoch.
 
     Args:
@@ -156,7 +156,7 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberStatus:
     """A node of the job: its name, what it is doing, its ranks (empty for a spare), and the bytes its snapshots take."""
 
     node: str
@@ -167,7 +167,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class JobStatus:
     """What a job's runtime knows of it that records do not tell.
 
     Args:
@@ -184,8 +184,8 @@ class Story:
 
     began_at_s: float
     generation: int
-    members: tuple[Member, ...]
-    recoveries: tuple[Recovery, ...]
+    members: tuple[MemberStatus, ...]
+    recoveries: tuple[RecoveryStatus, ...]
     snapshot_step: int | None = None
     snapshot_at_s: float | None = None
     checkpoint_step: int | None = None
@@ -197,20 +197,20 @@ class Story:
         return {rank: member.node for member in self.members for rank in member.ranks}
 
 
-class StoryTeller(Protocol):
-    """Where the story comes from, for jobs that keepstep runs; other jobs have none."""
+class JobStatusSource(Protocol):
+    """Where the job status comes from, for jobs that keepstep runs; other jobs have none."""
 
-    def story(self) -> Story | None:
-        """Return the story as far as it is known; None while there is no such job: it may begin later, or again."""
+    def job_status(self) -> JobStatus | None:
+        """Return the job status as far as it is known; None while there is no such job: it may begin later, or again."""
 
     def close(self) -> None:
         """Let go of connections."""
 
 
 @dataclass(frozen=True, slots=True)
-class Runtime:
+class JobRuntime:
     """What a job's own runtime offers to its monitor."""
 
-    teller: StoryTeller
+    job_status_source: JobStatusSource
     publisher: VerdictPublisher
     enforcer: Enforcer

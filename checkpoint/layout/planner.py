@@ -37,7 +37,7 @@ def plan_reads(
     Raises:
         LayoutMismatch: part of a wanted box is held by nobody.
     """
-    reads, missing = plan_what_is_there(wanted, sources)
+    reads, missing = plan_available_reads(wanted, sources)
     if missing:
         position, box = missing[0]
         raise LayoutMismatch(
@@ -47,7 +47,7 @@ def plan_reads(
     return reads
 
 
-def plan_what_is_there(
+def plan_available_reads(
     wanted: Sequence[tuple[str, Box]], sources: Sequence[ShardIndex]
 ) -> tuple[tuple[Read, ...], tuple[tuple[int, Box], ...]]:
     """As `plan_reads`, but return what no source holds, as (wanted number, box), instead of raising."""

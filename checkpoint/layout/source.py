@@ -1,6 +1,6 @@
 """What can be loaded from: the one face that stored checkpoints and in-memory snapshots show to a restore.
 
-Pure contract. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Zarr, `keepstep.checkpoint.memory.memory_source.MemorySnapshot` over snapshot
+Pure contract. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Zarr, `keepstep.checkpoint.memory.memory_source.MemorySource` over snapshot
 servers; `keepstep.checkpoint.live.tensors.restore` fills live tensors from either.
 """
 

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
 from keepstep.checkpoint.live.optimizer_options import (
+    as_json_value,
     name_of,
     options_of,
     parameter_names,
-    storable,
 )
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe, local_of
 
@@ -26,16 +26,16 @@ _LOCAL = operator.attrgetter("_local_tensor")
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _ScannedState:
     """Everything found in one walk over the state, good while nothing in it has been replaced.
 
-    `holders[i][names[i]]` is `found[i]`; `sharded` are those that are DTensors, and `shards` their local tensors. `sized` are all
+    `containers[i][names[i]]` is `found[i]`; `sharded` are those that are DTensors, and `shards` their local tensors. `sized` are all
     dictionaries with tensors in them, and `sizes` how many each had; `empty` are places that held no tensor and may come to.
     `is_derived` is True if a state hook makes tensors anew at every call: then nothing found before can be trusted.
     """
 
     live: tuple[LiveTensor, ...]
-    holders: tuple[dict[str, Any], ...]
+    containers: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
     found: tuple[torch.Tensor, ...]
     sharded: tuple[torch.Tensor, ...]
@@ -54,7 +54,7 @@ class _Bound:
             not self.is_derived
             and list(map(len, self.sized)) == self.sizes
             and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
-            and all(map(operator.is_, map(dict.get, self.holders, self.names), self.found))
+            and all(map(operator.is_, map(dict.get, self.containers, self.names), self.found))
             and all(map(operator.is_, map(_LOCAL, self.sharded), self.shards))
         )
 
@@ -64,12 +64,12 @@ class _Bound:
         return any(tensor.has_moved for tensor in self.live)
 
 
-class Capturer:
+class LiveStateReader:
     """Reads the state of one model and its optimizers, again and again.
 
     The walk over modules and optimizers is done once, and again when something in it is no longer the same
     object; a capture otherwise only compares identities, for it runs at every step. Memory that was put under a tensor that
-    stayed (`p.data = ...`) is not looked for: `Snapshotter` notices it while it copies, and `forget_moved` mends it.
+    stayed (`p.data = ...`) is not looked for: `Snapshotter` notices it while it copies, and `invalidate_if_moved` mends it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -77,7 +77,7 @@ class Capturer:
         self._optimizers = tuple(optimizers)
         self._names = parameter_names(model)
         self._tied: dict[str, str] = {}
-        self._bound: _Bound | None = None
+        self._scanned: _ScannedState | None = None
 
     def capture(self) -> LiveState:
         """Return the state as it is now. Its tensors are the live memory: the next step shows through.
@@ -85,25 +85,25 @@ class Capturer:
         Raises:
             LayoutMismatch: something in it cannot be stored; the message names it.
         """
-        bound = self._bound
+        bound = self._scanned
         if bound is None or not bound.is_current:
-            bound = self._bound = self._bind()
-        scalars = {key: storable(key, slots[slot]) for key, slots, slot in bound.scalars}
+            bound = self._scanned = self._scan()
+        scalars = {key: as_json_value(key, slots[slot]) for key, slots, slot in bound.scalars}
         groups = [
             {"parameters": names, "options": options_of(group)} for group, names in bound.groups
         ]
         return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
 
-    def forget_moved(self) -> None:
+    def invalidate_if_moved(self) -> None:
         """Walk anew at the next capture if any tensor has been given other memory."""
-        if self._bound is not None and self._bound.has_moved:
-            self._bound = None
+        if self._scanned is not None and self._scanned.has_moved:
+            self._scanned = None
 
-    def _bind(self) -> _Bound:
+    def _scan(self) -> _ScannedState:
         # Calling this first also makes FSDP put its sharded parameters back in place.
         state = self._model.state_dict(keep_vars=True)
         self._tied = _tied_names(state)
-        homes = _homes(self._model)
+        homes = _containers_by_name(self._model)
         places: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
         sized: list[Mapping[Any, Any]] = [holder for holder, _ in homes.values()]
@@ -137,9 +137,9 @@ class Capturer:
                         scalars.append((f"{name}/{slot}", slots, slot))
                         empty.append((slots, slot))
         sharded = tuple(found for *_, found in places if isinstance(found, DTensor))
-        return _Bound(
+        return _ScannedState(
             live=tuple(describe(key, found) for _, _, key, found in places),
-            holders=tuple(holder for holder, *_ in places),
+            containers=tuple(holder for holder, *_ in places),
             names=tuple(name for _, name, *_ in places),
             found=tuple(found for *_, found in places),
             sharded=sharded,
@@ -153,7 +153,7 @@ class Capturer:
         )
 
 
-def _homes(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+def _containers_by_name(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     """Return the module dictionary that holds each parameter and buffer, by full name."""
     return {
         f"{path}.{leaf}" if path else leaf: (holder, leaf)

@@ -28,13 +28,13 @@ from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 
 _ALIGNMENT = 64
 _VERSION = operator.attrgetter("_version")
 
 # An index that grows by a few digits must not need a new buffer.
-_INDEX_ROOM_NBYTES = 64 * 2**10
+_INDEX_GRANULARITY_NBYTES = 64 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class _Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _PendingCopy:
     """One snapshot under way."""
 
-    snapshot: Snapshot
+    snapshot: SnapshotId
     layout: _Layout
     documents: Mapping[str, Json]
-    gives_up: bool
+    discard_uncommitted: bool
     sources: tuple[torch.Tensor, ...] | list[torch.Tensor]
     versions: list[int]
     ready: torch.cuda.Event | None
@@ -82,7 +82,7 @@ class Snapshotter:
         self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
         self._locked: dict[int, int] = {}
         self._changed = threading.Condition()
-        self._copy: _Copy | None = None
+        self._copy: _PendingCopy | None = None
         self._error: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="keepstep-snapshot", daemon=True)
@@ -94,7 +94,7 @@ class Snapshotter:
         tensors: Sequence[LiveTensor],
         documents: Mapping[str, Json],
         *,
-        gives_up: bool = False,
+        discard_uncommitted: bool = False,
     ) -> None:
         """Begin to copy the state. The rank's last snapshot must be committed or given up, or `wait` raises.
 
@@ -102,21 +102,23 @@ class Snapshotter:
             step: completed optimizer steps.
             tensors: the state; must not be written before `wait` has returned.
             documents: the rest of it; must not be written before `wait` has returned, either.
-            gives_up: the last snapshot can never be committed, for another rank did not seal it.
+            discard_uncommitted: the last snapshot can never be committed, for another rank did not seal it.
 
         Raises:
             CheckpointError: the last copy failed.
         """
         self.wait()
-        layout, sources = self._laid_out(tensors)
+        layout, sources = self._layout_for(tensors)
         ready = None
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._stream.device))
-        snapshot = Snapshot(self._generation, step)
+        snapshot = SnapshotId(self._generation, step)
         with self._changed:
             versions = list(map(_VERSION, layout.owners))
-            self._copy = _Copy(snapshot, layout, documents, gives_up, sources, versions, ready)
+            self._copy = _PendingCopy(
+                snapshot, layout, documents, discard_uncommitted, sources, versions, ready
+            )
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -162,12 +164,15 @@ class Snapshotter:
                     self._copy = None
                     self._changed.notify_all()
 
-    def _perform(self, copy: _Copy) -> None:
+    def _perform(self, copy: _PendingCopy) -> None:
         layout = copy.layout
         index = encode_index(layout.nbytes, layout.encoded, copy.documents)
-        room = -(-len(index) // _INDEX_ROOM_NBYTES) * _INDEX_ROOM_NBYTES
+        room = -(-len(index) // _INDEX_GRANULARITY_NBYTES) * _INDEX_GRANULARITY_NBYTES
         number, arena = self._client.begin(
-            copy.snapshot, self._rank, layout.nbytes + room, gives_up=copy.gives_up
+            copy.snapshot,
+            self._rank,
+            layout.nbytes + room,
+            discard_uncommitted=copy.discard_uncommitted,
         )
         targets = self._views(number, arena, layout)
         if self._stream is not None and copy.ready is not None:
@@ -188,7 +193,7 @@ class Snapshotter:
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
 
     @staticmethod
-    def _check_unchanged(copy: _Copy) -> None:
+    def _check_unchanged(copy: _PendingCopy) -> None:
         layout = copy.layout
         for tensor, owner, version in zip(layout.owned, layout.owners, copy.versions, strict=True):
             if owner._version != version:
@@ -200,7 +205,7 @@ class Snapshotter:
                     f"{tensor.key} was given other memory before step {copy.snapshot.step} was copied"
                 )
 
-    def _laid_out(
+    def _layout_for(
         self, tensors: Sequence[LiveTensor]
     ) -> tuple[_Layout, tuple[torch.Tensor, ...] | list[torch.Tensor]]:
         """Return where these go, and their memory; nearly all are the very same objects as at the last snapshot."""

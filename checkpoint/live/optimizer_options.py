@@ -38,11 +38,13 @@ def name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
 def options_of(group: Mapping[str, Any]) -> dict[str, Json]:
     """Return the hyperparameters of an optimizer's group."""
     return {
-        option: storable(option, value) for option, value in group.items() if option != "params"
+        option: as_json_value(option, value)
+        for option, value in group.items()
+        if option != "params"
     }
 
 
-def storable(name: str, value: Any) -> Json:
+def as_json_value(name: str, value: Any) -> Json:
     """Return a value as a document has it, the caller's own; a tensor of one element, such as a learning rate, as a number."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()

@@ -43,7 +43,7 @@ def allocate(
         LayoutMismatch: torch has no such data type, or the model no such parameter. After this or any other error, such as one of
             memory, the optimizers are as they were.
     """
-    undo = _undoing(optimizers)
+    undo = _make_undo(optimizers)
     try:
         _allocate(parameter_names(model), optimizers, tensors, resize)
     except BaseException:
@@ -52,7 +52,7 @@ def allocate(
     return undo
 
 
-def _undoing(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Return what gives the optimizers' parameters back the slots that they have now, and no others."""
     before: list[tuple[dict[Any, Any], torch.Tensor, dict[str, Any] | None]] = [
         (
@@ -70,7 +70,7 @@ def _undoing(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
             if slots is None:
                 state.pop(parameter, None)
             else:
-                # In place: others hold these dictionaries, a `Capturer` among them.
+                # In place: others hold these dictionaries, a `LiveStateReader` among them.
                 state[parameter].clear()
                 state[parameter].update(slots)
 
@@ -115,7 +115,7 @@ def restore(
     *,
     strict: bool = True,
     convert: bool = False,
-    elsewhere: Collection[str] = frozenset(),
+    keys_of_other_ranks: Collection[str] = frozenset(),
     resize: Collection[str] = (),
 ) -> None:
     """Fill live tensors from a source.
@@ -124,12 +124,12 @@ def restore(
     page-locked for CUDA.
 
     Args:
-        state: what to fill, from `Capturer.capture` after `allocate`.
+        state: what to fill, from `LiveStateReader.capture` after `allocate`.
         source: where from.
         strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill
             what both have.
         convert: convert where the source has another data type.
-        elsewhere: tensors that other ranks fill, such as those of other pipeline stages.
+        keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
         resize: names of parameters that may be larger or smaller than in the source, such as embeddings whose vocabulary
             was padded: what both have is filled, the rest is zero. Their optimizer state likewise.
 
@@ -148,7 +148,7 @@ def restore(
         wrong += [
             f"{key}: in the source, but not in the model"
             for key in source.tensors
-            if key not in mine and key not in elsewhere and key.startswith("model/")
+            if key not in mine and key not in keys_of_other_ranks and key.startswith("model/")
         ]
     if wrong:
         more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""

@@ -46,7 +46,7 @@ class LiveTensor:
         """Whether its owner now has other memory than `data`."""
         return self.owner is not None and local_of(self.owner).data_ptr() != self.data.data_ptr()
 
-    def copied(self) -> LiveTensor:
+    def clone(self) -> LiveTensor:
         """Return the same with memory of its own."""
         return LiveTensor(self.key, self.global_shape, self.box, self.data.clone())
 

@@ -8,8 +8,8 @@ from typing import Any
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Json, ShardIndex
 from keepstep.checkpoint.memory.arena import Arena
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
-from keepstep.checkpoint.memory.wire import Wire
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.memory.wire import Connection
 
 _TIMEOUT_S = 30.0
 
@@ -19,15 +19,15 @@ class SnapshotClient:
 
     def __init__(self, address: str, secret: bytes, timeout_s: float = _TIMEOUT_S) -> None:
         self.address = address
-        self._wire = Wire.connect(address, secret, timeout_s)
+        self._connection = Connection.connect(address, secret, timeout_s)
         self._arenas: dict[int, Arena] = {}
 
     def begin(
-        self, snapshot: Snapshot, rank: int, nbytes: int, *, gives_up: bool = False
+        self, snapshot: SnapshotId, rank: int, nbytes: int, *, discard_uncommitted: bool = False
     ) -> tuple[int, Arena]:
         """Ask for a buffer to write a snapshot into; return its number and memory.
 
-        The same number means the same memory as before, still mapped. With `gives_up` the rank's last snapshot is forgotten, which
+        The same number means the same memory as before, still mapped. With `discard_uncommitted` the rank's last snapshot is forgotten, which
         another rank has not sealed and never will.
 
         Raises:
@@ -40,18 +40,18 @@ class SnapshotClient:
             rank=rank,
             nbytes=nbytes,
             mapped=list(self._arenas),
-            gives_up=gives_up,
+            discard_uncommitted=discard_uncommitted,
         )
         for gone in reply["dropped"]:
             self._arenas.pop(gone).close()
         number = int(reply["buffer"])
         if number not in self._arenas:
             self._arenas[number] = Arena(
-                self._wire.take_descriptor(), reply["capacity"], writable=True
+                self._connection.take_descriptor(), reply["capacity"], writable=True
             )
         return number, self._arenas[number]
 
-    def seal(self, snapshot: Snapshot, rank: int, index_offset: int, index_nbytes: int) -> None:
+    def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
         """Declare a shard complete, whose index lies in its buffer at this place. Raises as `begin` does."""
         self._ask(
             verb="seal",
@@ -60,11 +60,11 @@ class SnapshotClient:
             index=[index_offset, index_nbytes],
         )
 
-    def holdings(self) -> dict[Snapshot, list[int]]:
+    def holdings(self) -> dict[SnapshotId, list[int]]:
         """Return the ranks sealed, for every snapshot held."""
-        return {Snapshot(*name): ranks for name, ranks in self._ask(verb="holdings")["sealed"]}
+        return {SnapshotId(*name): ranks for name, ranks in self._ask(verb="holdings")["sealed"]}
 
-    def index(self, snapshot: Snapshot, rank: int, *, wait: bool = False) -> ShardIndex:
+    def index(self, snapshot: SnapshotId, rank: int, *, wait: bool = False) -> ShardIndex:
         """Return what a sealed shard holds; with `wait`, once it has been rebuilt there."""
         while True:
             reply = self._ask(
@@ -73,14 +73,14 @@ class SnapshotClient:
             if "index" in reply:
                 return ShardIndex.from_json(reply["index"])
 
-    def open(self, snapshot: Snapshot, rank: int) -> Arena:
+    def open(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Map a sealed shard for reading (only beside the server). The caller closes it."""
         reply = self._ask(verb="open", snapshot=[snapshot.generation, snapshot.step], rank=rank)
-        return Arena(self._wire.take_descriptor(), reply["capacity"], writable=False)
+        return Arena(self._connection.take_descriptor(), reply["capacity"], writable=False)
 
     def read(
         self,
-        snapshot: Snapshot,
+        snapshot: SnapshotId,
         pieces: Sequence[tuple[int, str, Box]],
         into: Sequence[memoryview],
         *,
@@ -100,18 +100,18 @@ class SnapshotClient:
 
     def close(self) -> None:
         """End the connection and unmap everything."""
-        self._wire.close()
+        self._connection.close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
     def _ask(self, into: Any = None, **request: Json) -> dict[str, Any]:
-        self._wire.send(request)
+        self._connection.send(request)
 
         def buffers(message: dict[str, Any], nbytes: int) -> Sequence[memoryview]:
             return tuple(into()) if into is not None and "error" not in message else ()
 
-        reply = self._wire.receive(buffers)
+        reply = self._connection.receive(buffers)
         if reply is None:
             raise SnapshotUnavailable(f"the snapshot server at {self.address} is gone")
         if "error" in reply:

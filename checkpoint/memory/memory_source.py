@@ -18,11 +18,11 @@ import numpy as np
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.planner import Read, plan_what_is_there
+from keepstep.checkpoint.layout.planner import Read, plan_available_reads
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.memory.arena import box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 
 _PARALLEL_PEERS = 8
 
@@ -36,7 +36,7 @@ class Holder:
     rebuilds: bool = False
 
 
-class MemorySnapshot:
+class MemorySource:
     """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections.
 
     Args:
@@ -44,34 +44,36 @@ class MemorySnapshot:
         holders: who has which ranks' shards.
         secret: the job's.
         rank: whose shard is nearest.
-        open_rest: opens what has the shards that no holder has; called at most once, and only if one is needed.
+        open_fallback: opens what has the shards that no holder has; called at most once, and only if one is needed.
     """
 
     def __init__(
         self,
-        snapshot: Snapshot,
+        snapshot: SnapshotId,
         holders: Sequence[Holder],
         secret: bytes,
         *,
         rank: int,
-        open_rest: Callable[[], Source] | None = None,
+        open_fallback: Callable[[], Source] | None = None,
     ) -> None:
-        self._open_rest = open_rest
-        self._rest: Source | None = None
+        self._open_fallback = open_fallback
+        self._fallback: Source | None = None
         self._snapshot = snapshot
         self._secret = secret
         self._holder = {r: holder for holder in holders for r in holder.ranks}
-        self._order = sorted(self._holder, key=lambda r: (r != rank, not self._is_local(r), r))
+        self._ranks_nearest_first = sorted(
+            self._holder, key=lambda r: (r != rank, not self._is_local(r), r)
+        )
         self._clients: dict[str, SnapshotClient] = {}
         self._indexes: dict[int, ShardIndex] = {}
-        self._tensors = _Lookup(self, _specs, lambda rest: rest.tensors)
-        self._documents = _Lookup(
-            self, lambda index: dict(index.documents), lambda rest: rest.documents
+        self._tensors = _UnionMapping(self, _specs, lambda fallback: fallback.tensors)
+        self._documents = _UnionMapping(
+            self, lambda index: dict(index.documents), lambda fallback: fallback.documents
         )
         self.local_nbytes = 0
         self.peer_nbytes = 0
         self.rebuilt_nbytes = 0
-        self.rest_nbytes = 0
+        self.fallback_nbytes = 0
 
     @property
     def step(self) -> int:
@@ -93,21 +95,21 @@ class MemorySnapshot:
         also = {
             "peers' memory": self.peer_nbytes,
             "parity": self.rebuilt_nbytes,
-            "storage": self.rest_nbytes,
+            "storage": self.fallback_nbytes,
         }
         return ", ".join(["memory", *(name for name, nbytes in also.items() if nbytes)])
 
     @property
-    def rest(self) -> Source | None:
+    def fallback(self) -> Source | None:
         """What has the shards that no holder has, if anything."""
-        if self._rest is None and self._open_rest is not None:
-            self._rest = self._open_rest()
-        return self._rest
+        if self._fallback is None and self._open_fallback is not None:
+            self._fallback = self._open_fallback()
+        return self._fallback
 
     @property
     def ranks(self) -> Sequence[int]:
         """The ranks whose shards make up the snapshot, nearest first."""
-        return self._order
+        return self._ranks_nearest_first
 
     def index(self, rank: int) -> ShardIndex:
         """Return what a rank's shard holds, asking its holder the first time."""
@@ -125,8 +127,8 @@ class MemorySnapshot:
         # The number in `wanted` of each box that is still to be found, in the order in which it is asked for.
         asked = list(range(len(wanted)))
         open_boxes = wanted
-        for source, rank in enumerate(self._order):
-            found, missing = plan_what_is_there(open_boxes, [self.index(rank)])
+        for source, rank in enumerate(self._ranks_nearest_first):
+            found, missing = plan_available_reads(open_boxes, [self.index(rank)])
             reads += [Read(asked[r.wanted], source, r.entry, r.box) for r in found]
             asked = [asked[number] for number, _ in missing]
             open_boxes = [
@@ -134,8 +136,8 @@ class MemorySnapshot:
             ]
             if not open_boxes:
                 break
-        if open_boxes and self.rest is not None:
-            self._read_rest(self.rest, list(zip(asked, open_boxes, strict=True)), requests)
+        if open_boxes and self.fallback is not None:
+            self._read_fallback(self.fallback, list(zip(asked, open_boxes, strict=True)), requests)
         elif open_boxes:
             key, box = open_boxes[0]
             raise LayoutMismatch(
@@ -144,21 +146,23 @@ class MemorySnapshot:
             )
         self._fetch(reads, requests)
 
-    def _read_rest(
+    def _read_fallback(
         self,
-        rest: Source,
+        fallback: Source,
         missing: Sequence[tuple[int, tuple[str, Box]]],
         requests: Sequence[BoxRequest],
     ) -> None:
-        itemsizes = {key: numpy_dtype(rest.tensors[key].dtype).itemsize for _, (key, _) in missing}
+        itemsizes = {
+            key: numpy_dtype(fallback.tensors[key].dtype).itemsize for _, (key, _) in missing
+        }
         pieces = [np.empty((*box.shape, itemsizes[key]), np.uint8) for _, (key, box) in missing]
-        rest.read([
+        fallback.read([
             BoxRequest(key, box, piece.reshape(-1).data)
             for (_, (key, box)), piece in zip(missing, pieces, strict=True)
         ])  # fmt: skip
         for (number, (key, box)), piece in zip(missing, pieces, strict=True):
             _target(requests[number], key, itemsizes[key], box)[...] = piece
-            self.rest_nbytes += piece.nbytes
+            self.fallback_nbytes += piece.nbytes
 
     def close(self) -> None:
         """End all connections."""
@@ -178,7 +182,7 @@ class MemorySnapshot:
         remote: dict[str, list[Read]] = defaultdict(list)
         local: dict[int, list[Read]] = defaultdict(list)
         for read in reads:
-            rank = self._order[read.source]
+            rank = self._ranks_nearest_first[read.source]
             if self._holder[rank].rebuilds:
                 self.rebuilt_nbytes += read.box.size * (
                     read.entry.nbytes // max(read.entry.box.size, 1)
@@ -215,7 +219,7 @@ class MemorySnapshot:
     ) -> None:
         pieces, buffers, scattered = [], [], []
         for read in reads:
-            pieces.append((self._order[read.source], read.entry.key, read.box))
+            pieces.append((self._ranks_nearest_first[read.source], read.entry.key, read.box))
             itemsize = read.entry.nbytes // max(read.entry.box.size, 1)
             target = _target(requests[read.wanted], read.entry.key, itemsize, read.box)
             if target.flags.c_contiguous:
@@ -230,18 +234,18 @@ class MemorySnapshot:
             target[...] = staging
 
 
-class _Lookup(Mapping[str, Any]):
+class _UnionMapping(Mapping[str, Any]):
     """A union over the ranks' indexes that is searched nearest first. What begins `rank/<rank>/` only that rank has."""
 
     def __init__(
         self,
-        snapshot: MemorySnapshot,
+        snapshot: MemorySource,
         view: Callable[[ShardIndex], dict[str, Any]],
-        view_rest: Callable[[Source], Mapping[str, Any]],
+        view_fallback: Callable[[Source], Mapping[str, Any]],
     ) -> None:
         self._snapshot = snapshot
         self._view = view
-        self._view_rest = view_rest
+        self._view_fallback = view_fallback
         self._seen: dict[int, dict[str, Any]] = {}
 
     def _part(self, rank: int) -> dict[str, Any]:
@@ -258,15 +262,17 @@ class _Lookup(Mapping[str, Any]):
             part = self._part(rank)
             if key in part:
                 return part[key]
-        rest = self._snapshot.rest
-        if rest is None:
+        fallback = self._snapshot.fallback
+        if fallback is None:
             raise KeyError(key)
-        return self._view_rest(rest)[key]
+        return self._view_fallback(fallback)[key]
 
     def __iter__(self) -> Iterator[str]:
-        rest = self._snapshot.rest
+        fallback = self._snapshot.fallback
         found = {key: None for rank in self._snapshot.ranks for key in self._part(rank)}
-        return iter(found | dict.fromkeys(self._view_rest(rest) if rest is not None else ()))
+        return iter(
+            found | dict.fromkeys(self._view_fallback(fallback) if fallback is not None else ())
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

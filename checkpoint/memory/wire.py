@@ -50,7 +50,7 @@ def socket_name(path: Path) -> Iterator[str]:
         os.close(directory)
 
 
-class Wire:
+class Connection:
     """One authenticated connection, for one thread at a time. `close` ends it."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -156,26 +156,26 @@ class Wire:
                 f"{self.peer}: sent {payload_nbytes} bytes that were not asked for"
             )
         for buffer in buffers:
-            self.fill(buffer)
+            self.receive_into(buffer)
         return message
 
     def receive_head(self) -> tuple[Message, int] | None:
         """Receive a frame but for its payload, whose size is returned with the message; None at an orderly end.
 
-        The caller takes the payload with `fill`, all of it. Raises as `receive` does.
+        The caller takes the payload with `receive_into`, all of it. Raises as `receive` does.
         """
         header = bytearray(_HEADER.size)
-        if not self.fill(memoryview(header), may_end=True):
+        if not self.receive_into(memoryview(header), may_end=True):
             return None
         magic, json_nbytes, payload_nbytes = _HEADER.unpack(header)
         if magic != _MAGIC or json_nbytes > _MAX_JSON_NBYTES:
             raise SnapshotUnavailable(f"{self.peer}: what came is not of keepstep's protocol")
         body = bytearray(json_nbytes)
-        self.fill(memoryview(body))
+        self.receive_into(memoryview(body))
         message: Message = json.loads(body)
         return message, payload_nbytes
 
-    def fill(self, buffer: memoryview, *, may_end: bool = False) -> bool:
+    def receive_into(self, buffer: memoryview, *, may_end: bool = False) -> bool:
         """Receive as many bytes as the buffer has; False if the connection ended before the first and that `may_end`."""
         filled = 0
         try:
@@ -241,9 +241,9 @@ class Wire:
         proof = bytearray(hashlib.sha256().digest_size)
         try:
             self._socket.sendall(nonce)
-            self.fill(memoryview(theirs))
+            self.receive_into(memoryview(theirs))
             self._socket.sendall(_prove(secret, us, bytes(theirs)))
-            self.fill(memoryview(proof))
+            self.receive_into(memoryview(proof))
         except OSError as error:
             raise SnapshotUnavailable(f"{self.peer}: no handshake: {error}") from error
         if not hmac.compare_digest(proof, _prove(secret, them, nonce)):

@@ -15,7 +15,7 @@ import numpy as np
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.memory.arena import Bytes
-from keepstep.checkpoint.memory.wire import Message, Wire
+from keepstep.checkpoint.memory.wire import Connection, Message
 from keepstep.checkpoint.parity.erasure import Combination, Row
 from keepstep.checkpoint.parity.stripes import Stripes
 
@@ -27,7 +27,7 @@ _TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardLocation:
     """A rank's shard as part of its node's bytes: its place in these, where its index lies in it, and its CRC-32C."""
 
     rank: int
@@ -41,11 +41,11 @@ class Part:
         return [self.rank, self.offset, self.nbytes, self.index_offset, self.crc]
 
 
-Table = tuple[Part, ...]
+ShardTable = tuple[ShardLocation, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ErasureGroup:
     """An erasure group as one of its nodes sees it: where the others answer, by position, and which position is its own."""
 
     generation: int
@@ -59,33 +59,33 @@ class Group:
         return Stripes(len(self.addresses), self.parity)
 
 
-class Wires:
+class ServerConnections:
     """Connections to other servers, for one thread; `interrupt`, from any, makes what it waits for end."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._wires: dict[str, Wire] = {}
+        self._connections: dict[str, Connection] = {}
 
-    def get(self, address: str) -> Wire:
+    def get(self, address: str) -> Connection:
         """Return the connection to an address, made the first time."""
-        if address not in self._wires:
-            self._wires[address] = Wire.connect(address, self._secret, _TIMEOUT_S)
-        return self._wires[address]
+        if address not in self._connections:
+            self._connections[address] = Connection.connect(address, self._secret, _TIMEOUT_S)
+        return self._connections[address]
 
-    def keep(self, addresses: Collection[str]) -> None:
+    def retain_only(self, addresses: Collection[str]) -> None:
         """End the connections to others than these."""
-        for address in [a for a in self._wires if a not in addresses]:
-            self._wires.pop(address).close()
+        for address in [a for a in self._connections if a not in addresses]:
+            self._connections.pop(address).close()
 
     def interrupt(self) -> None:
         """Have every receive fail."""
-        for wire in list(self._wires.values()):
-            wire.interrupt()
+        for connection in list(self._connections.values()):
+            connection.interrupt()
 
 
 def combine(
     coefficients: Row,
-    sources: Sequence[Wire],
+    sources: Sequence[Connection],
     counts: Sequence[int],
     target: Bytes,
     stop: threading.Event,
@@ -96,7 +96,7 @@ def combine(
         SnapshotUnavailable: a connection broke, or the attempt was stopped.
     """
     if coefficients == (1,) and counts[0] == target.nbytes:
-        sources[0].fill(target.data)
+        sources[0].receive_into(target.data)
         return
     combination = Combination(coefficients)
     tile = max(_SMALLEST_TILE_NBYTES, _TILES_NBYTES // (len(sources) + 1) // 64 * 64)
@@ -107,12 +107,12 @@ def combine(
         nbytes = min(tile, target.nbytes - start)
         for source, count, row in zip(sources, counts, scratch, strict=True):
             here = min(max(count - start, 0), nbytes)
-            source.fill(row[:here].data)
+            source.receive_into(row[:here].data)
             row[here:nbytes] = 0
         combination.into(target[start : start + nbytes], [row[:nbytes] for row in scratch])
 
 
-def receive_head(source: Wire) -> tuple[Message, int]:
+def receive_head(source: Connection) -> tuple[Message, int]:
     """Return an answer's message and the size of its payload, which is still to come."""
     head = source.receive_head()
     if head is None:
@@ -122,6 +122,6 @@ def receive_head(source: Wire) -> tuple[Message, int]:
     return head
 
 
-def table_nbytes(table: Table) -> int:
+def table_nbytes(table: ShardTable) -> int:
     """Return how many bytes a table is of."""
     return table[-1].offset + table[-1].nbytes if table else 0

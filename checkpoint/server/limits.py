@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RateLimits:
     """Bytes a second that one node may spend; 0 is as fast as it goes.
 
     `exchange`: sending to other nodes for parity and for checkpoints. `storage`: writing checkpoints.
@@ -18,7 +18,7 @@ class Limits:
     storage: int = 0
 
 
-class Allowance:
+class RateLimiter:
     """Spreads bytes over time; several threads may draw on it."""
 
     def __init__(self, bytes_per_s: int) -> None:
@@ -26,7 +26,7 @@ class Allowance:
         self._spent_until_s = 0.0
         self._lock = threading.Lock()
 
-    def draw(self, nbytes: int, now_s: float) -> float:
+    def reserve(self, nbytes: int, now_s: float) -> float:
         """Take so many bytes, and return the seconds from now on to wait before moving them."""
         if not self._bytes_per_s:
             return 0.0

@@ -24,9 +24,9 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.memory.arena import Arena, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.memory.wire import Message
-from keepstep.checkpoint.server.limits import Allowance
+from keepstep.checkpoint.server.limits import RateLimiter
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
 from keepstep.checkpoint.stored.format import StoredObject, StoredStep
@@ -34,41 +34,41 @@ from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 
-class Host(Protocol):
+class PersistenceHost(Protocol):
     """What persistence needs of the server it runs in."""
 
-    def index(self, snapshot: Snapshot, rank: int) -> ShardIndex:
+    def index(self, snapshot: SnapshotId, rank: int) -> ShardIndex:
         """Return what a local shard holds."""
         ...
 
-    def memory(self, snapshot: Snapshot, rank: int) -> Arena:
+    def memory(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Return a local shard's memory."""
         ...
 
-    def pin(self, snapshot: Snapshot) -> None:
+    def pin(self, snapshot: SnapshotId) -> None:
         """Keep a snapshot."""
         ...
 
-    def unpin(self, snapshot: Snapshot) -> None:
+    def unpin(self, snapshot: SnapshotId) -> None:
         """Let go of it."""
         ...
 
-    def tell(self, message: Message) -> None:
+    def send_to_agent(self, message: Message) -> None:
         """Send an event to the agent."""
         ...
 
 
 _Layout = tuple[tuple[int, ...], tuple[tuple[Entry, ...], ...]]
-_Held = Mapping[str, tuple[tuple[int, Entry], ...]]
+_EntriesByKey = Mapping[str, tuple[tuple[int, Entry], ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Whole:
+class _PersistPlan:
     """A snapshot's ranks, who of them holds which entries of a tensor, its plan, and its documents."""
 
-    snapshot: Snapshot
+    snapshot: SnapshotId
     ranks: tuple[int, ...]
-    held: _Held
+    entries_by_key: _EntriesByKey
     plan: ChunkPlan
     documents: Mapping[str, Json]
 
@@ -76,17 +76,17 @@ class _Whole:
 class Persistence:
     """Owns the thread that writes. `stop` gives up what is under way, `close` also ends the thread."""
 
-    def __init__(self, host: Host, secret: bytes, bytes_per_s: int) -> None:
-        self._allowance = Allowance(bytes_per_s)
+    def __init__(self, host: PersistenceHost, secret: bytes, bytes_per_s: int) -> None:
+        self._rate_limiter = RateLimiter(bytes_per_s)
         self._host = host
         self._secret = secret
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-persist", initializer=yield_to_training
         )
-        self._attempt = threading.Event()
-        self._whole: _Whole | None = None
+        self._stop_requested = threading.Event()
+        self._persist_plan: _PersistPlan | None = None
         # The plan of the last checkpoint, good for the next one of an unchanged layout.
-        self._planned: tuple[_Layout, _Held, ChunkPlan] | None = None
+        self._cached_plan: tuple[_Layout, _EntriesByKey, ChunkPlan] | None = None
 
     def start(self, request: Message) -> None:
         """Write this server's part; the agent hears `persisted` or `persist_failed`.
@@ -94,8 +94,8 @@ class Persistence:
         Args:
             request: `url`, `snapshot`, `holders` ([address or null for this server, ranks] each) and `name`, this part's number.
         """
-        stop = self._attempt = threading.Event()
-        snapshot = Snapshot(*request["snapshot"])
+        stop = self._stop_requested = threading.Event()
+        snapshot = SnapshotId(*request["snapshot"])
         self._host.pin(snapshot)
         self._pool.submit(self._write, request, snapshot, stop)
 
@@ -105,18 +105,18 @@ class Persistence:
         Args:
             request: as for `start`, and `parts`, the entries of all listings.
         """
-        self._pool.submit(self._publish, request, Snapshot(*request["snapshot"]))
+        self._pool.submit(self._publish, request, SnapshotId(*request["snapshot"]))
 
     def stop(self) -> None:
         """Give up the attempt under way."""
-        self._attempt.set()
+        self._stop_requested.set()
 
     def close(self) -> None:
         """Give up and end."""
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _write(self, request: Message, snapshot: Snapshot, stop: threading.Event) -> None:
+    def _write(self, request: Message, snapshot: SnapshotId, stop: threading.Event) -> None:
         clients: dict[str, SnapshotClient] = {}
         try:
             whole = self._gather(request, snapshot, clients)
@@ -125,8 +125,8 @@ class Persistence:
             stored = StoredStep(snapshot.step, snapshot.generation)
 
             def read_box(key: str, box: Box) -> npt.NDArray[np.uint8]:
-                data = self._box(whole, addresses, clients, key, box)
-                stop.wait(self._allowance.draw(data.nbytes, time.monotonic()))
+                data = self._assemble_box(whole, addresses, clients, key, box)
+                stop.wait(self._rate_limiter.reserve(data.nbytes, time.monotonic()))
                 return data
 
             part = write_part(
@@ -145,9 +145,9 @@ class Persistence:
             self._host.unpin(snapshot)
             for client in clients.values():
                 client.close()
-        self._host.tell({**event, "snapshot": request["snapshot"]})
+        self._host.send_to_agent({**event, "snapshot": request["snapshot"]})
 
-    def _publish(self, request: Message, snapshot: Snapshot) -> None:
+    def _publish(self, request: Message, snapshot: SnapshotId) -> None:
         clients: dict[str, SnapshotClient] = {}
         try:
             whole = self._gather(request, snapshot, clients)
@@ -164,14 +164,14 @@ class Persistence:
         finally:
             for client in clients.values():
                 client.close()
-        self._host.tell({**event, "snapshot": request["snapshot"]})
+        self._host.send_to_agent({**event, "snapshot": request["snapshot"]})
 
     def _gather(
-        self, request: Message, snapshot: Snapshot, clients: dict[str, SnapshotClient]
-    ) -> _Whole:
+        self, request: Message, snapshot: SnapshotId, clients: dict[str, SnapshotClient]
+    ) -> _PersistPlan:
         """Return everything about the snapshot but its bytes; asked for twice, for writing and for publishing."""
-        if self._whole is not None and self._whole.snapshot == snapshot:
-            return self._whole
+        if self._persist_plan is not None and self._persist_plan.snapshot == snapshot:
+            return self._persist_plan
         found: dict[int, ShardIndex] = {}
         for address, ranks in request["holders"]:
             for rank in ranks:
@@ -183,35 +183,35 @@ class Persistence:
         indexes = tuple(found[rank] for rank in ranks)
         documents = merged_documents(index.documents for index in indexes)
         layout = (ranks, tuple(index.entries for index in indexes))
-        if self._planned is None or self._planned[0] != layout:
-            self._planned = (layout, _held(ranks, indexes), plan_chunks(indexes))
-        _, held, plan = self._planned
-        self._whole = _Whole(snapshot, ranks, held, plan, documents)
-        return self._whole
+        if self._cached_plan is None or self._cached_plan[0] != layout:
+            self._cached_plan = (layout, _entries_by_key(ranks, indexes), plan_chunks(indexes))
+        _, entries_by_key, plan = self._cached_plan
+        self._persist_plan = _PersistPlan(snapshot, ranks, entries_by_key, plan, documents)
+        return self._persist_plan
 
-    def _box(
+    def _assemble_box(
         self,
-        whole: _Whole,
+        whole: _PersistPlan,
         addresses: Mapping[int, str | None],
         clients: dict[str, SnapshotClient],
         key: str,
         box: Box,
     ) -> npt.NDArray[np.uint8]:
         """Return a box's bytes, straight from local memory where it lies there whole, else put together."""
-        for rank, entry in whole.held[key]:
+        for rank, entry in whole.entries_by_key[key]:
             if entry.box == box and addresses[rank] is None:
-                return self._local(whole, rank, entry, box)
-        near = sorted(whole.held[key], key=lambda item: addresses[item[0]] is not None)
+                return self._local_box(whole, rank, entry, box)
+        near = sorted(whole.entries_by_key[key], key=lambda item: addresses[item[0]] is not None)
         reads = plan_reads([(key, box)], [ShardIndex(0, (entry,), {}) for _, entry in near])
         ranks = [near[read.source][0] for read in reads]
         if len(reads) == 1 and addresses[ranks[0]] is None:
-            return self._local(whole, ranks[0], reads[0].entry, box)
+            return self._local_box(whole, ranks[0], reads[0].entry, box)
         itemsize = numpy_dtype(whole.plan.tensors[key].dtype).itemsize
         result = np.empty((*box.shape, itemsize), np.uint8)
         for rank, read in zip(ranks, reads, strict=True):
             address = addresses[rank]
             if address is None:
-                piece = self._local(whole, rank, read.entry, read.box)
+                piece = self._local_box(whole, rank, read.entry, read.box)
             else:
                 piece = np.empty((*read.box.shape, itemsize), np.uint8)
                 # A connection of its own: boxes are read on several threads.
@@ -228,7 +228,9 @@ class Persistence:
             result[read.box.within(box).slices] = piece
         return result
 
-    def _local(self, whole: _Whole, rank: int, entry: Entry, box: Box) -> npt.NDArray[np.uint8]:
+    def _local_box(
+        self, whole: _PersistPlan, rank: int, entry: Entry, box: Box
+    ) -> npt.NDArray[np.uint8]:
         return box_bytes(entry, self._host.memory(whole.snapshot, rank).bytes, box)
 
     def _client(self, address: str, clients: dict[str, SnapshotClient]) -> SnapshotClient:
@@ -237,12 +239,12 @@ class Persistence:
         return clients[address]
 
 
-def _held(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _Held:
-    held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+def _entries_by_key(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _EntriesByKey:
+    entries_by_key: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
     for rank, index in zip(ranks, indexes, strict=True):
         for entry in index.entries:
-            held[entry.key].append((rank, entry))
-    return {key: tuple(entries) for key, entries in held.items()}
+            entries_by_key[entry.key].append((rank, entry))
+    return {key: tuple(entries) for key, entries in entries_by_key.items()}
 
 
 def _reason(error: Exception) -> str:

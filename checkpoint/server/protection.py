@@ -26,15 +26,15 @@ import psutil
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
-from keepstep.checkpoint.memory.wire import Wire
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.memory.wire import Connection
 from keepstep.checkpoint.parity.erasure import parity_rows
 from keepstep.checkpoint.parity.stripes import Stripes
 from keepstep.checkpoint.server.blocks import (
-    Group,
-    Part,
-    Table,
-    Wires,
+    ErasureGroup,
+    ServerConnections,
+    ShardLocation,
+    ShardTable,
     combine,
     receive_head,
     table_nbytes,
@@ -42,42 +42,42 @@ from keepstep.checkpoint.server.blocks import (
 from keepstep.checkpoint.server.priority import yield_to_training
 
 # A parity buffer outlives small growth of the shards' indexes.
-_ROOM_NBYTES = 64 * 2**10
+_PARITY_GRANULARITY_NBYTES = 64 * 2**10
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
-_ANSWER_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 0.1
 
 # A core reads its share of the memory bus; more than these add nothing.
-_CHECKERS = 8
+_CHECKSUM_THREADS = 8
 
 
 @dataclass(slots=True)
-class _Kept:
+class _SnapshotParity:
     """This node's parity of one snapshot: a buffer and its filled length for every stripe, and the tables of those it protects."""
 
     stripes: Stripes
     position: int
     blocks: dict[int, tuple[Arena, int]] = field(default_factory=dict)
-    tables: dict[int, Table] = field(default_factory=dict)
+    tables: dict[int, ShardTable] = field(default_factory=dict)
 
 
-class Host(Protocol):
+class ProtectionHost(Protocol):
     """What protection needs of the server it runs in."""
 
-    def own_shards(self, snapshot: Snapshot) -> Sequence[tuple[int, Arena, int, int]]:
+    def own_shards(self, snapshot: SnapshotId) -> Sequence[tuple[int, Arena, int, int]]:
         """Return (rank, memory, offset of the index, bytes in use) of each shard that this node's ranks have sealed."""
         ...
 
-    def pin(self, snapshot: Snapshot) -> None:
+    def pin(self, snapshot: SnapshotId) -> None:
         """Keep a snapshot."""
         ...
 
-    def unpin(self, snapshot: Snapshot) -> None:
+    def unpin(self, snapshot: SnapshotId) -> None:
         """Let go of it."""
         ...
 
-    def protected(self, snapshot: Snapshot) -> None:
+    def on_protected(self, snapshot: SnapshotId) -> None:
         """Hear that this node's parity of a snapshot is complete."""
         ...
 
@@ -85,18 +85,18 @@ class Host(Protocol):
 class Protection:
     """Owns the parity buffers, threads and their connections. `close` ends all of them."""
 
-    def __init__(self, host: Host, secret: bytes) -> None:
+    def __init__(self, host: ProtectionHost, secret: bytes) -> None:
         self._host = host
-        self._group = Group(0, ("",), 0, 0)
+        self._group = ErasureGroup(0, ("",), 0, 0)
         self._changed = threading.Condition()
-        self._own: dict[Snapshot, Table] = {}
-        self._kept: dict[Snapshot, _Kept] = {}
-        self._protected: set[Snapshot] = set()
+        self._own_tables: dict[SnapshotId, ShardTable] = {}
+        self._parity: dict[SnapshotId, _SnapshotParity] = {}
+        self._protected: set[SnapshotId] = set()
         self._free: list[Arena] = []
-        self._pending: Snapshot | None = None
+        self._pending: SnapshotId | None = None
         self._closing = False
         self._stop = threading.Event()
-        self._wires = Wires(secret)
+        self._connections = ServerConnections(secret)
         self._encoding = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-parity", initializer=yield_to_training
         )
@@ -105,7 +105,7 @@ class Protection:
     def nbytes(self) -> int:
         """Memory of all parity buffers."""
         with self._changed:
-            used = [arena for kept in self._kept.values() for arena, _ in kept.blocks.values()]
+            used = [arena for kept in self._parity.values() for arena, _ in kept.blocks.values()]
             return sum(arena.nbytes for arena in (*used, *self._free))
 
     @property
@@ -113,48 +113,53 @@ class Protection:
         """Number of other nodes in this node's group."""
         return len(self._group.addresses) - 1
 
-    def is_protected(self, snapshot: Snapshot) -> bool:
+    def is_protected(self, snapshot: SnapshotId) -> bool:
         """Whether this node's part in protecting a snapshot is complete."""
         return snapshot in self._protected
 
-    def enter(self, group: Group) -> None:
+    def open_generation(self, group: ErasureGroup) -> None:
         """Protect the snapshots of another generation from now on; what is under way for the last one is given up."""
         self._stop.set()
-        self._wires.interrupt()
+        self._connections.interrupt()
         with self._changed:
             self._stop = threading.Event()
             self._group, self._pending = group, None
             self._changed.notify_all()
 
-    def sealed(self, snapshot: Snapshot) -> None:
+    def protect(self, snapshot: SnapshotId) -> None:
         """Begin to protect a snapshot that all ranks of this node have sealed."""
         with self._changed:
             self._pending = snapshot
             self._encoding.submit(self._protect, self._group, snapshot, self._stop)
 
-    def settle(self, timeout_s: float) -> None:
+    def finish_protection(self, timeout_s: float) -> None:
         """Wait until nothing is under way that can be completed, or the time is up."""
         with self._changed:
             self._changed.wait_for(lambda: self._pending is None, timeout_s)
 
-    def keep(self, snapshots: Collection[Snapshot]) -> None:
+    def retain_only(self, snapshots: Collection[SnapshotId]) -> None:
         """Forget everything about other snapshots than these."""
         with self._changed:
-            for snapshot in [s for s in self._kept if s not in snapshots]:
-                self._free += [arena for arena, _ in self._kept.pop(snapshot).blocks.values()]
+            for snapshot in [s for s in self._parity if s not in snapshots]:
+                self._free += [arena for arena, _ in self._parity.pop(snapshot).blocks.values()]
             # Of each row one buffer is in use and one may be free; more have become too small or too many.
             largest_first = sorted(self._free, key=lambda arena: -arena.nbytes)
             self._free = largest_first[: self._group.parity]
             for arena in largest_first[self._group.parity :]:
                 arena.close()
-            given_up = self._own.keys() - set(snapshots) - self._protected
-            self._own = {s: table for s, table in self._own.items() if s in snapshots}
+            given_up = self._own_tables.keys() - set(snapshots) - self._protected
+            self._own_tables = {s: table for s, table in self._own_tables.items() if s in snapshots}
             self._protected &= set(snapshots)
         if given_up:
-            self._wires.interrupt()
+            self._connections.interrupt()
 
     def serve(
-        self, wire: Wire, snapshot: Snapshot, stripe: int, offset: int, count: int | None
+        self,
+        connection: Connection,
+        snapshot: SnapshotId,
+        stripe: int,
+        offset: int,
+        count: int | None,
     ) -> None:
         """Send `count` bytes from an offset on (None: all) of what this node holds of a stripe; what lies beyond its end is not sent.
 
@@ -166,17 +171,17 @@ class Protection:
         group = self._group_of(snapshot)
         number = group.stripes.number(stripe, group.position)
         if number < group.stripes.data:
-            table = self._own_table(snapshot)
+            table = self._wait_for_own_table(snapshot)
             first, last = group.stripes.block_range(table_nbytes(table), number)
             start = min(first + offset, last)
             stop = last if count is None else min(start + count, last)
             with self._pinned(snapshot):
                 ranges = self._own_ranges(snapshot, start, stop)
-                wire.send_files({"table": [part.to_json() for part in table]}, ranges)
+                connection.send_files({"table": [part.to_json() for part in table]}, ranges)
             return
         with self._pinned(snapshot):
             with self._changed:
-                kept = self._kept.get(snapshot)
+                kept = self._parity.get(snapshot)
                 if snapshot not in self._protected or kept is None:
                     raise SnapshotUnavailable(
                         f"the parity of step {snapshot.step} is not complete here"
@@ -184,29 +189,31 @@ class Protection:
                 arena, nbytes = kept.blocks[stripe]
             start = min(offset, nbytes)
             stop = nbytes if count is None else min(start + count, nbytes)
-            wire.send_files({}, [(arena.descriptor, start, stop - start)] if stop > start else [])
+            connection.send_files(
+                {}, [(arena.descriptor, start, stop - start)] if stop > start else []
+            )
 
-    def table(self, snapshot: Snapshot, position: int) -> Table:
+    def table(self, snapshot: SnapshotId, position: int) -> ShardTable:
         """Return where a group's other node has its shards, which is known to whoever keeps parity of it.
 
         Raises:
             SnapshotUnavailable: it is not known here.
         """
         with self._changed:
-            kept = self._kept.get(snapshot)
+            kept = self._parity.get(snapshot)
             if kept is None or position not in kept.tables:
                 raise SnapshotUnavailable(
                     f"nothing is known here about another node's part of step {snapshot.step}"
                 )
             return kept.tables[position]
 
-    def is_intact(self, snapshot: Snapshot) -> bool:
+    def is_intact(self, snapshot: SnapshotId) -> bool:
         """Whether this node's own bytes of a snapshot are what they were when they were sealed, as far as that is known."""
         with self._changed:
-            table = self._own.get(snapshot)
-        return table is None or self._tabulate(snapshot) == table
+            table = self._own_tables.get(snapshot)
+        return table is None or self._compute_shard_table(snapshot) == table
 
-    def distrust(self, snapshot: Snapshot) -> None:
+    def mark_unprotected(self, snapshot: SnapshotId) -> None:
         """Take a snapshot for unprotected here, for a block of it is damaged."""
         with self._changed:
             self._protected.discard(snapshot)
@@ -217,24 +224,24 @@ class Protection:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._wires.interrupt()
+        self._connections.interrupt()
         self._encoding.shutdown(wait=True, cancel_futures=True)
-        self._wires.keep(())
-        self.keep(())
+        self._connections.retain_only(())
+        self.retain_only(())
         for arena in self._free:
             arena.close()
         self._free.clear()
 
-    def _protect(self, group: Group, snapshot: Snapshot, stop: threading.Event) -> None:
+    def _protect(self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event) -> None:
         """Make this node's part of a snapshot safe: a table of its own bytes, and parity of the others'."""
         try:
             if group.parity:
-                table = self._tabulate(snapshot)
+                table = self._compute_shard_table(snapshot)
                 with self._changed:
-                    self._own[snapshot] = table
+                    self._own_tables[snapshot] = table
                     self._changed.notify_all()
             while not stop.is_set() and not self._try_to_encode(group, snapshot, stop):
-                if snapshot not in self._own:
+                if snapshot not in self._own_tables:
                     return
                 # Meanwhile the agents find out whether the peer is dead, and if so this generation ends.
                 with self._changed:
@@ -252,39 +259,41 @@ class Protection:
                     self._pending = None
                 self._changed.notify_all()
 
-    def _try_to_encode(self, group: Group, snapshot: Snapshot, stop: threading.Event) -> bool:
+    def _try_to_encode(
+        self, group: ErasureGroup, snapshot: SnapshotId, stop: threading.Event
+    ) -> bool:
         """Fetch the blocks that this node keeps parity of; False if a peer could not be reached."""
-        kept = _Kept(group.stripes, group.position)
+        kept = _SnapshotParity(group.stripes, group.position)
         try:
-            self._wires.keep(group.addresses)
+            self._connections.retain_only(group.addresses)
             for stripe, row in group.stripes.parity_stripes(group.position):
                 self._encode(group, snapshot, stripe, row, kept, stop)
             with self._changed:
-                if stop.is_set() or (group.parity and snapshot not in self._own):
+                if stop.is_set() or (group.parity and snapshot not in self._own_tables):
                     return False
-                self._kept[snapshot], kept = kept, _Kept(group.stripes, group.position)
+                self._parity[snapshot], kept = kept, _SnapshotParity(group.stripes, group.position)
                 self._protected.add(snapshot)
         except SnapshotUnavailable:
-            self._wires.keep(())
+            self._connections.retain_only(())
             return False
         finally:
             with self._changed:
                 self._free += [arena for arena, _ in kept.blocks.values()]
-        self._host.protected(snapshot)
+        self._host.on_protected(snapshot)
         return True
 
     def _encode(
         self,
-        group: Group,
-        snapshot: Snapshot,
+        group: ErasureGroup,
+        snapshot: SnapshotId,
         stripe: int,
         row: int,
-        kept: _Kept,
+        kept: _SnapshotParity,
         stop: threading.Event,
     ) -> None:
         stripes = group.stripes
         positions = [stripes.holder(stripe, number) for number in range(stripes.data)]
-        sources = [self._wires.get(group.addresses[position]) for position in positions]
+        sources = [self._connections.get(group.addresses[position]) for position in positions]
         request = {
             "verb": "stripe",
             "snapshot": [snapshot.generation, snapshot.step],
@@ -296,7 +305,7 @@ class Protection:
             source.send(request)
         heads = [receive_head(source) for source in sources]
         for position, (message, _) in zip(positions, heads, strict=True):
-            kept.tables[position] = tuple(Part(*part) for part in message["table"])
+            kept.tables[position] = tuple(ShardLocation(*part) for part in message["table"])
         nbytes = max(count for _, count in heads)
         arena = self._buffer(nbytes)
         kept.blocks[stripe] = (arena, nbytes)
@@ -311,7 +320,7 @@ class Protection:
                 arena = min(fitting, key=lambda arena: arena.nbytes)
                 self._free.remove(arena)
                 return arena
-        capacity = -(-max(nbytes, 1) // _ROOM_NBYTES) * _ROOM_NBYTES
+        capacity = -(-max(nbytes, 1) // _PARITY_GRANULARITY_NBYTES) * _PARITY_GRANULARITY_NBYTES
         available = psutil.virtual_memory().available
         if capacity + _MEMORY_RESERVE_NBYTES > available:
             raise CheckpointError(
@@ -320,19 +329,20 @@ class Protection:
             )
         return Arena.create(capacity)
 
-    def _group_of(self, snapshot: Snapshot) -> Group:
+    def _group_of(self, snapshot: SnapshotId) -> ErasureGroup:
         """Return the group that protects a snapshot, waiting for this node to enter its generation."""
         with self._changed:
-            kept = self._kept.get(snapshot)
+            kept = self._parity.get(snapshot)
             if kept is not None:
-                return Group(
+                return ErasureGroup(
                     snapshot.generation,
                     ("",) * kept.stripes.size,
                     kept.position,
                     kept.stripes.parity,
                 )
             self._changed.wait_for(
-                lambda: self._closing or self._group.generation >= snapshot.generation, _ANSWER_S
+                lambda: self._closing or self._group.generation >= snapshot.generation,
+                _ANSWER_TIMEOUT_S,
             )
             if self._group.generation != snapshot.generation:
                 raise SnapshotUnavailable(
@@ -340,38 +350,42 @@ class Protection:
                 )
             return self._group
 
-    def _own_table(self, snapshot: Snapshot) -> Table:
+    def _wait_for_own_table(self, snapshot: SnapshotId) -> ShardTable:
         """Return the table of this node's own bytes, waiting for its ranks to seal."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     self._closing
-                    or snapshot in self._own
+                    or snapshot in self._own_tables
                     or self._group.generation > snapshot.generation
                 ),
-                _ANSWER_S,
+                _ANSWER_TIMEOUT_S,
             )
-            if snapshot not in self._own:
+            if snapshot not in self._own_tables:
                 raise SnapshotUnavailable(f"step {snapshot.step} is not sealed here")
-            return self._own[snapshot]
+            return self._own_tables[snapshot]
 
-    def _tabulate(self, snapshot: Snapshot) -> Table:
+    def _compute_shard_table(self, snapshot: SnapshotId) -> ShardTable:
         with self._pinned(snapshot):
             shards = self._host.own_shards(snapshot)
             offsets = accumulate((nbytes for *_, nbytes in shards), initial=0)
             # These threads run at the niceness of who asks: behind training at a seal, but not when a recovery waits for them.
-            with ThreadPoolExecutor(_CHECKERS, thread_name_prefix="keepstep-check") as checking:
+            with ThreadPoolExecutor(
+                _CHECKSUM_THREADS, thread_name_prefix="keepstep-check"
+            ) as checking:
                 checksums = list(
                     checking.map(lambda shard: crc32c.crc32c(shard[1].buffer[: shard[3]]), shards)
                 )
             return tuple(
-                Part(rank, offset, nbytes, index_offset, checksum)
+                ShardLocation(rank, offset, nbytes, index_offset, checksum)
                 for (rank, _, index_offset, nbytes), offset, checksum in zip(
                     shards, offsets, checksums, strict=False
                 )
             )
 
-    def _own_ranges(self, snapshot: Snapshot, start: int, stop: int) -> list[tuple[int, int, int]]:
+    def _own_ranges(
+        self, snapshot: SnapshotId, start: int, stop: int
+    ) -> list[tuple[int, int, int]]:
         """Return (descriptor, offset, count) of each piece of memory that a range of this node's bytes lies in."""
         shards = self._host.own_shards(snapshot)
         bounds = [0]
@@ -385,7 +399,7 @@ class Protection:
         return ranges
 
     @contextmanager
-    def _pinned(self, snapshot: Snapshot) -> Iterator[None]:
+    def _pinned(self, snapshot: SnapshotId) -> Iterator[None]:
         self._host.pin(snapshot)
         try:
             yield

@@ -15,31 +15,31 @@ import crc32c
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena, Bytes
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.stripes import Rebuilding, plan_rebuilding
 from keepstep.checkpoint.server.blocks import (
-    Group,
-    Part,
-    Table,
-    Wires,
+    ErasureGroup,
+    ServerConnections,
+    ShardLocation,
+    ShardTable,
     combine,
     receive_head,
     table_nbytes,
 )
 
 
-class Host(Protocol):
+class RebuildingHost(Protocol):
     """What rebuilding needs of the server it runs in."""
 
-    def adopt(self, snapshot: Snapshot, rank: int, nbytes: int) -> Arena:
+    def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
         """Return memory for a lost node's shard."""
         ...
 
-    def complete_adoption(self, snapshot: Snapshot, part: Part) -> None:
+    def complete_adoption(self, snapshot: SnapshotId, part: ShardLocation) -> None:
         """Take a rebuilt shard for one that is held here."""
         ...
 
-    def fail_adoption(self, snapshot: Snapshot, rank: int, reason: str) -> None:
+    def fail_adoption(self, snapshot: SnapshotId, rank: int, reason: str) -> None:
         """Tell whoever waits for a shard that it will not come."""
         ...
 
@@ -47,15 +47,17 @@ class Host(Protocol):
 class Rebuilder:
     """Owns a thread and its connections. `close` ends both."""
 
-    def __init__(self, host: Host, secret: bytes, distrust: Callable[[Snapshot], None]) -> None:
+    def __init__(
+        self, host: RebuildingHost, secret: bytes, mark_unprotected: Callable[[SnapshotId], None]
+    ) -> None:
         self._host = host
-        self._distrust = distrust
-        self._wires = Wires(secret)
+        self._mark_unprotected = mark_unprotected
+        self._connections = ServerConnections(secret)
         self._stop = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keepstep-rebuild")
 
     def rebuild(
-        self, snapshot: Snapshot, group: Group, lost: Collection[int], ranks: Sequence[int]
+        self, snapshot: SnapshotId, group: ErasureGroup, lost: Collection[int], ranks: Sequence[int]
     ) -> None:
         """Begin to rebuild shards.
 
@@ -70,12 +72,16 @@ class Rebuilder:
     def close(self) -> None:
         """Give up what is under way."""
         self._stop.set()
-        self._wires.interrupt()
+        self._connections.interrupt()
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._wires.keep(())
+        self._connections.retain_only(())
 
     def _rebuild(
-        self, snapshot: Snapshot, group: Group, lost: frozenset[int], ranks: tuple[int, ...]
+        self,
+        snapshot: SnapshotId,
+        group: ErasureGroup,
+        lost: frozenset[int],
+        ranks: tuple[int, ...],
     ) -> None:
         left = list(ranks)
         try:
@@ -92,10 +98,15 @@ class Rebuilder:
                     snapshot, rank, f"rank {rank}'s shard cannot be rebuilt: {error}"
                 )
         finally:
-            self._wires.keep(())
+            self._connections.retain_only(())
 
     def _rebuild_part(
-        self, snapshot: Snapshot, group: Group, lost: frozenset[int], table: Table, part: Part
+        self,
+        snapshot: SnapshotId,
+        group: ErasureGroup,
+        lost: frozenset[int],
+        table: ShardTable,
+        part: ShardLocation,
     ) -> None:
         arena = self._host.adopt(snapshot, part.rank, part.nbytes)
         plan = plan_rebuilding(
@@ -111,16 +122,16 @@ class Rebuilder:
             self._rebuild_piece(snapshot, group, piece, target)
         if crc32c.crc32c(arena.buffer[: part.nbytes]) != part.crc:
             # Whatever is wrong, it will be so the next time: the next decision must not count on it.
-            self._distrust(snapshot)
+            self._mark_unprotected(snapshot)
             raise SnapshotUnavailable(
                 "its checksum is wrong, so a block it was rebuilt from is damaged"
             )
         self._host.complete_adoption(snapshot, part)
 
     def _rebuild_piece(
-        self, snapshot: Snapshot, group: Group, piece: Rebuilding, target: Bytes
+        self, snapshot: SnapshotId, group: ErasureGroup, piece: Rebuilding, target: Bytes
     ) -> None:
-        sources = [self._wires.get(group.addresses[position]) for position in piece.sources]
+        sources = [self._connections.get(group.addresses[position]) for position in piece.sources]
         for source in sources:
             source.send({
                 "verb": "stripe",
@@ -132,7 +143,9 @@ class Rebuilder:
         counts = [receive_head(source)[1] for source in sources]
         combine(piece.coefficients, sources, counts, target, self._stop)
 
-    def _find_table(self, snapshot: Snapshot, group: Group, lost: frozenset[int]) -> Table:
+    def _find_table(
+        self, snapshot: SnapshotId, group: ErasureGroup, lost: frozenset[int]
+    ) -> ShardTable:
         """Ask whoever is left of a group where the lost node had its shards."""
         request = {
             "verb": "table",
@@ -142,12 +155,12 @@ class Rebuilder:
         refusals = []
         for position, address in enumerate(group.addresses):
             if position not in lost:
-                source = self._wires.get(address)
+                source = self._connections.get(address)
                 source.send(request)
                 try:
                     message, _ = receive_head(source)
                 except SnapshotUnavailable as error:
                     refusals.append(str(error))
                     continue
-                return tuple(Part(*part) for part in message["table"])
+                return tuple(ShardLocation(*part) for part in message["table"])
         raise SnapshotUnavailable("; ".join(refusals))

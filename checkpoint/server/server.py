@@ -30,10 +30,10 @@ from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.memory import snapshot_table as retention
 from keepstep.checkpoint.memory.arena import Arena, box_bytes, contiguous_range
-from keepstep.checkpoint.memory.snapshot_table import Shelf, Snapshot
-from keepstep.checkpoint.memory.wire import Message, Wire, socket_name
-from keepstep.checkpoint.server.blocks import Group, Part
-from keepstep.checkpoint.server.limits import Limits
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.memory.wire import Connection, Message, socket_name
+from keepstep.checkpoint.server.blocks import ErasureGroup, ShardLocation
+from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.checkpoint.server.persistence import Persistence
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
@@ -41,8 +41,8 @@ from keepstep.checkpoint.server.rebuilding import Rebuilder
 _PR_SET_PDEATHSIG = 1
 
 # How long one question for a shard that is still being rebuilt is kept waiting; who asked asks again.
-_PATIENCE_S = 5.0
-_SETTLE_S = 1.0
+_PENDING_POLL_S = 5.0
+_DRAIN_TIMEOUT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class _Shard:
 
 
 @dataclass(slots=True)
-class _Contents:
+class _ServerState:
     """Everything the server holds, under one lock."""
 
-    shelf: Shelf = field(default_factory=Shelf)
+    snapshot_table: SnapshotTable = field(default_factory=SnapshotTable)
     arenas: dict[int, Arena] = field(default_factory=dict)
-    shards: dict[tuple[Snapshot, int], _Shard] = field(default_factory=dict)
-    expected: dict[tuple[Snapshot, int], str | None] = field(default_factory=dict)
+    shards: dict[tuple[SnapshotId, int], _Shard] = field(default_factory=dict)
+    expected: dict[tuple[SnapshotId, int], str | None] = field(default_factory=dict)
     """Lost nodes' shards that are to be rebuilt here, and why one of them cannot be."""
 
 
@@ -76,16 +76,16 @@ class SnapshotServer:
         control: socket.socket,
         secret: bytes,
         ranks: int,
-        limits: Limits,
+        limits: RateLimits,
     ) -> None:
         self._limits = limits
         self._secret = secret
         self._ranks = ranks
         self._lock = threading.Condition()
-        self._contents = _Contents()
-        self._control = Wire(control, "agent")
-        self._telling = threading.Lock()
-        self._wires: set[Wire] = set()
+        self._state = _ServerState()
+        self._control = Connection(control, "agent")
+        self._send_lock = threading.Lock()
+        self._connections: set[Connection] = set()
         self._threads: set[threading.Thread] = set()
         self._local = socket.socket(socket.AF_UNIX)
         with socket_name(directory / "snapshots.sock") as name:
@@ -93,7 +93,7 @@ class SnapshotServer:
         self._remote = socket.create_server((host, 0), backlog=1024)
         self._persistence = Persistence(self, secret, limits.storage)
         self._protection = Protection(self, secret)
-        self._rebuilder = Rebuilder(self, secret, self._protection.distrust)
+        self._rebuilder = Rebuilder(self, secret, self._protection.mark_unprotected)
 
     @property
     def address(self) -> str:
@@ -107,9 +107,9 @@ class SnapshotServer:
             self._local.listen(1024)
             for listener in (self._local, self._remote):
                 self._spawn(self._accept, listener)
-            self.tell({"event": "serving", "address": self.address})
+            self.send_to_agent({"event": "serving", "address": self.address})
             while (request := self._control.receive()) is not None:
-                self.tell({"id": request["id"], **self._answer_agent(request)})
+                self.send_to_agent({"id": request["id"], **self._answer_agent(request)})
         finally:
             self.close()
 
@@ -123,49 +123,49 @@ class SnapshotServer:
                 pass  # It was never listening.
             listener.close()
         with self._lock:
-            wires = list(self._wires)
-        for wire in wires:
-            wire.interrupt()
+            connections = list(self._connections)
+        for client in connections:
+            client.interrupt()
         self._rebuilder.close()
         self._protection.close()
         for thread in list(self._threads):
             thread.join()
-        for arena in self._contents.arenas.values():
+        for arena in self._state.arenas.values():
             arena.close()
-        self._contents.arenas.clear()
+        self._state.arenas.clear()
         self._control.close()
 
-    def tell(self, message: Message) -> None:
+    def send_to_agent(self, message: Message) -> None:
         """Send an answer or an event to the agent; when it is gone, `run` is about to notice."""
-        with self._telling:
+        with self._send_lock:
             try:
                 self._control.send(message)
             except SnapshotUnavailable:
                 return
 
-    def index(self, snapshot: Snapshot, rank: int) -> ShardIndex:
+    def index(self, snapshot: SnapshotId, rank: int) -> ShardIndex:
         """Return what a sealed local shard holds. Raises SnapshotUnavailable if it is not here."""
         with self._lock:
             return self._indexed(snapshot, rank)[0]
 
-    def memory(self, snapshot: Snapshot, rank: int) -> Arena:
+    def memory(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Return a sealed local shard's memory; pin the snapshot first if it is used after the lock is gone."""
         with self._lock:
             return self._arena(snapshot, rank)
 
-    def pin(self, snapshot: Snapshot) -> None:
+    def pin(self, snapshot: SnapshotId) -> None:
         """Keep a snapshot until `unpin`."""
         with self._lock:
-            self._contents.shelf = retention.pin(self._contents.shelf, snapshot)
+            self._state.snapshot_table = retention.pin(self._state.snapshot_table, snapshot)
 
-    def unpin(self, snapshot: Snapshot) -> None:
+    def unpin(self, snapshot: SnapshotId) -> None:
         """Let go of a pinned snapshot."""
-        self._change(lambda shelf: retention.unpin(shelf, snapshot))
+        self._update_table(lambda snapshot_table: retention.unpin(snapshot_table, snapshot))
 
-    def own_shards(self, snapshot: Snapshot) -> list[tuple[int, Arena, int, int]]:
+    def own_shards(self, snapshot: SnapshotId) -> list[tuple[int, Arena, int, int]]:
         """Return (rank, memory, offset of the index, bytes in use) of each shard that this node's ranks have sealed."""
         with self._lock:
-            shelf, shards = self._contents.shelf, self._contents.shards
+            snapshot_table, shards = self._state.snapshot_table, self._state.shards
             return [
                 (
                     rank,
@@ -173,48 +173,50 @@ class SnapshotServer:
                     shard.index_offset,
                     shard.index_offset + shard.index_nbytes,
                 )
-                for rank in sorted(shelf.sealed().get(snapshot, ()))
+                for rank in sorted(snapshot_table.sealed().get(snapshot, ()))
                 for shard in [shards[snapshot, rank]]
             ]
 
-    def adopt(self, snapshot: Snapshot, rank: int, nbytes: int) -> Arena:
+    def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
         """Return memory for a lost node's shard. Raises SnapshotUnavailable if there is not enough."""
         available = psutil.virtual_memory().available
         with self._lock:
-            contents = self._contents
-            contents.shelf, held = retention.adopt(
-                contents.shelf, snapshot, rank, nbytes, available
+            contents = self._state
+            contents.snapshot_table, held = retention.adopt(
+                contents.snapshot_table, snapshot, rank, nbytes, available
             )
             if held.buffer not in contents.arenas:
                 contents.arenas[held.buffer] = Arena.create(held.capacity)
             return contents.arenas[held.buffer]
 
-    def complete_adoption(self, snapshot: Snapshot, part: Part) -> None:
+    def complete_adoption(self, snapshot: SnapshotId, part: ShardLocation) -> None:
         """Take a rebuilt shard for one that is held here."""
         with self._lock:
-            self._contents.shelf = retention.complete_adoption(
-                self._contents.shelf, snapshot, part.rank
+            self._state.snapshot_table = retention.complete_adoption(
+                self._state.snapshot_table, snapshot, part.rank
             )
-            self._contents.shards[snapshot, part.rank] = _Shard(
+            self._state.shards[snapshot, part.rank] = _Shard(
                 part.index_offset, part.nbytes - part.index_offset
             )
             self._lock.notify_all()
 
-    def fail_adoption(self, snapshot: Snapshot, rank: int, reason: str) -> None:
+    def fail_adoption(self, snapshot: SnapshotId, rank: int, reason: str) -> None:
         """Tell whoever waits for a shard that it will not come."""
         with self._lock:
-            self._contents.shelf = retention.abandon(self._contents.shelf, snapshot, rank)
-            self._contents.expected[snapshot, rank] = reason
+            self._state.snapshot_table = retention.abandon(
+                self._state.snapshot_table, snapshot, rank
+            )
+            self._state.expected[snapshot, rank] = reason
             self._lock.notify_all()
 
-    def protected(self, snapshot: Snapshot) -> None:
+    def on_protected(self, snapshot: SnapshotId) -> None:
         """Tell the agent that this node's part of a snapshot is sealed and protected."""
         name = [snapshot.generation, snapshot.step]
-        self.tell({"event": "protected", "snapshot": name, "nbytes": self._nbytes})
+        self.send_to_agent({"event": "protected", "snapshot": name, "nbytes": self._nbytes})
 
     @property
     def _nbytes(self) -> int:
-        return self._contents.shelf.nbytes + self._protection.nbytes
+        return self._state.snapshot_table.nbytes + self._protection.nbytes
 
     @property
     def _background_rate(self) -> int:
@@ -241,87 +243,93 @@ class SnapshotServer:
             if connection.family == socket.AF_UNIX
             else str(connection.getpeername())
         )
-        began: set[tuple[Snapshot, int]] = set()
+        began: set[tuple[SnapshotId, int]] = set()
         try:
-            wire = Wire.accept(connection, self._secret, peer)
+            client = Connection.accept(connection, self._secret, peer)
         except (SnapshotUnavailable, OSError) as error:
             print(f"keepstep snapshot server: refused {peer}: {error}", file=sys.stderr)
             connection.close()
             self._threads.discard(threading.current_thread())
             return
         with self._lock:
-            self._wires.add(wire)
+            self._connections.add(client)
         try:
-            while (request := wire.receive()) is not None:
+            while (request := client.receive()) is not None:
                 try:
-                    self._answer(wire, request, began)
+                    self._answer(client, request, began)
                 except (CheckpointError, KeyError, ValueError) as error:
-                    wire.send({"error": str(error)})
+                    client.send({"error": str(error)})
         except SnapshotUnavailable:
             pass  # The client died in the middle of something; what it began is forgotten below.
         finally:
             with self._lock:
-                self._wires.discard(wire)
+                self._connections.discard(client)
             for snapshot, rank in began:
-                self._change(partial(_abandon, snapshot=snapshot, rank=rank))
-            wire.close()
+                self._update_table(partial(_abandon, snapshot=snapshot, rank=rank))
+            client.close()
             self._threads.discard(threading.current_thread())
 
-    def _answer(self, wire: Wire, request: Message, began: set[tuple[Snapshot, int]]) -> None:
+    def _answer(
+        self, client: Connection, request: Message, began: set[tuple[SnapshotId, int]]
+    ) -> None:
         verb = request["verb"]
         if verb == "holdings":
-            wire.send({"sealed": self._sealed()})
+            client.send({"sealed": self._sealed()})
             return
-        snapshot = Snapshot(*request["snapshot"])
+        snapshot = SnapshotId(*request["snapshot"])
         if verb in ("stripe", "read"):
-            wire.limit(self._background_rate if request.get("background") else 0)
+            client.limit(self._background_rate if request.get("background") else 0)
         if verb == "stripe":
             self._protection.serve(
-                wire, snapshot, request["stripe"], request["offset"], request.get("count")
+                client, snapshot, request["stripe"], request["offset"], request.get("count")
             )
         elif verb == "table":
             table = self._protection.table(snapshot, request["position"])
-            wire.send({"table": [part.to_json() for part in table]})
+            client.send({"table": [part.to_json() for part in table]})
         elif verb == "begin":
-            self._begin(wire, request, snapshot, began)
+            self._begin(client, request, snapshot, began)
         elif verb == "seal":
             self._seal(snapshot, request["rank"], *request["index"])
             began.discard((snapshot, request["rank"]))
-            wire.send({})
+            client.send({})
             self._protect(snapshot)
         elif verb == "index":
             if request["wait"] and self._is_pending(snapshot, request["rank"]):
-                wire.send({"pending": True})
+                client.send({"pending": True})
             else:
-                wire.send({"index": self.index(snapshot, request["rank"]).to_json()})
+                client.send({"index": self.index(snapshot, request["rank"]).to_json()})
         elif verb == "open":
             arena = self.memory(snapshot, request["rank"])
-            wire.send({"capacity": arena.nbytes}, descriptor=arena.descriptor)
+            client.send({"capacity": arena.nbytes}, descriptor=arena.descriptor)
         elif verb == "read":
-            self._read(wire, snapshot, request["pieces"])
+            self._read(client, snapshot, request["pieces"])
         else:
             raise ValueError(
                 f"unknown verb {verb!r}; do all nodes run the same version of keepstep?"
             )
 
     def _begin(
-        self, wire: Wire, request: Message, snapshot: Snapshot, began: set[tuple[Snapshot, int]]
+        self,
+        client: Connection,
+        request: Message,
+        snapshot: SnapshotId,
+        began: set[tuple[SnapshotId, int]],
     ) -> None:
         rank, mapped = request["rank"], request["mapped"]
         available = psutil.virtual_memory().available
         with self._lock:
-            contents = self._contents
-            contents.shelf, held = retention.begin(
-                contents.shelf,
+            contents = self._state
+            contents.snapshot_table, held = retention.begin(
+                contents.snapshot_table,
                 snapshot,
                 rank,
                 request["nbytes"],
                 available,
-                gives_up=request["gives_up"],
+                discard_uncommitted=request["discard_uncommitted"],
             )
             if held.buffer not in contents.arenas:
                 contents.arenas[held.buffer] = Arena.create(held.capacity)
-            self._sweep()
+            self._release_unused()
             began.add((snapshot, rank))
             reply = {
                 "buffer": held.buffer,
@@ -329,21 +337,21 @@ class SnapshotServer:
                 "dropped": [number for number in mapped if number not in contents.arenas],
             }
             descriptor = None if held.buffer in mapped else contents.arenas[held.buffer].descriptor
-            wire.send(reply, descriptor=descriptor)
+            client.send(reply, descriptor=descriptor)
 
-    def _seal(self, snapshot: Snapshot, rank: int, index_offset: int, index_nbytes: int) -> None:
+    def _seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
         with self._lock:
-            self._contents.shelf = retention.seal(self._contents.shelf, snapshot, rank)
-            self._contents.shards[snapshot, rank] = _Shard(index_offset, index_nbytes)
+            self._state.snapshot_table = retention.seal(self._state.snapshot_table, snapshot, rank)
+            self._state.shards[snapshot, rank] = _Shard(index_offset, index_nbytes)
 
-    def _protect(self, snapshot: Snapshot) -> None:
+    def _protect(self, snapshot: SnapshotId) -> None:
         """Have a snapshot protected once the last of the node's ranks has sealed."""
         with self._lock:
-            sealed = self._contents.shelf.sealed()
+            sealed = self._state.snapshot_table.sealed()
         if len(sealed.get(snapshot, ())) == self._ranks:
-            self._protection.sealed(snapshot)
+            self._protection.protect(snapshot)
 
-    def _is_pending(self, snapshot: Snapshot, rank: int) -> bool:
+    def _is_pending(self, snapshot: SnapshotId, rank: int) -> bool:
         """Wait a while for a shard that is to be rebuilt here; whether it is still to come.
 
         Raises:
@@ -352,18 +360,18 @@ class SnapshotServer:
         key = (snapshot, rank)
 
         def is_settled() -> bool:
-            return key in self._contents.shards or self._contents.expected.get(key) is not None
+            return key in self._state.shards or self._state.expected.get(key) is not None
 
         with self._lock:
             # Who asks may have heard of the new generation before this node's agent has.
-            if not self._lock.wait_for(is_settled, _PATIENCE_S):
-                return key in self._contents.expected
-            reason = self._contents.expected.get(key)
+            if not self._lock.wait_for(is_settled, _PENDING_POLL_S):
+                return key in self._state.expected
+            reason = self._state.expected.get(key)
         if reason is not None:
             raise SnapshotUnavailable(reason)
         return False
 
-    def _read(self, wire: Wire, snapshot: Snapshot, pieces: list[Any]) -> None:
+    def _read(self, client: Connection, snapshot: SnapshotId, pieces: list[Any]) -> None:
         """Send boxes; those that lie in one piece go from memory to socket inside the kernel."""
         self.pin(snapshot)
         try:
@@ -381,9 +389,9 @@ class SnapshotServer:
                 if found is not None:
                     ranges.append((arena.descriptor, *found))
             if len(ranges) == len(pieces):
-                wire.send_files({}, ranges)
+                client.send_files({}, ranges)
             else:
-                wire.send({}, [memoryview(view.tobytes()) for view in views])
+                client.send({}, [memoryview(view.tobytes()) for view in views])
         finally:
             self.unpin(snapshot)
 
@@ -391,23 +399,31 @@ class SnapshotServer:
         verb = request["verb"]
         try:
             if verb == "open_generation":
-                group = Group(
+                group = ErasureGroup(
                     request["generation"],
                     tuple(request["addresses"]),
                     request["position"],
                     request["parity"],
                 )
-                self._change(lambda shelf: retention.open_generation(shelf, group.generation))
-                self._protection.enter(group)
+                self._update_table(
+                    lambda snapshot_table: retention.open_generation(
+                        snapshot_table, group.generation
+                    )
+                )
+                self._protection.open_generation(group)
                 self._persistence.stop()
             elif verb == "rebuild":
                 self._rebuild(request)
-            elif verb == "settle":
-                self._protection.settle(_SETTLE_S)
+            elif verb == "finish_protection":
+                self._protection.finish_protection(_DRAIN_TIMEOUT_S)
             elif verb == "verify":
                 self._drop_damaged()
             elif verb == "commit":
-                self._change(lambda shelf: retention.commit(shelf, Snapshot(*request["snapshot"])))
+                self._update_table(
+                    lambda snapshot_table: retention.commit(
+                        snapshot_table, SnapshotId(*request["snapshot"])
+                    )
+                )
             elif verb == "persist":
                 self._persistence.start(request)
             elif verb == "publish":
@@ -419,67 +435,71 @@ class SnapshotServer:
         with self._lock:
             sealed = self._sealed()
             protected = [
-                name for name, _ in sealed if self._protection.is_protected(Snapshot(*name))
+                name for name, _ in sealed if self._protection.is_protected(SnapshotId(*name))
             ]
             return {"sealed": sealed, "protected": protected, "nbytes": self._nbytes}
 
     def _rebuild(self, request: Message) -> None:
-        snapshot = Snapshot(*request["snapshot"])
-        group = Group(
+        snapshot = SnapshotId(*request["snapshot"])
+        group = ErasureGroup(
             snapshot.generation, tuple(request["addresses"]), request["position"], request["parity"]
         )
         with self._lock:
-            self._contents.expected.update({(snapshot, rank): None for rank in request["ranks"]})
+            self._state.expected.update({(snapshot, rank): None for rank in request["ranks"]})
             self._lock.notify_all()
         self._rebuilder.rebuild(snapshot, group, request["lost"], request["ranks"])
 
     def _drop_damaged(self) -> None:
         """Forget snapshots whose bytes are no longer what was sealed; what is forgotten is rebuilt from parity, if there is any."""
         with self._lock:
-            sealed = self._contents.shelf.sealed()
+            sealed = self._state.snapshot_table.sealed()
         for snapshot in sealed:
             if not self._protection.is_intact(snapshot):
                 print(
                     f"keepstep snapshot server: memory of step {snapshot.step} has changed since it was sealed; it is not used",
                     file=sys.stderr,
                 )
-                self._change(partial(_forget, snapshot=snapshot))
+                self._update_table(partial(_discard, snapshot=snapshot))
 
     def _sealed(self) -> list[Any]:
         return [
             [[snapshot.generation, snapshot.step], sorted(ranks)]
-            for snapshot, ranks in self._contents.shelf.sealed().items()
+            for snapshot, ranks in self._state.snapshot_table.sealed().items()
         ]
 
-    def _change(self, change: Callable[[Shelf], Shelf]) -> None:
+    def _update_table(self, change: Callable[[SnapshotTable], SnapshotTable]) -> None:
         with self._lock:
-            self._contents.shelf = change(self._contents.shelf)
-            self._sweep()
+            self._state.snapshot_table = change(self._state.snapshot_table)
+            self._release_unused()
 
-    def _sweep(self) -> None:
-        """Release the memory and the indexes of what the shelf no longer names. Under the lock."""
-        contents = self._contents
-        used = {held.buffer for held in contents.shelf.shards.values()} | set(contents.shelf.free)
+    def _release_unused(self) -> None:
+        """Release the memory and the indexes of what the snapshot_table no longer names. Under the lock."""
+        contents = self._state
+        used = {held.buffer for held in contents.snapshot_table.shards.values()} | set(
+            contents.snapshot_table.free
+        )
         for number in [number for number in contents.arenas if number not in used]:
             contents.arenas.pop(number).close()
-        for name in [name for name in contents.shards if name not in contents.shelf.shards]:
+        for name in [
+            name for name in contents.shards if name not in contents.snapshot_table.shards
+        ]:
             del contents.shards[name]
         contents.expected = {
             key: reason
             for key, reason in contents.expected.items()
-            if key[0] >= contents.shelf.committed
+            if key[0] >= contents.snapshot_table.committed
         }
-        self._protection.keep({snapshot for snapshot, _ in contents.shelf.shards})
+        self._protection.retain_only({snapshot for snapshot, _ in contents.snapshot_table.shards})
 
-    def _shard(self, snapshot: Snapshot, rank: int) -> _Shard:
-        shard = self._contents.shards.get((snapshot, rank))
+    def _shard(self, snapshot: SnapshotId, rank: int) -> _Shard:
+        shard = self._state.shards.get((snapshot, rank))
         if shard is None:
             raise SnapshotUnavailable(
                 f"rank {rank}'s part of step {snapshot.step} (generation {snapshot.generation}) is not held here"
             )
         return shard
 
-    def _indexed(self, snapshot: Snapshot, rank: int) -> tuple[ShardIndex, dict[str, Entry]]:
+    def _indexed(self, snapshot: SnapshotId, rank: int) -> tuple[ShardIndex, dict[str, Entry]]:
         """Return a shard's index, whole and by key, read from its buffer the first time. Under the lock."""
         shard = self._shard(snapshot, rank)
         if shard.index is None:
@@ -490,17 +510,17 @@ class SnapshotServer:
             shard.entries = shard.index.by_key
         return shard.index, shard.entries
 
-    def _arena(self, snapshot: Snapshot, rank: int) -> Arena:
+    def _arena(self, snapshot: SnapshotId, rank: int) -> Arena:
         self._shard(snapshot, rank)
-        return self._contents.arenas[self._contents.shelf.shards[snapshot, rank].buffer]
+        return self._state.arenas[self._state.snapshot_table.shards[snapshot, rank].buffer]
 
 
-def _abandon(shelf: Shelf, *, snapshot: Snapshot, rank: int) -> Shelf:
-    return retention.abandon(shelf, snapshot, rank)
+def _abandon(snapshot_table: SnapshotTable, *, snapshot: SnapshotId, rank: int) -> SnapshotTable:
+    return retention.abandon(snapshot_table, snapshot, rank)
 
 
-def _forget(shelf: Shelf, *, snapshot: Snapshot) -> Shelf:
-    return retention.forget(shelf, snapshot)
+def _discard(snapshot_table: SnapshotTable, *, snapshot: SnapshotId) -> SnapshotTable:
+    return retention.discard(snapshot_table, snapshot)
 
 
 def main() -> None:
@@ -524,7 +544,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     secret = bytes.fromhex(sys.stdin.readline().strip())
     control = socket.socket(fileno=options.control)
-    limits = Limits(options.exchange_limit, options.storage_limit)
+    limits = RateLimits(options.exchange_limit, options.storage_limit)
     SnapshotServer(options.directory, options.host, control, secret, options.ranks, limits).run()
 
 

@@ -49,7 +49,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class CellIndex:
     """All data objects of a checkpoint, and a way to find cells in them. `where` is the checkpoint's place, for messages."""
 
     tensors: Mapping[str, StoredTensor]
@@ -61,7 +61,7 @@ class Directory:
     @classmethod
     def of(
         cls, tensors: Mapping[str, StoredTensor], objects: Sequence[DataObject], where: str
-    ) -> Directory:
+    ) -> CellIndex:
         """Make the directory of these objects.
 
         Raises:

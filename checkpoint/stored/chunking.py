@@ -123,13 +123,13 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
     # Large tensors first: what is small then evens out the load.
     for key in sorted(holders, key=lambda k: (-max(e.nbytes for _, e in holders[k]), k)):
         held = holders[key]
-        shape, dtype = _agreed(key, held)
+        shape, dtype = _common_shape_and_dtype(key, held)
         itemsize = numpy_dtype(dtype).itemsize
         grid = chunk_shape(
             shape, [entry.box for _, entry in held], itemsize, within_shards=within_shards
         )
         tensors[key] = stored_tensor(dtype, shape, grid)
-        shares = _shares(shape, grid, held)
+        shares = _elements_per_holder(shape, grid, held)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
             share = shares.get(chunk.place)
             if share is None:
@@ -288,7 +288,9 @@ def chunks_over(key: str, shape: Sequence[int], grid: Sequence[int], box: Box) -
         yield Chunk(key, place, Box(offset, extents))
 
 
-def _agreed(key: str, held: Sequence[tuple[int, Entry]]) -> tuple[tuple[int, ...], str]:
+def _common_shape_and_dtype(
+    key: str, held: Sequence[tuple[int, Entry]]
+) -> tuple[tuple[int, ...], str]:
     """Return the shape and data type of a tensor on which all its holders agree."""
     rank, first = held[0]
     for other, entry in held:
@@ -300,7 +302,7 @@ def _agreed(key: str, held: Sequence[tuple[int, Entry]]) -> tuple[tuple[int, ...
     return first.global_shape, first.dtype
 
 
-def _shares(
+def _elements_per_holder(
     shape: Sequence[int], grid: Sequence[int], held: Sequence[tuple[int, Entry]]
 ) -> dict[tuple[int, ...], dict[int, int]]:
     """Return, for every chunk that anybody holds part of, the number of its elements that each holder has."""

@@ -1,7 +1,7 @@
 """Checkpoints in a file system.
 
 A file is written beside its place and renamed into it. Durability comes in two steps, because a flush is dear and
-one covers much: bytes are brought to the device as files are written, and `settle` flushes files and directories,
+one covers much: bytes are brought to the device as files are written, and `flush` flushes files and directories,
 many at a time, so that they share the commits of the file system's journal.
 
 Large files are written past the page cache (`O_DIRECT`). What does not lie aligned is copied for that, as the page cache would; but
@@ -49,14 +49,17 @@ class FileStorage:
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
-        with self._explained(f"read {name}"):
+        with self._translate_errors(f"read {name}"):
             return (self.root / name).read_bytes()
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """See `Storage.read_into`."""
         rest = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
-        with self._explained(f"read {name}"), (self.root / name).open("rb", buffering=0) as file:
+        with (
+            self._translate_errors(f"read {name}"),
+            (self.root / name).open("rb", buffering=0) as file,
+        ):
             while rest:
                 count = os.preadv(
                     file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total
@@ -67,8 +70,8 @@ class FileStorage:
                 _advance(rest, count)
         return total
 
-    def announce(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.announce`. Left to itself the kernel reads ahead in small steps, each waited for."""
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        """See `Storage.prefetch`. Left to itself the kernel reads ahead in small steps, each waited for."""
         with suppress(OSError), (self.root / name).open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -77,35 +80,35 @@ class FileStorage:
         path = self.root / name
         views = [memoryview(piece).cast("B") for piece in pieces]
         is_large = sum(view.nbytes for view in views) >= _LARGE_NBYTES
-        with self._explained(f"write {name}"), self._beside(path) as unfinished:
-            if not (is_large and _fill_directly(unfinished, views)):
-                _fill(unfinished, views, flush=is_large)
+        with self._translate_errors(f"write {name}"), self._temporary_path(path) as unfinished:
+            if not (is_large and _write_direct(unfinished, views)):
+                _write_buffered(unfinished, views, flush=is_large)
             unfinished.replace(path)
 
     @property
-    def repeats(self) -> bool:
-        """See `Storage.repeats`."""
+    def supports_links(self) -> bool:
+        """See `Storage.supports_links`."""
         return True
 
-    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.repeat`. Files are never written to again once they have their name, so one may have several."""
+    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.link_identical`. Files are never written to again once they have their name, so one may have several."""
         with suppress(OSError), (self.root / source).open("rb", buffering=0) as file:
-            if _holds(file, pieces):
-                with self._beside(self.root / name) as unfinished:
+            if _has_content(file, pieces):
+                with self._temporary_path(self.root / name) as unfinished:
                     os.link(self.root / source, unfinished)
                     unfinished.replace(self.root / name)
                 return True
         return False
 
-    def settle(self, names: Sequence[str]) -> None:
-        """See `Storage.settle`."""
+    def flush(self, names: Sequence[str]) -> None:
+        """See `Storage.flush`."""
         directories = {
             self.root / parent for name in names for parent in PurePosixPath(name).parents
         }
         paths = [*(self.root / name for name in names), *directories]
         # Flushes wait for the device, which takes several at a time.
         with (
-            self._explained("flush what was written"),
+            self._translate_errors("flush what was written"),
             ThreadPoolExecutor(_PARALLEL_FLUSHES) as pool,
         ):
             for _ in pool.map(_flush, paths):
@@ -114,8 +117,8 @@ class FileStorage:
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
         path = self.root / name
-        with self._explained(f"create {name}"), self._beside(path) as unfinished:
-            _fill(unfinished, [memoryview(data)], flush=True)
+        with self._translate_errors(f"create {name}"), self._temporary_path(path) as unfinished:
+            _write_buffered(unfinished, [memoryview(data)], flush=True)
             try:
                 # Unlike a rename, a link fails if the name is taken.
                 os.link(unfinished, path)
@@ -124,19 +127,19 @@ class FileStorage:
                     raise CheckpointExists(
                         f"{self.url}: {name} exists already; committed steps are never overwritten"
                     ) from None
-        self.settle([name])
-        with self._explained("flush the directories above"):
+        self.flush([name])
+        with self._translate_errors("flush the directories above"):
             for directory in self.root.parents:
                 _flush(directory)
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
-        with self._explained(f"look for {name}"):
+        with self._translate_errors(f"look for {name}"):
             return (self.root / name).exists()
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
-        with self._explained("list"):
+        with self._translate_errors("list"):
             top = self.root / prefix.rpartition("/")[0]
             found = [
                 path.relative_to(self.root).as_posix() for path in top.rglob("*") if path.is_file()
@@ -147,19 +150,19 @@ class FileStorage:
 
     def directories_with(self, leaf: str) -> Sequence[str]:
         """See `Storage.directories_with`."""
-        with self._explained("list"):
+        with self._translate_errors("list"):
             if not self.root.exists():
                 return []
             return [path.name for path in self.root.iterdir() if (path / leaf).is_file()]
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
-        with self._explained(f"delete {name}"):
+        with self._translate_errors(f"delete {name}"):
             (self.root / name).unlink(missing_ok=True)
 
     def delete_directory(self, directory: str) -> None:
         """See `Storage.delete_directory`."""
-        with self._explained(f"delete {directory}"):
+        with self._translate_errors(f"delete {directory}"):
             if (self.root / directory).exists():
                 shutil.rmtree(self.root / directory)
 
@@ -170,7 +173,7 @@ class FileStorage:
         self.delete(name)
 
     @contextmanager
-    def _beside(self, path: Path) -> Iterator[Path]:
+    def _temporary_path(self, path: Path) -> Iterator[Path]:
         """Make the directory, name an unfinished file in it, and see to it that none remains."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_UNFINISHED}")
@@ -180,7 +183,7 @@ class FileStorage:
             unfinished.unlink(missing_ok=True)
 
     @contextmanager
-    def _explained(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
@@ -199,7 +202,7 @@ class FileStorage:
             ) from error
 
 
-def _holds(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
+def _has_content(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
     """Return whether a file has exactly these bytes."""
     views = [memoryview(piece).cast("B") for piece in pieces]
     if os.fstat(file.fileno()).st_size != sum(view.nbytes for view in views):
@@ -219,7 +222,7 @@ def _holds(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
     return True
 
 
-def _fill_directly(path: Path, pieces: Sequence[memoryview]) -> bool:
+def _write_direct(path: Path, pieces: Sequence[memoryview]) -> bool:
     """Write a file past the page cache; return False, and leave no file, if its file system cannot."""
     if not _O_DIRECT:
         return False
@@ -270,7 +273,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _fill(path: Path, pieces: Sequence[memoryview], *, flush: bool) -> None:
+def _write_buffered(path: Path, pieces: Sequence[memoryview], *, flush: bool) -> None:
     rest = deque(piece for piece in pieces if piece.nbytes)
     with path.open("wb", buffering=0) as file:
         while rest:

@@ -1,7 +1,7 @@
 """Keeping a place with many checkpoints in order: removing, collecting what is left, copying and comparing.
 
 Removing is done in two steps, so that whoever reads a checkpoint can finish: `remove` takes its manifest away and notes when, upon which
-it is a checkpoint no more; `collect` deletes what has been none for some time, leftovers of writers that died among it.
+it is a checkpoint no more; `collect_garbage` deletes what has been none for some time, leftovers of writers that died among it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keepstep.checkpoint.stored.format import (
     array_metadata,
     encode,
 )
-from keepstep.checkpoint.stored.pruning import GRACE_S, leftovers
+from keepstep.checkpoint.stored.pruning import GRACE_S, find_garbage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
@@ -42,7 +42,7 @@ _COMPARED_NBYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CheckpointSummary:
     """A checkpoint in numbers: bytes and objects in all, tensors and their elements."""
 
     stored: StoredStep
@@ -52,9 +52,9 @@ class Contents:
     elements: int
 
 
-def contents(source: StoredCheckpoint) -> Contents:
+def summarize(source: StoredCheckpoint) -> CheckpointSummary:
     """Count what a checkpoint consists of, from its listings."""
-    data = source.directory.objects
+    data = source.cell_index.objects
     own_metadata = [key for key, tensor in source.stored_tensors.items() if not tensor.is_packed]
     nbytes = sum(item.nbytes for item in data) + sum(
         item.nbytes for item in source.manifest.objects
@@ -63,11 +63,11 @@ def contents(source: StoredCheckpoint) -> Contents:
     elements = sum(
         int(np.prod(tensor.shape, dtype=np.int64)) for tensor in source.stored_tensors.values()
     )
-    return Contents(source.stored, nbytes, objects, len(source.stored_tensors), elements)
+    return CheckpointSummary(source.stored, nbytes, objects, len(source.stored_tensors), elements)
 
 
 def remove(url: str, stored: StoredStep, *, now: float) -> None:
-    """Make a checkpoint none, at once; `collect` deletes its bytes later.
+    """Make a checkpoint none, at once; `collect_garbage` deletes its bytes later.
 
     Args:
         url: where it is.
@@ -83,11 +83,11 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
             f"{url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`"
         )
     storage.write(f"{stored.directory}/{REMOVED}", [encode({"at_s": now})])
-    storage.settle([f"{stored.directory}/{REMOVED}"])
+    storage.flush([f"{stored.directory}/{REMOVED}"])
     storage.delete(f"{stored.directory}/{MANIFEST}")
 
 
-def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
+def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
     """Delete directories that are no checkpoints and have not been for `grace_s` seconds; return their names.
 
     A directory without a manifest may be one that a writer is filling now: it is noted when it is first seen here, and deleted by a
@@ -110,7 +110,7 @@ def collect(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...
         for directory in marked
         if (at_s := _noted(storage, f"{directory}/{REMOVED}")) is not None
     }
-    fresh, doomed = leftovers(names, noted, now=now, grace_s=grace_s)
+    fresh, doomed = find_garbage(names, noted, now=now, grace_s=grace_s)
     for directory in fresh:
         storage.write(f"{directory}/{REMOVED}", [encode({"at_s": now})])
     for directory in doomed:
@@ -161,14 +161,14 @@ def copy(
         return name
 
     with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
-        names = list(pool.map(data, source.directory.objects))
+        names = list(pool.map(data, source.cell_index.objects))
     names += [plain(name) for name in (ROOT, DOCUMENTS, *source.manifest.part_names())]
     for key, tensor in source.stored_tensors.items():
         if not tensor.is_packed:
             name = f"{key}/{ROOT}"
             target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
             names.append(name)
-    target.settle([f"{directory}/{name}" for name in names])
+    target.flush([f"{directory}/{name}" for name in names])
     target.create(committed, manifest)
     return source.stored
 
@@ -181,7 +181,7 @@ def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> 
     """
     view = memoryview(content)
     end = 0
-    for span in source.directory.spans_of_object(item):
+    for span in source.cell_index.spans_of_object(item):
         end = span.offset + span.nbytes
         if not span.is_intact(view[span.offset : end]):
             break
@@ -227,7 +227,7 @@ def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bo
     tensor = first.stored_tensors[key]
     if tensor == second.stored_tensors[key]:
         one, other = (
-            [crc for span in source.directory.spans_of_tensor(key) for crc in span.checksums]
+            [crc for span in source.cell_index.spans_of_tensor(key) for crc in span.checksums]
             for source in (first, second)
         )
         return one == other

@@ -17,12 +17,12 @@ from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, Checkp
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
 
 # A request that has got no answer for this long, and for as long again as its bytes take at a slow line's rate, is sent again.
-_PATIENCE_S = 60.0
+_REQUEST_TIMEOUT_S = 60.0
 # For each request: those of a rank that are under way together, and those of all ranks, share a line.
 _SLOW_BYTES_PER_S = 2**18
 # How many times as slow the line may be, attempt by attempt. So a dead connection is noticed after minutes, yet a line on which 64 MiB
 # take half an hour does not end a save, though what is sent again takes its share of it.
-_TIMES_AS_SLOW = (1, 4, 16)
+_TIMEOUT_FACTORS = (1, 4, 16)
 # What is many requests in one may take as long as so many bytes.
 _MANY_NBYTES = 2**26
 
@@ -34,16 +34,16 @@ _MEMORY = tensorstore.Context()
 class ObjectStorage:
     """A `Storage` over a TensorStore key-value store.
 
-    A request that has got no answer for `patience_s` seconds, longer if it carries many bytes, is sent anew; the first answer counts.
+    A request that has got no answer for `request_timeout_s` seconds, longer if it carries many bytes, is sent anew; the first answer counts.
     """
 
     url: str
     store: Any
-    patience_s: float = _PATIENCE_S
+    request_timeout_s: float = _REQUEST_TIMEOUT_S
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
-        result = self._do(f"read {name}", lambda: self.store.read(name), nbytes)
+        result = self._request(f"read {name}", lambda: self.store.read(name), nbytes)
         if result.state != "value":
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         return bytes(result.value)
@@ -58,9 +58,9 @@ class ObjectStorage:
         except ValueError as error:
             if "OUT_OF_RANGE" in str(error):
                 return 0
-            raise self._explained(f"read {name}", error) from error
+            raise self._translate_error(f"read {name}", error) from error
         except OSError as error:
-            raise self._explained(f"read {name}", error) from error
+            raise self._translate_error(f"read {name}", error) from error
         if result.state != "value":
             raise CheckpointMissing(f"{self.url}: there is no object {name}")
         data = memoryview(result.value)
@@ -71,34 +71,34 @@ class ObjectStorage:
             start += piece.nbytes
         return data.nbytes
 
-    def announce(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.announce`: there is nothing to be gained here, several requests are under way anyway."""
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
+        """See `Storage.prefetch`: there is nothing to be gained here, several requests are under way anyway."""
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
         data = b"".join(pieces)
-        self._do(f"write {name}", lambda: self.store.write(name, data), len(data))
+        self._request(f"write {name}", lambda: self.store.write(name, data), len(data))
 
     @property
-    def repeats(self) -> bool:
-        """See `Storage.repeats`: a second name would be a second object."""
+    def supports_links(self) -> bool:
+        """See `Storage.supports_links`: a second name would be a second object."""
         return False
 
-    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.repeat`."""
+    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+        """See `Storage.link_identical`."""
         return False
 
-    def settle(self, names: Sequence[str]) -> None:
-        """See `Storage.settle`: an acknowledged PUT is durable."""
+    def flush(self, names: Sequence[str]) -> None:
+        """See `Storage.flush`: an acknowledged PUT is durable."""
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
-        found = self._do(f"read {name}", lambda: self.store.read(name), len(data))
+        found = self._request(f"read {name}", lambda: self.store.read(name), len(data))
         if found.state != "value":
             # The stamp of an absent object is the condition that it is absent. An empty one would be no
             # condition at all.
             absent = found.stamp.generation
-            written = self._do(
+            written = self._request(
                 f"create {name}", lambda: self.store.write(name, data, if_equal=absent), len(data)
             )
             if written.generation:
@@ -110,11 +110,11 @@ class ObjectStorage:
 
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
-        return bool(self._do(f"read {name}", lambda: self.store.read(name)).state == "value")
+        return bool(self._request(f"read {name}", lambda: self.store.read(name)).state == "value")
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
-        listed = self._do("list", lambda: self.store.list(_range(prefix)), _MANY_NBYTES)
+        listed = self._request("list", lambda: self.store.list(_range(prefix)), _MANY_NBYTES)
         return sorted(name.decode() for name in listed)
 
     def directories_with(self, leaf: str) -> Sequence[str]:
@@ -124,11 +124,11 @@ class ObjectStorage:
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""
-        self._do(f"delete {name}", lambda: self.store.write(name, None))
+        self._request(f"delete {name}", lambda: self.store.write(name, None))
 
     def delete_directory(self, directory: str) -> None:
         """See `Storage.delete_directory`."""
-        self._do(
+        self._request(
             f"delete {directory}",
             lambda: self.store.delete_range(_range(f"{directory}/")),
             _MANY_NBYTES,
@@ -140,11 +140,11 @@ class ObjectStorage:
         self.write(name, [b"keepstep"])
         self.delete(name)
 
-    def _do(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
+    def _request(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
         try:
             return self._wait(start, nbytes)
         except (ValueError, OSError) as error:
-            raise self._explained(what, error) from error
+            raise self._translate_error(what, error) from error
 
     def _wait(self, start: Callable[[], Any], nbytes: int) -> Any:
         """Start a request and return its result; start it again while there is none. All of them may be done twice.
@@ -153,7 +153,8 @@ class ObjectStorage:
         off: it would go on beside the next one, unheard. So whichever is answered first counts.
         """
         limits_s = [
-            self.patience_s + nbytes / _SLOW_BYTES_PER_S * times for times in _TIMES_AS_SLOW
+            self.request_timeout_s + nbytes / _SLOW_BYTES_PER_S * times
+            for times in _TIMEOUT_FACTORS
         ]
         answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
         futures: list[Any] = []
@@ -178,7 +179,7 @@ class ObjectStorage:
                 future.cancel()
         raise TimeoutError(f"{len(limits_s)} requests got no answer within {sum(limits_s):.0f} s")
 
-    def _explained(self, what: str, error: Exception) -> CheckpointError:
+    def _translate_error(self, what: str, error: Exception) -> CheckpointError:
         return CheckpointError(
             f"{self.url}: could not {what}: {_reason(error)}; check bucket, "
             "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"

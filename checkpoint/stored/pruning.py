@@ -12,7 +12,7 @@ GRACE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Retention:
+class RetentionPolicy:
     """Which checkpoints to keep: the newest `last`, those of every `every` steps, the `best` by a metric, and `pinned` steps.
 
     `best` is (how many, "min" or "max").
@@ -24,9 +24,9 @@ class Retention:
     pinned: frozenset[int] = frozenset()
 
 
-def superfluous(
+def checkpoints_to_remove(
     steps: Sequence[StoredStep],
-    retention: Retention,
+    retention: RetentionPolicy,
     metric: Mapping[StoredStep, float] | None = None,
 ) -> tuple[StoredStep, ...]:
     """Return the checkpoints that a policy does not keep, oldest first.
@@ -54,7 +54,7 @@ def superfluous(
     return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
 
 
-def leftovers(
+def find_garbage(
     names: Sequence[str], noted: Mapping[str, float], *, now: float, grace_s: float
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the directories to note as no checkpoints, and those to delete.

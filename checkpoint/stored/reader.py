@@ -22,7 +22,7 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, Lay
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
-from keepstep.checkpoint.stored.cell_index import Directory, Span, runs
+from keepstep.checkpoint.stored.cell_index import CellIndex, Span, runs
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
 from keepstep.checkpoint.stored.format import (
     DOCUMENTS,
@@ -41,7 +41,7 @@ from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 # Threads mostly wait for storage; many small tensors need many reads under way.
 _PARALLEL_READS = 8
-_ANNOUNCED_RUNS = 16
+_PREFETCHED_RUNS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Scratch(threading.local):
         return self._memory[:nbytes]
 
 
-_Uses = Mapping[Span, Sequence[Sequence[_Target]]]
+_TargetsBySpan = Mapping[Span, Sequence[Sequence[_Target]]]
 """What a reader wants: for each cell of a span, the requests that overlap it."""
 
 
@@ -152,7 +152,7 @@ class StoredCheckpoint:
         }
 
     @cached_property
-    def directory(self) -> Directory:
+    def cell_index(self) -> CellIndex:
         """Where every cell lies, from the verified listings.
 
         Raises:
@@ -162,7 +162,7 @@ class StoredCheckpoint:
         for name in self.manifest.part_names():
             where = f"{self.storage.url}/{self.stored.directory}/{name}"
             objects += decode_part(_verified(self.storage, self.stored, self.manifest, name), where)
-        return Directory.of(
+        return CellIndex.of(
             self.stored_tensors, objects, f"{self.storage.url}/{self.stored.directory}/"
         )
 
@@ -183,7 +183,7 @@ class StoredCheckpoint:
         for chunk, cells in wanted.values():
             ordered = sorted(cells)
             targets = (cells[cell] for cell in ordered)
-            for span in self.directory.find(chunk, ordered):
+            for span in self.cell_index.find(chunk, ordered):
                 uses[span] = list(itertools.islice(targets, len(span.places)))
         scratch = _Scratch()
         ordered_runs = list(runs(uses))
@@ -192,8 +192,8 @@ class StoredCheckpoint:
             for number, run in enumerate(ordered_runs):
                 # Told before the last of those ahead of it is read, so that the device always has something to do.
                 ahead = (
-                    ordered_runs[number + _ANNOUNCED_RUNS]
-                    if number + _ANNOUNCED_RUNS < len(ordered_runs)
+                    ordered_runs[number + _PREFETCHED_RUNS]
+                    if number + _PREFETCHED_RUNS < len(ordered_runs)
                     else None
                 )
                 futures.append(pool.submit(self._fetch, run, uses, scratch, ahead))
@@ -214,7 +214,7 @@ class StoredCheckpoint:
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = {
                 pool.submit(self._fetch, run, {}, scratch, None): run
-                for run in runs(self.directory.spans())
+                for run in runs(self.cell_index.spans())
             }
             try:
                 for future in as_completed(futures):
@@ -223,16 +223,18 @@ class StoredCheckpoint:
             finally:
                 for future in futures:
                     future.cancel()
-        for item in self.directory.objects:
+        for item in self.cell_index.objects:
             # A byte more than there should be must not be there.
             if self._read(item.name, [memoryview(bytearray(1))], item.nbytes):
                 raise CheckpointDamaged(
-                    f"{self._where(item.name)} is longer than the manifest says; load an older step"
+                    f"{self._location(item.name)} is longer than the manifest says; load an older step"
                 )
         for key, tensor in self.stored_tensors.items():
             name = f"{key}/{ROOT}"
-            if not tensor.is_packed and self._whole(name) != encode(array_metadata(key, tensor)):
-                raise CheckpointDamaged(f"{self._where(name)} was changed; load an older step")
+            if not tensor.is_packed and self._read_object(name) != encode(
+                array_metadata(key, tensor)
+            ):
+                raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
 
     def verified(self, name: str) -> bytes:
         """Return an object that the manifest names, checked against it.
@@ -243,12 +245,16 @@ class StoredCheckpoint:
         return _verified(self.storage, self.stored, self.manifest, name)
 
     def _fetch(
-        self, run: Sequence[Span], uses: _Uses, scratch: _Scratch, ahead: Sequence[Span] | None
+        self,
+        run: Sequence[Span],
+        uses: _TargetsBySpan,
+        scratch: _Scratch,
+        ahead: Sequence[Span] | None,
     ) -> None:
         """Read neighbouring spans of one object, and copy from them what they are needed for; `ahead` are read soon."""
         if ahead is not None:
             name = f"{self.stored.directory}/{ahead[0].object_name}"
-            self.storage.announce(name, ahead[0].offset, sum(span.nbytes for span in ahead))
+            self.storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
         data = scratch.take(sum(span.nbytes for span in run))
         count = self._read(run[0].object_name, [data.data], run[0].offset)
         end = 0
@@ -257,18 +263,18 @@ class StoredCheckpoint:
             end += span.nbytes
             if count < end:
                 raise CheckpointDamaged(
-                    f"{self._where(span.object_name)} ends at byte {run[0].offset + count}, within what it holds of "
+                    f"{self._location(span.object_name)} ends at byte {run[0].offset + count}, within what it holds of "
                     f"{span.key}; load an older step"
                 )
             if not span.is_intact(piece.data):
                 raise CheckpointDamaged(
-                    f"{self._where(span.object_name)}: what it holds of {span.key} does not match its checksum, its bytes "
+                    f"{self._location(span.object_name)}: what it holds of {span.key} does not match its checksum, its bytes "
                     "were changed; load an older step"
                 )
             if span in uses:
-                self._spread(span, piece, uses[span])
+                self._copy_cells(span, piece, uses[span])
 
-    def _spread(
+    def _copy_cells(
         self, span: Span, data: npt.NDArray[np.uint8], uses: Sequence[Sequence[_Target]]
     ) -> None:
         """Copy a span's cells to where they are wanted."""
@@ -285,15 +291,15 @@ class StoredCheckpoint:
         try:
             return self.storage.read_into(f"{self.stored.directory}/{name}", buffers, offset)
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{self._where(name)} is gone; load an older step") from None
+            raise CheckpointDamaged(f"{self._location(name)} is gone; load an older step") from None
 
-    def _whole(self, name: str) -> bytes:
+    def _read_object(self, name: str) -> bytes:
         try:
             return self.storage.read(f"{self.stored.directory}/{name}")
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{self._where(name)} is gone; load an older step") from None
+            raise CheckpointDamaged(f"{self._location(name)} is gone; load an older step") from None
 
-    def _where(self, name: str) -> str:
+    def _location(self, name: str) -> str:
         return f"{self.storage.url}/{self.stored.directory}/{name}"
 
 

@@ -48,27 +48,27 @@ class Storage(Protocol):
         """
         ...
 
-    def announce(self, name: str, offset: int, nbytes: int) -> None:
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         """Hear what is going to be read soon; never fails."""
         ...
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write an object, the pieces one after the other; it is durable after `settle`."""
+        """Write an object, the pieces one after the other; it is durable after `flush`."""
         ...
 
     @property
-    def repeats(self) -> bool:
-        """Whether `repeat` can ever succeed."""
+    def supports_links(self) -> bool:
+        """Whether `link_identical` can ever succeed."""
         ...
 
-    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
         """Make `name` another name of an object that has exactly these bytes, instead of writing them again.
 
-        Return False if it has others, is not there (any more), or cannot be given another name. Durable after `settle`.
+        Return False if it has others, is not there (any more), or cannot be given another name. Durable after `flush`.
         """
         ...
 
-    def settle(self, names: Sequence[str]) -> None:
+    def flush(self, names: Sequence[str]) -> None:
         """Return once these objects, written before, would survive a loss of power."""
         ...
 

@@ -94,11 +94,11 @@ def write_part(
         CheckpointExists: this step of this generation is committed; its chunks are not touched.
         CheckpointError: a write failed, or the attempt was stopped.
     """
-    _refuse_committed(storage, step)
+    _check_not_committed(storage, step)
     # A directory that was removed, or left by a writer that died, may have been noted for deletion: it is in use again.
     storage.delete(f"{step.directory}/{REMOVED}")
 
-    last = _last_written(storage, step, name)
+    last = _previous_objects(storage, step, name)
 
     def write(job: _Job) -> DataObject:
         made, pieces = (
@@ -108,7 +108,9 @@ def write_part(
         )
         # Equal checksums only make it likely that the bytes are equal; the storage compares them.
         before = last.get(made)
-        if before is None or not storage.repeat(before, f"{step.directory}/{made.name}", pieces):
+        if before is None or not storage.link_identical(
+            before, f"{step.directory}/{made.name}", pieces
+        ):
             storage.write(f"{step.directory}/{made.name}", pieces)
         return made
 
@@ -122,16 +124,16 @@ def write_part(
 
     jobs = [job for writer in writers for job in _jobs(plan, writer)]
     arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
-    written = _all(write, jobs)
+    written = _map_parallel(write, jobs)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
     documents = {f"{key}/{ROOT}": encode(array_metadata(key, plan.tensors[key])) for key in arrays}
     documents[part.name] = listing
-    _all(
+    _map_parallel(
         lambda item: storage.write(f"{step.directory}/{item[0]}", [item[1]]),
         list(documents.items()),
     )
-    storage.settle(
+    storage.flush(
         [f"{step.directory}/{stored}" for stored in (*(made.name for made in written), *documents)]
     )
     return part
@@ -167,15 +169,15 @@ def publish(
         storage.write(f"{step.directory}/{name}", [data])
         return StoredObject(name, len(data), crc32c.crc32c(data))
 
-    written = _all(one, list(contents))
-    storage.settle([f"{step.directory}/{stored.name}" for stored in written])
+    written = _map_parallel(one, list(contents))
+    storage.flush([f"{step.directory}/{stored.name}" for stored in written])
     manifest = Manifest(step.step, step.generation, (*parts, *written))
     storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
 
 
-def _last_written(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
+def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
     """Return what the writer of this name wrote of the newest other checkpoint, and where; nothing if that is of no use."""
-    if not storage.repeats:
+    if not storage.supports_links:
         return {}
     found = [
         stored
@@ -195,7 +197,7 @@ def _last_written(storage: Storage, step: StoredStep, name: int) -> Mapping[Data
     return {item: f"{directory}/{item.name}" for item in listing}
 
 
-def _refuse_committed(storage: Storage, step: StoredStep) -> None:
+def _check_not_committed(storage: Storage, step: StoredStep) -> None:
     if storage.exists(f"{step.directory}/{MANIFEST}"):
         raise CheckpointExists(
             f"{storage.url}: step {step.step} of generation {step.generation} is committed already "
@@ -203,7 +205,7 @@ def _refuse_committed(storage: Storage, step: StoredStep) -> None:
         )
 
 
-def _all(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+def _map_parallel(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
     """Do it for all items on several threads; after a first failure none is begun any more."""
     with ThreadPoolExecutor(_PARALLEL_WRITES) as pool:
         futures = [pool.submit(act, item) for item in items]

@@ -14,22 +14,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.checkpoint.server.limits import Limits
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.membership import Membership
-from keepstep.elastic.agent.peer_connections import Gate, Links
+from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
 from keepstep.elastic.agent.snapshot_process import SnapshotProcess
-from keepstep.elastic.agent.worker_group import Crew
+from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Publish
-from keepstep.elastic.rendezvous.decide import Policy, may_leave
+from keepstep.elastic.rendezvous.decide import RendezvousPolicy, may_leave
 from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.records import (
     Generation,
+    NodePhase,
     NodeRecord,
+    NodeReport,
     PersistedPart,
-    Phase,
-    Report,
-    SnapshotId,
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -50,7 +50,7 @@ class AgentConfig:
     host: str
     workers: int
     command: Command
-    policy: Policy
+    policy: RendezvousPolicy
     environment: Mapping[str, str]
     run_directory: Path
     digest: str
@@ -60,7 +60,7 @@ class AgentConfig:
     abort_timeout_s: float = 5.0
     grace_s: float = 30.0
     spares: int = 1
-    limits: Limits = field(default_factory=Limits)
+    limits: RateLimits = field(default_factory=RateLimits)
     records: bool = False
     """Whether workers record what they do, for `keepstep monitor`."""
 
@@ -97,11 +97,11 @@ class Agent:
             JobFailed: the job failed; the message names the first failing rank and why.
             UsageError, StoreUnavailable: the job could not be joined, or the coordinator is gone.
         """
-        gate = await Gate.open(self._config.node, self._config.host)
+        agent_listener = await AgentListener.open(self._config.node, self._config.host)
         try:
             while True:
                 try:
-                    return await self._take_part(gate)
+                    return await self._take_part(agent_listener)
                 except LeaseLost as lost:
                     log.error("%s; its workers are stopped, joining again", lost)
                 except StoreUnavailable as gone:
@@ -114,9 +114,9 @@ class Agent:
                     log.error("%s; its workers are stopped, trying again", gone)
         finally:
             self._listener.close()
-            gate.close()
+            agent_listener.close()
 
-    async def _take_part(self, gate: Gate) -> bool:
+    async def _take_part(self, agent_listener: AgentListener) -> bool:
         """One membership, from lease to lease's end."""
         config = self._config
         self._drained_generation, self._committed, self._stored, self._persisting = (
@@ -129,7 +129,7 @@ class Agent:
             node=config.node,
             host=config.host,
             nproc=config.workers,
-            agent=f"{config.host}:{gate.port}",
+            agent=f"{config.host}:{agent_listener.port}",
             server="",
             store_port=self._listener.getsockname()[1],
             lease=0,
@@ -148,9 +148,9 @@ class Agent:
         self._membership = membership
         secret = await membership.join()
         self._member_until_s = float("inf")
-        gate.admit(secret, membership.hear)
-        links = self._links = Links(secret, membership.revoke)
-        self._crew = Crew(
+        agent_listener.accept_reports(secret, membership.receive_report)
+        connections = self._connections = PeerConnections(secret, membership.revoke)
+        self._worker_group = WorkerGroup(
             config.command, config.workers, config.spares, config.environment, self._wake.set
         )
         try:
@@ -167,7 +167,7 @@ class Agent:
             async with asyncio.TaskGroup() as group:
                 work = group.create_task(membership.run())
                 try:
-                    return await self._work(links, secret.hex(), work)
+                    return await self._work(connections, secret.hex(), work)
                 finally:
                     work.cancel()
         except* LeaseLost as lost:
@@ -176,19 +176,21 @@ class Agent:
             raise failed.exceptions[0] from None
         finally:
             self._member_until_s = time.monotonic()
-            await self._crew.stop(0.0)
-            await links.close()
+            await self._worker_group.stop(0.0)
+            await connections.close()
             if hasattr(self, "_snapshots"):
                 await self._snapshots.close()
         raise AssertionError("unreachable: the task group returns or raises")
 
-    async def _work(self, links: Links, secret: str, membership_task: asyncio.Task[None]) -> bool:
+    async def _work(
+        self, connections: PeerConnections, secret: str, membership_task: asyncio.Task[None]
+    ) -> bool:
         config = self._config
         while True:
             self._wake.clear()
             if await self._reconcile(secret):
                 result = self._membership.view.result
-                await self._crew.stop(1.0 if result is None or result.succeeded else 0.0)
+                await self._worker_group.stop(1.0 if result is None or result.succeeded else 0.0)
                 # Leaving deletes the node's own key, which must not look like a lost lease.
                 membership_task.cancel()
                 await asyncio.wait([membership_task])
@@ -198,7 +200,7 @@ class Agent:
                 if result is not None and not result.succeeded:
                     raise JobFailed(result.message)
                 return result is not None
-            links.watch(self._peers())
+            connections.watch(self._peers())
             timeout_s = self._next_deadline_s()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -216,7 +218,10 @@ class Agent:
         return [view.nodes[view.leader].record] if view.leader else []
 
     def _next_deadline_s(self) -> float | None:
-        deadlines = [self._crew.drain_until_s, self._progress_due_s if self._crew.workers else None]
+        deadlines = [
+            self._worker_group.drain_until_s,
+            self._progress_due_s if self._worker_group.workers else None,
+        ]
         if self._leaving_since_s is not None:
             deadlines.append(self._leaving_since_s + self._config.grace_s)
         present = [deadline for deadline in deadlines if deadline is not None]
@@ -224,7 +229,7 @@ class Agent:
 
     async def _reconcile(self, secret: str) -> bool:
         """Take every step that the present situation calls for; True when nothing is left to do but to leave."""
-        membership, crew = self._membership, self._crew
+        membership, worker_group = self._membership, self._worker_group
         view = membership.view
         if view.result is not None:
             return True
@@ -237,61 +242,61 @@ class Agent:
             if overdue or may_leave(self._config.policy, view, self._config.node):
                 return True
         await self._follow_commits()
-        if crew.generation == 0:
-            crew.warm_up()
+        if worker_group.generation == 0:
+            worker_group.warm_up()
         generation = view.generation
         place = generation.member(self._config.node) if generation is not None else None
         if place is not None and place.server != self._snapshots.address:
             generation = None  # It was given to an agent of this name that is gone; the leader will find it lost.
-        if generation is not None and generation.generation > crew.generation:
+        if generation is not None and generation.generation > worker_group.generation:
             await self._enter(generation, secret)
-        elif generation is not None and generation.generation == crew.generation:
+        elif generation is not None and generation.generation == worker_group.generation:
             for request in view.restarts_on(self._config.node):
-                crew.restart(request.rank, request.reason)
-                await membership.fulfil(request)
-            if view.is_closing or crew.trouble is not None:
-                abort = crew.trouble is not None or (
+                worker_group.restart(request.rank, request.reason)
+                await membership.complete_restart_request(request)
+            if view.is_closing or worker_group.failure is not None:
+                abort = worker_group.failure is not None or (
                     view.closing is not None and view.closing.abort
                 )
                 await self._drain(generation.generation, abort)
-            membership.update(times=crew.times(), restored_from=crew.restored_from)
-        crew.top_up()
+            membership.update(times=worker_group.times(), restored_from=worker_group.restored_from)
+        worker_group.start_spares()
         membership.update(
-            warm=membership.record.warm or crew.warm,
-            trouble=crew.trouble,
-            finishing=crew.finishing,
-            checkpoint_url=crew.checkpoint_url,
-            checkpoint_every=crew.checkpoint_every,
+            warm=membership.record.warm or worker_group.warm,
+            failure=worker_group.failure,
+            finishing=worker_group.finishing,
+            checkpoint_url=worker_group.checkpoint_url,
+            checkpoint_every=worker_group.checkpoint_every,
             phase=self._phase(),
         )
-        if membership.record.phase is Phase.DONE:
+        if membership.record.phase is NodePhase.DONE:
             # Reports end with the workers; the record is what remains.
             membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
-        if membership.has_news or time.monotonic() >= self._progress_due_s:
+        if membership.has_unwritten_changes or time.monotonic() >= self._progress_due_s:
             self._progress_due_s = time.monotonic() + max(
                 1.0, len(view.nodes) / _PROGRESS_WRITES_PER_S
             )
             membership.update(
-                step=crew.step,
+                step=worker_group.step,
                 memory_nbytes=self._snapshots.memory_nbytes,
-                snapshot_every=crew.snapshot_every,
-                snapshot_cost_s=crew.snapshot_cost_s,
+                snapshot_every=worker_group.snapshot_every,
+                snapshot_cost_s=worker_group.snapshot_cost_s,
             )
         return False
 
-    def _phase(self) -> Phase:
-        crew = self._crew
-        if crew.generation == 0 or not crew.workers:
-            return Phase.WAITING
-        if crew.done and crew.trouble is None:
-            return Phase.DONE
-        if self._drained_generation == crew.generation:
-            return Phase.DRAINED
-        return Phase.RUNNING if crew.running else Phase.STARTING
+    def _phase(self) -> NodePhase:
+        worker_group = self._worker_group
+        if worker_group.generation == 0 or not worker_group.workers:
+            return NodePhase.WAITING
+        if worker_group.done and worker_group.failure is None:
+            return NodePhase.DONE
+        if self._drained_generation == worker_group.generation:
+            return NodePhase.DRAINED
+        return NodePhase.RUNNING if worker_group.running else NodePhase.STARTING
 
     async def _enter(self, generation: Generation, secret: str) -> None:
-        """Put the node's workers into a generation, or park them if the node has no place in it."""
-        crew, membership = self._crew, self._membership
+        """Put the node's workers into a generation, or end them if the node has no place in it."""
+        worker_group, membership = self._worker_group, self._membership
         await self._snapshots.open_generation(generation)
         resume = generation.resume
         # Resuming from storage goes back behind whatever older generations left in memory.
@@ -300,7 +305,7 @@ class Agent:
             await self._snapshots.rebuild(resume)
         member = generation.member(self._config.node)
         if member is None:
-            await crew.park(generation.generation)
+            await worker_group.enter_as_spare(generation.generation)
             return
         leads_ranks = member.first_rank == 0
         used, descriptor = self._listener, None
@@ -311,7 +316,7 @@ class Agent:
                 used.close()  # A program serves its rendezvous itself.
             else:
                 descriptor = used.fileno()
-        await crew.enter(
+        await worker_group.enter(
             generation,
             member,
             descriptor,
@@ -329,8 +334,8 @@ class Agent:
         membership.update(
             store_port=self._listener.getsockname()[1],
             generation=generation.generation,
-            phase=Phase.STARTING,
-            trouble=None,
+            phase=NodePhase.STARTING,
+            failure=None,
             finishing=False,
             persisted=None,
             restored_from="",
@@ -344,18 +349,18 @@ class Agent:
         if self._drained_generation == generation:
             return
         limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
-        if not await self._crew.drain(abort, limit_s):
+        if not await self._worker_group.drain(abort, limit_s):
             return
         if abort:
             # If nobody is lost, what is sealed will do.
-            await self._snapshots.settle()
+            await self._snapshots.finish_protection()
         await self._snapshots.verify()
         self._drained_generation = generation
         self._membership.update(
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,
-            step=self._crew.step,
-            phase=Phase.DRAINED,
+            step=self._worker_group.step,
+            phase=NodePhase.DRAINED,
         )
 
     async def _follow_commits(self) -> None:
@@ -365,7 +370,7 @@ class Agent:
             await self._commit(view.snapshot.snapshot)
         if view.checkpoint is not None and view.checkpoint.step > self._stored:
             self._stored = view.checkpoint.step
-            await self._crew.tell({"tell": "stored", "step": self._stored})
+            await self._worker_group.broadcast({"type": "stored", "step": self._stored})
         if view.persist is not None and view.persist.commit.snapshot != self._persisting:
             holders = view.persist.commit.holders
             position = next((i for i, m in enumerate(holders) if m.node == self._config.node), None)
@@ -376,7 +381,7 @@ class Agent:
     async def _commit(self, snapshot: SnapshotId) -> None:
         self._committed = snapshot
         await self._snapshots.commit(snapshot)
-        await self._crew.tell({"tell": "committed", "step": snapshot.step})
+        await self._worker_group.broadcast({"type": "committed", "step": snapshot.step})
 
     def _on_snapshot_event(self, event: Mapping[str, object]) -> None:
         """The snapshot server has protected or stored something, or has failed to."""
@@ -389,7 +394,7 @@ class Agent:
                 persisted=PersistedPart(self._persisting.step, self._persisting.generation, part)
             )
         elif event["event"] == "died":
-            self._crew.fail("the snapshot server of this node died")
+            self._worker_group.fail("the snapshot server of this node died")
         self._wake.set()
 
     def _report(self) -> None:
@@ -400,10 +405,12 @@ class Agent:
             # From there on the leader goes by the record: others may still be waiting for this snapshot's commit.
             self._membership.update(sealed=self._snapshots.sealed, protected=protected)
             return
-        report = Report(record.node, record.lease, record.generation, self._crew.step, protected)
-        self._membership.hear(report)
+        report = NodeReport(
+            record.node, record.lease, record.generation, self._worker_group.step, protected
+        )
+        self._membership.receive_report(report)
         if not self._membership.leads:
-            self._links.report(report)
+            self._connections.report(report)
 
     async def _publish(self, action: Publish) -> None:
         await self._snapshots.publish(action.request, action.parts)

@@ -22,13 +22,12 @@ from typing import Any
 from keepstep.elastic.agent.peer_connections import probe
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous import actions
-from keepstep.elastic.rendezvous import decide as rendezvous
-from keepstep.elastic.rendezvous.decide import Deliberation, Policy
+from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
     NodeRecord,
-    Report,
+    NodeReport,
     RestartRequest,
-    StoredCheckpoint,
     StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing, with_reports
@@ -37,9 +36,9 @@ from keepstep.elastic.store.contract import Committed, Created, Delete, Modified
 log = logging.getLogger("keepstep")
 
 _RENEWALS_PER_TTL = 4
-_FAREWELL_S = 10.0
-_PREDECESSOR_S = 0.2
-_DOUBT_S = 2.0
+_LEAVE_TIMEOUT_S = 10.0
+_PREDECESSOR_POLL_S = 0.2
+_UNKNOWN_WRITE_WAIT_S = 2.0
 
 
 class Membership:
@@ -54,7 +53,7 @@ class Membership:
         self,
         store: Store,
         job: str,
-        policy: Policy,
+        policy: RendezvousPolicy,
         record: NodeRecord,
         lease_ttl_s: float,
         on_change: Callable[[], None],
@@ -70,7 +69,7 @@ class Membership:
         self._changed = asyncio.Event()
         self._created = 0
         self._written: NodeRecord | None = None
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, NodeReport] = {}
         self._lease_until_s = 0.0
         self.record = record
         self.view = View()
@@ -101,15 +100,17 @@ class Membership:
                     f"job {keys.job!r} is already running something else on node {joined.record.node}; "
                     "choose another --job name, or start every node with the same command and --nnodes"
                 )
-        await self._outlive_predecessor(view)
+        await self._wait_for_predecessor(view)
         key = keys.single("secret")
-        await self._write_surely((Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),))
+        await self._write_until_known(
+            (Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),)
+        )
         asked_s = time.monotonic()
         lease = await self._store.grant(self._ttl_s)
         self._lease_until_s = asked_s + self._ttl_s
         self.record = replace(self.record, lease=lease)
         node_key = keys.node(self.record.node)
-        done = await self._write_surely(
+        done = await self._write_until_known(
             (Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),)
         )
         if not done.succeeded and not await self._has(node_key, lease):
@@ -123,7 +124,7 @@ class Membership:
         assert self.view.secret is not None, "the secret was written before the node joined"
         return bytes.fromhex(self.view.secret.decode())
 
-    async def _outlive_predecessor(self, view: View) -> None:
+    async def _wait_for_predecessor(self, view: View) -> None:
         """Wait until an agent of this node's name that has died is gone; an agent that lives has the right to the name."""
         node = self.record.node
         until_s = time.monotonic() + 2 * self._ttl_s
@@ -138,7 +139,7 @@ class Membership:
             if lives is False:
                 await self._store.revoke(joined.lease)
             else:
-                await asyncio.sleep(_PREDECESSOR_S)
+                await asyncio.sleep(_PREDECESSOR_POLL_S)
             view = from_listing(self._keys, await self._store.read(self._keys.prefix))
 
     async def run(self) -> None:
@@ -160,11 +161,11 @@ class Membership:
             self._dirty.set()
 
     @property
-    def has_news(self) -> bool:
+    def has_unwritten_changes(self) -> bool:
         """Whether the record is about to be written."""
         return self._dirty.is_set()
 
-    def hear(self, report: Report) -> None:
+    def receive_report(self, report: NodeReport) -> None:
         """Take note of a node's report, this one's own among them. It matters while this node leads."""
         self._reports[report.node] = report
         generation = self.view.generation
@@ -180,9 +181,9 @@ class Membership:
         """Declare another node gone, because its agent's process is certainly dead."""
         await self._store.revoke(record.lease)
 
-    async def fulfil(self, request: RestartRequest) -> None:
+    async def complete_restart_request(self, request: RestartRequest) -> None:
         """Take away a request that this node has carried out."""
-        await self._write_surely(
+        await self._write_until_known(
             (Created(self._keys.node(self.record.node), self._created),),
             (Delete(self._keys.restart(request.rank)),),
         )
@@ -191,7 +192,7 @@ class Membership:
         """Give up the lease. The last one to leave takes the job's keys along."""
         others = [node for node in self.view.nodes if node != self.record.node]
         if self.leads and self.view.result is not None and others:
-            others = await self._see_off()
+            others = await self._wait_for_others_to_leave()
         operations = () if others else (Delete(self._keys.prefix, prefix=True),)
         try:
             if operations:
@@ -204,9 +205,9 @@ class Membership:
                 "could not sign off (%s); the lease ends by itself in %.0f s", error, self._ttl_s
             )
 
-    async def _see_off(self) -> list[str]:
+    async def _wait_for_others_to_leave(self) -> list[str]:
         """Wait until all other nodes have read the result and left."""
-        until_s = time.monotonic() + _FAREWELL_S
+        until_s = time.monotonic() + _LEAVE_TIMEOUT_S
         while time.monotonic() < until_s:
             listing = await self._store.read(self._keys.node(""))
             others = [
@@ -266,14 +267,14 @@ class Membership:
             record = self.record
             if record == self._written:
                 continue
-            done = await self._write_surely(
+            done = await self._write_until_known(
                 (Created(key, self._created),), (Put(key, record.encode(), record.lease),)
             )
             if not done.succeeded:
                 raise LeaseLost(f"node {record.node} was declared gone")
             self._written = record
 
-    async def _write_surely(
+    async def _write_until_known(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
     ) -> Committed:
         """Commit what may be committed twice, until its fate is known."""
@@ -292,16 +293,14 @@ class Membership:
 
     async def _lead(self) -> None:
         """Decide, act, and wait for news, as long as this node leads."""
-        deliberation = Deliberation()
+        leader_state = LeaderState()
         while True:
             self._changed.clear()
             again_at_s = None
             if self.leads:
                 view = with_reports(self.view, self._reports)
-                decision = rendezvous.decide(
-                    self._policy, view, deliberation, time.monotonic(), time.time()
-                )
-                deliberation, again_at_s = decision.deliberation, decision.again_at_s
+                decision = decide(self._policy, view, leader_state, time.monotonic(), time.time())
+                leader_state, again_at_s = decision.leader_state, decision.again_at_s
                 if decision.message and decision.message != self.message:
                     log.info("%s", decision.message)
                 self.message = decision.message
@@ -313,7 +312,7 @@ class Membership:
                             raise
                         log.debug("%s; looking whether it was applied", error)
                         with suppress(TimeoutError):
-                            async with asyncio.timeout(_DOUBT_S):
+                            async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
                                 await self._changed.wait()
                         continue
                     while self.view.revision < revision:
@@ -321,7 +320,7 @@ class Membership:
                         self._changed.clear()
                     continue
             else:
-                deliberation = Deliberation()
+                leader_state = LeaderState()
             try:
                 async with asyncio.timeout(
                     None if again_at_s is None else again_at_s - time.monotonic()
@@ -336,7 +335,7 @@ class Membership:
             try:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
-                action = actions.Abandon(action.request, str(error))
+                action = actions.CancelPersist(action.request, str(error))
         conditions = (
             Created(self._keys.node(self.record.node), self._created),
             Modified(self._keys.single("generation"), self.view.generation_revision),
@@ -378,7 +377,7 @@ class Membership:
             case actions.Publish(request):
                 snapshot = request.commit.snapshot
                 now_s = time.time()
-                stored = StoredCheckpoint(
+                stored = CheckpointRecord(
                     snapshot.step,
                     snapshot.generation,
                     request.url,
@@ -386,11 +385,11 @@ class Membership:
                     max(0.0, now_s - request.at_s),
                 )
                 return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
-            case actions.Abandon(request, reason):
+            case actions.CancelPersist(request, reason):
                 log.error("checkpoint not stored: %s", reason)
                 failure = StoreFailure(request.commit.snapshot.step, reason)
                 return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
-            case actions.Remember(history):
+            case actions.RecordRecovery(history):
                 return (Put(single("history"), history.encode()),)
             case actions.Finish(result):
                 return (Put(single("result"), result.encode()),)

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.records import NodeRecord, Report
+from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport
 
 log = logging.getLogger("keepstep")
 
@@ -29,23 +29,25 @@ _RETRY_S = 0.5
 _LINE_NBYTES = 2**20
 
 
-class Gate:
+class AgentListener:
     """Where an agent is reached by others. Made by `open`; `close` ends it.
 
-    `admit` sets whose reports are heard: until then, and without the secret, they are refused.
+    `accept_reports` sets whose reports are heard: until then, and without the secret, they are refused.
     """
 
     def __init__(self, node: str) -> None:
         self._node = node
         self._secret: bytes | None = None
-        self._hear: Callable[[Report], None] = lambda _: None
+        self._on_report: Callable[[NodeReport], None] = lambda _: None
         self._server: asyncio.Server | None = None
 
     @classmethod
-    async def open(cls, node: str, host: str) -> Gate:
+    async def open(cls, node: str, host: str) -> AgentListener:
         """Listen on a free port of `host`."""
         self = cls(node)
-        self._server = await asyncio.start_server(self._greet, host, 0, limit=_LINE_NBYTES)
+        self._server = await asyncio.start_server(
+            self._serve_connection, host, 0, limit=_LINE_NBYTES
+        )
         return self
 
     @property
@@ -54,16 +56,18 @@ class Gate:
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
-    def admit(self, secret: bytes, hear: Callable[[Report], None]) -> None:
+    def accept_reports(self, secret: bytes, on_report: Callable[[NodeReport], None]) -> None:
         """Hear reports of those who know the secret."""
-        self._secret, self._hear = secret, hear
+        self._secret, self._on_report = secret, on_report
 
     def close(self) -> None:
         """Refuse newcomers."""
         if self._server is not None:
             self._server.close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         nonce = secrets.token_hex(32)
         try:
             writer.write(f"{self._node} {nonce}\n".encode())
@@ -76,14 +80,14 @@ class Gate:
                 await reader.read()
                 return
             while line := await reader.readline():
-                self._hear(Report.decode(line))
+                self._on_report(NodeReport.decode(line))
         except (ConnectionError, ValueError, UsageError) as error:
             log.debug("a link to this agent ended: %s", error)
         finally:
             writer.close()
 
 
-class Links:
+class PeerConnections:
     """Connections to other agents. `watch` sets whom to watch, `report` what they are told; `close` ends all of them."""
 
     def __init__(
@@ -102,10 +106,10 @@ class Links:
             self._tasks.pop(key).cancel()
         for key, peer in wanted.items():
             if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._follow(key, peer))
+                self._tasks[key] = asyncio.create_task(self._watch_until_dead(key, peer))
 
-    def report(self, report: Report) -> None:
-        """Tell those who are watched; those who cannot be reached hear it when they can."""
+    def report(self, report: NodeReport) -> None:
+        """Tell those who are watched; those who cannot be reached receive it when they can."""
         self._report = report.encode() + b"\n"
         for writer in self._writers.values():
             writer.write(self._report)
@@ -116,7 +120,7 @@ class Links:
         self.watch(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, key: tuple[str, int], peer: NodeRecord) -> None:
+    async def _watch_until_dead(self, key: tuple[str, int], peer: NodeRecord) -> None:
         while not await self._is_dead(key, peer):  # noqa: ASYNC110 - a remote process is waited for, which sets no event here
             await asyncio.sleep(_RETRY_S)
         log.warning("the agent of node %s is dead", peer.node)
@@ -131,7 +135,7 @@ class Links:
         """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
         for _ in range(2):
             try:
-                greeting = await _greeting(peer)
+                greeting = await _connect(peer)
             except ConnectionRefusedError:
                 return True
             except (OSError, TimeoutError):
@@ -156,7 +160,7 @@ class Links:
 async def probe(peer: NodeRecord) -> bool | None:
     """Return whether an agent lives: True if it answers by its name, False if its process is certainly gone, None if unknown."""
     try:
-        name, _, _, writer = await _greeting(peer)
+        name, _, _, writer = await _connect(peer)
     except ConnectionRefusedError:
         return False
     except (OSError, TimeoutError):
@@ -165,7 +169,7 @@ async def probe(peer: NodeRecord) -> bool | None:
     return name == peer.node if name else None
 
 
-async def _greeting(
+async def _connect(
     peer: NodeRecord,
 ) -> tuple[str, str, asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to where an agent should be; return the name and nonce that it says, empty if it says nothing in time."""

@@ -1,6 +1,6 @@
 """Whether a node that was evicted may come back: by a person's word it is gone for good, by a monitor's until its doctor finds nothing.
 
-The examination is `keepstep doctor` on this node alone, in a process of its own: wrong or unrepeatable products, a disk that cannot
+The check is `keepstep doctor` on this node alone, in a process of its own: wrong or unrepeatable products, a disk that cannot
 be written to, a network stack that does not answer. What only a comparison with other nodes shows, it cannot see; the
 monitor will see it again, and its budget bounds how often a node is replaced.
 """
@@ -22,14 +22,14 @@ from keepstep.processes import module_command, module_environment
 
 log = logging.getLogger("keepstep")
 
-_EXAMINATION_S = 300.0
+_DOCTOR_TIMEOUT_S = 300.0
 
-Examination = Callable[[str, Path], Awaitable[Sequence[str]]]
+NodeCheck = Callable[[str, Path], Awaitable[Sequence[str]]]
 """Examines the node of a name, with room for files in a directory; returns what should be seen to, a sentence each."""
 
 
-async def examine(node: str, directory: Path) -> Sequence[str]:
-    """Have this node's doctor look at it: the `Examination` that `keepstep run` uses.
+async def run_doctor(node: str, directory: Path) -> Sequence[str]:
+    """Have this node's doctor look at it: the `NodeCheck` that `keepstep run` uses.
 
     Raises:
         JobFailed: it came to no outcome.
@@ -41,7 +41,7 @@ async def examine(node: str, directory: Path) -> Sequence[str]:
         env=module_environment(os.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        async with asyncio.timeout(_EXAMINATION_S):
+        async with asyncio.timeout(_DOCTOR_TIMEOUT_S):
             said, _ = await process.communicate()
         found = json.loads(said)["findings"]
     except (TimeoutError, ValueError, KeyError) as error:
@@ -56,7 +56,7 @@ async def examine(node: str, directory: Path) -> Sequence[str]:
 
 
 async def readmit(
-    store: Store, job: str, node: str, directory: Path, examination: Examination = examine
+    store: Store, job: str, node: str, directory: Path, check: NodeCheck = run_doctor
 ) -> None:
     """Lift a node's eviction before it joins, if there is one and it may be lifted.
 
@@ -77,7 +77,7 @@ async def readmit(
             node,
             eviction.reason,
         )
-        findings = await examination(node, directory)
+        findings = await check(node, directory)
         if findings:
             raise JobFailed(
                 f"node {node} was evicted from job {job} ({eviction.reason}), and its doctor finds: {'; '.join(findings)}. "

@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.memory.wire import Message, encode, read_message
-from keepstep.checkpoint.server.limits import Limits
+from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import (
-    Generation,
-    PersistRequest,
-    SnapshotCommit,
-    SnapshotId,
-    group_of,
-)
+from keepstep.elastic.rendezvous.records import Generation, PersistRequest, SnapshotCommit, group_of
 from keepstep.processes import module_command, module_environment
 
 _START_S = 30.0
@@ -65,7 +60,7 @@ class SnapshotProcess:
         host: str,
         secret: bytes,
         on_event: Callable[[Mapping[str, Any]], None],
-        limits: Limits,
+        limits: RateLimits,
     ) -> SnapshotProcess:
         """Start a server and wait until it serves.
 
@@ -121,9 +116,9 @@ class SnapshotProcess:
         """Ask the server what it holds."""
         await self._ask({"verb": "holdings"})
 
-    async def settle(self) -> None:
+    async def finish_protection(self) -> None:
         """Give the server a moment to complete the parity that it can still complete, and ask what it holds."""
-        await self._ask({"verb": "settle"})
+        await self._ask({"verb": "finish_protection"})
 
     async def verify(self) -> None:
         """Have memory that has changed since it was sealed forgotten."""
@@ -143,8 +138,8 @@ class SnapshotProcess:
 
     async def rebuild(self, resume: SnapshotCommit) -> None:
         """Begin to rebuild those shards of lost nodes that this one adopts; their readers wait for them."""
-        orphans = {adoption.rank for adoption in resume.adoptions}
-        mine = {adoption.rank for adoption in resume.adoptions if adoption.node == self._node}
+        orphans = {adoption.rank for adoption in resume.shard_rebuilds}
+        mine = {adoption.rank for adoption in resume.shard_rebuilds if adoption.node == self._node}
         for holder in resume.holders:
             ranks = sorted(mine & set(holder.ranks))
             if not ranks:

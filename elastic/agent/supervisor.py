@@ -25,7 +25,7 @@ from keepstep.processes import module_command, module_environment
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class WorkerReport:
     """Something a worker said."""
 
     worker: Worker
@@ -33,7 +33,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Exited:
+class WorkerExit:
     """A worker's process has ended; `code` is negative for a signal."""
 
     worker: Worker
@@ -48,7 +48,7 @@ class Worker:
         process: subprocess.Popen[bytes],
         channel: AgentChannel,
         board: ProgressBoard,
-        report: Callable[[Said | Exited], None],
+        report: Callable[[WorkerReport | WorkerExit], None],
     ) -> None:
         self._process = process
         self._channel = channel
@@ -64,7 +64,7 @@ class Worker:
         self.drained = False
         self.finishing: int | None = None
         self.stopping = False
-        self.condemned = ""
+        self.kill_reason = ""
         self.traceback = ""
         self.fatal = False
         self.code: int | None = None
@@ -74,7 +74,7 @@ class Worker:
         cls,
         command: Command,
         environment: Mapping[str, str],
-        report: Callable[[Said | Exited], None],
+        report: Callable[[WorkerReport | WorkerExit], None],
     ) -> Worker:
         """Start a process that warms up and waits for its assignment. Call on the main thread, whose death ends the worker."""
         ours, theirs = socket.socketpair()
@@ -110,9 +110,9 @@ class Worker:
         self.assignment = assignment
         self.drained = False
         self.finishing = None
-        await self.tell({"tell": "assign", "assignment": assignment.to_json()}, descriptor)
+        await self.send({"type": "assign", "assignment": assignment.to_json()}, descriptor)
 
-    async def tell(self, message: Message, descriptor: int | None = None) -> None:
+    async def send(self, message: Message, descriptor: int | None = None) -> None:
         """Send a message; a worker that is gone is reported by its exit, not here."""
         try:
             await self._channel.send(message, descriptor)
@@ -129,7 +129,7 @@ class Worker:
 
     def kill(self, reason: str) -> None:
         """End the process at once, as a crash would; `reason` is why, for its exit to be explained by."""
-        self.condemned = reason
+        self.kill_reason = reason
         self._kill_all()
 
     async def stop(self, grace_s: float) -> None:
@@ -187,17 +187,17 @@ class Worker:
         except (ProcessLookupError, PermissionError):
             pass
         self._exited.set()
-        asyncio.get_running_loop().create_task(self._last_words())
+        asyncio.get_running_loop().create_task(self._report_exit())
 
-    async def _last_words(self) -> None:
+    async def _report_exit(self) -> None:
         """Report the exit after everything that was said before it."""
         await asyncio.wait([self._listener], timeout=1.0)
         assert self.code is not None
-        self._report(Exited(self, self.code))
+        self._report(WorkerExit(self, self.code))
 
     async def _listen(self) -> None:
         while (message := await self._channel.receive()) is not None:
-            self._report(Said(self, message))
+            self._report(WorkerReport(self, message))
 
 
 def describe_exit(code: int) -> str:

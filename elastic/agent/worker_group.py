@@ -1,6 +1,6 @@
 """The workers of one node: who runs, who is spare, and how far they are with entering, running and draining a generation.
 
-No coordinator and no snapshot server in here: the agent tells the crew what to do and reads from it how things stand. Every change calls
+No coordinator and no snapshot server in here: the agent tells the worker group what to do and reads from it how things stand. Every change calls
 `wake`, upon which the agent looks again.
 """
 
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from keepstep.elastic.agent.supervisor import (
-    Exited,
-    Said,
     Worker,
+    WorkerExit,
+    WorkerReport,
     describe_exit,
     worker_environment,
 )
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Generation, Member, Trouble
+from keepstep.elastic.rendezvous.records import Failure, Generation, Member
 from keepstep.elastic.worker.bootstrap import Command
 from keepstep.elastic.worker.channel import Message
 from keepstep.elastic.worker.session import Assignment
@@ -32,7 +32,7 @@ _SILENT_SETTLE_S = 10.0
 _WARM_UP_FAILURES = 3
 
 
-class Crew:
+class WorkerGroup:
     """The worker processes of one node. `stop` ends all of them."""
 
     def __init__(
@@ -53,13 +53,13 @@ class Crew:
         self._stopping: set[asyncio.Task[None]] = set()
         self._draining = False
         self._entered_s = 0.0
-        self._said: dict[str, dict[int, Message]] = {}
-        self._paces: dict[int, tuple[int, float]] = {}
-        self._seen_step = 0
+        self._reports: dict[str, dict[int, Message]] = {}
+        self._snapshot_intervals: dict[int, tuple[int, float]] = {}
+        self._newest_step = 0
         self._member: Member | None = None
         self.generation = 0
         self.workers: dict[int, Worker] = {}
-        self.trouble: Trouble | None = None
+        self.failure: Failure | None = None
         self.drain_until_s: float | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
@@ -79,10 +79,10 @@ class Crew:
 
     @property
     def running(self) -> bool:
-        """Whether every worker has completed a step, or runs a script that does not tell."""
+        """Whether every worker has completed a step, or runs a script that does not report."""
         settled = time.monotonic() > self._entered_s + _SILENT_SETTLE_S
         return bool(self.workers) and all(
-            rank in self._said["stepped"] if worker.joined else settled
+            rank in self._reports["stepped"] if worker.joined else settled
             for rank, worker in self.workers.items()
         )
 
@@ -95,13 +95,13 @@ class Crew:
     def step(self) -> int:
         """The newest step that any worker has completed in this generation, dead ones included."""
         for worker in self.workers.values():
-            self._see_step(worker)
-        return self._seen_step
+            self._read_progress(worker)
+        return self._newest_step
 
     @property
     def restored_from(self) -> str:
         """Where the workers' state came from."""
-        said = self._said.get("restored", {}).values()
+        said = self._reports.get("restored", {}).values()
         return ", ".join(
             sorted({name for message in said for name in message["source"].split(", ")})
         )
@@ -109,13 +109,13 @@ class Crew:
     def times(self) -> dict[str, float]:
         """Wall-clock seconds at which the last worker reached each phase, for the phases that all have reached."""
         found = {
-            phase: max(message["at_s"] for message in self._said[phase].values())
+            phase: max(message["at_s"] for message in self._reports[phase].values())
             for phase in _PHASES
-            if self.workers and len(self._said.get(phase, {})) == len(self.workers)
+            if self.workers and len(self._reports.get(phase, {})) == len(self.workers)
         }
         if "restored" in found:
             found["resumed_step"] = max(
-                message["step"] for message in self._said["restored"].values()
+                message["step"] for message in self._reports["restored"].values()
             )
         return found
 
@@ -132,7 +132,7 @@ class Crew:
         while len(self._idle) < self._size:
             self._idle.append(self._start())
 
-    def top_up(self) -> None:
+    def start_spares(self) -> None:
         """Start spare processes until there are as many as asked for, once the generation is at work."""
         if self.running and self._idle_failures < _WARM_UP_FAILURES and not self.finishing:
             while len(self._idle) < self._spares:
@@ -178,7 +178,7 @@ class Crew:
             )
             await worker.assign(assignment, descriptor if local_rank == 0 else None)
 
-    async def park(self, generation: int) -> None:
+    async def enter_as_spare(self, generation: int) -> None:
         """End all workers: the node has no place in this generation, but may have one in the next."""
         self._begin(generation)
         await self._end(list(self.workers.values()), _TERM_GRACE_S)
@@ -200,8 +200,8 @@ class Crew:
             self.drain_until_s = until_s
             for worker in self.workers.values():
                 if worker.joined:
-                    await worker.tell(
-                        {"tell": "closing", "generation": self.generation, "abort": abort}
+                    await worker.send(
+                        {"type": "closing", "generation": self.generation, "abort": abort}
                     )
                 elif worker.alive and not worker.stopping:
                     self._end_soon(worker, _TERM_GRACE_S)
@@ -218,11 +218,11 @@ class Crew:
             self.drain_until_s = None
         return drained
 
-    async def tell(self, message: Message) -> None:
-        """Tell every worker that listens."""
+    async def broadcast(self, message: Message) -> None:
+        """Send a message to every worker that has joined."""
         for worker in self.workers.values():
             if worker.joined and worker.alive:
-                await worker.tell(message)
+                await worker.send(message)
 
     def restart(self, rank: int, reason: str) -> None:
         """Kill a rank's worker; what follows is what follows any crash.
@@ -237,15 +237,15 @@ class Crew:
             or not worker.alive
             or worker.stopping
             or worker.drained
-            or worker.condemned
+            or worker.kill_reason
         ):
             return
         log.warning("rank %d is restarted: %s", rank, reason)
         worker.kill(reason)
 
     def fail(self, reason: str) -> None:
-        """Note a trouble of the node that is no worker's fault."""
-        self._note_trouble(Trouble("worker", reason, time.time()))
+        """Record a failure of the node that is no worker's fault."""
+        self._record_failure(Failure("worker", reason, time.time()))
 
     async def stop(self, grace_s: float) -> None:
         """End every process, spares too."""
@@ -257,15 +257,15 @@ class Crew:
     def _begin(self, generation: int) -> None:
         self.generation = generation
         self._entered_s = time.monotonic()
-        self._said = {phase: {} for phase in _PHASES}
-        self._paces.clear()
-        self._seen_step = 0
+        self._reports = {phase: {} for phase in _PHASES}
+        self._snapshot_intervals.clear()
+        self._newest_step = 0
         self._draining = False
         self.drain_until_s = None
-        self.trouble = None
+        self.failure = None
 
     def _start(self) -> Worker:
-        return Worker.start(self._command, self._environment, self._on_report)
+        return Worker.start(self._command, self._environment, self._on_worker_event)
 
     def _end_soon(self, worker: Worker, grace_s: float) -> None:
         task = asyncio.create_task(worker.stop(grace_s))
@@ -279,16 +279,16 @@ class Crew:
     def _rank(self, worker: Worker) -> int | None:
         return worker.assignment.rank if worker.assignment else None
 
-    def _on_report(self, report: Said | Exited) -> None:
+    def _on_worker_event(self, report: WorkerReport | WorkerExit) -> None:
         match report:
-            case Said(worker, message):
-                self._hear(worker, message)
-            case Exited(worker, code):
+            case WorkerReport(worker, message):
+                self._on_message(worker, message)
+            case WorkerExit(worker, code):
                 self._on_exit(worker, code)
         self._wake()
 
-    def _hear(self, worker: Worker, message: Message) -> None:
-        what = message["say"]
+    def _on_message(self, worker: Worker, message: Message) -> None:
+        what = message["type"]
         if what == "warm":
             worker.warm = True
         elif what == "joined":
@@ -296,7 +296,7 @@ class Crew:
             self.checkpoint_url = message["checkpoint_url"]
             self.checkpoint_every = message["checkpoint_every"]
             if self._draining:
-                # It was being ended as a script that does not tell; that goes on.
+                # It was being ended as a script that does not report; that goes on.
                 log.debug("rank %s joined while its generation drains", self._rank(worker))
         elif what == "finishing":
             worker.finishing = message["step"]
@@ -304,8 +304,8 @@ class Crew:
             worker.traceback, worker.fatal = message["traceback"], message.get("fatal", False)
         elif what == "restart":
             worker.traceback = message["reason"]
-            self._note_trouble(
-                Trouble(
+            self._record_failure(
+                Failure(
                     "peer",
                     f"rank {self._rank(worker)} starts over: {message['reason']}",
                     time.time(),
@@ -315,15 +315,15 @@ class Crew:
             if what == "drained":
                 worker.drained = True
             elif what == "broken":
-                self._note_trouble(
-                    Trouble("peer", f"rank {self._rank(worker)}: {message['error']}", time.time())
+                self._record_failure(
+                    Failure("peer", f"rank {self._rank(worker)}: {message['error']}", time.time())
                 )
-            elif what == "pace":
+            elif what == "snapshot_interval":
                 # The slowest to want one decides for all.
-                self._paces[worker.pid] = (message["every"], message["cost_s"])
-                self.snapshot_every, self.snapshot_cost_s = max(self._paces.values())
+                self._snapshot_intervals[worker.pid] = (message["every"], message["cost_s"])
+                self.snapshot_every, self.snapshot_cost_s = max(self._snapshot_intervals.values())
             elif what in _PHASES and worker.assignment is not None:
-                self._said[what][worker.assignment.local_rank] = message
+                self._reports[what][worker.assignment.local_rank] = message
 
     def _on_exit(self, worker: Worker, code: int) -> None:
         if worker in self._idle:
@@ -333,22 +333,22 @@ class Crew:
                 self._idle_failures += 1
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
             return
-        self._see_step(worker)
+        self._read_progress(worker)
         if not worker.stopping and code != 0:
             where = f"rank {self._rank(worker)} on {self._member.node if self._member else '?'}"
-            text = f"{where} {f'was restarted: {worker.condemned}' if worker.condemned else describe_exit(code)}"
+            text = f"{where} {f'was restarted: {worker.kill_reason}' if worker.kill_reason else describe_exit(code)}"
             if worker.traceback:
                 text = f"{text}\n{worker.traceback.rstrip()}"
             kind = "fatal" if worker.fatal else "worker"
-            self._note_trouble(Trouble(kind, text, time.time(), self._rank(worker)))
+            self._record_failure(Failure(kind, text, time.time(), self._rank(worker)))
         worker.close()
 
-    def _see_step(self, worker: Worker) -> None:
+    def _read_progress(self, worker: Worker) -> None:
         progress = worker.board.read()
         if progress is not None and progress.generation == self.generation:
-            self._seen_step = max(self._seen_step, progress.step)
+            self._newest_step = max(self._newest_step, progress.step)
 
-    def _note_trouble(self, trouble: Trouble) -> None:
-        """Keep the first trouble of a generation, but let a worker's failure stand before a broken collective."""
-        if self.trouble is None or (self.trouble.kind == "peer" and trouble.kind != "peer"):
-            self.trouble = trouble
+    def _record_failure(self, failure: Failure) -> None:
+        """Keep the first failure of a generation, but let a worker's failure stand before a broken collective."""
+        if self.failure is None or (self.failure.kind == "peer" and failure.kind != "peer"):
+            self.failure = failure

@@ -22,7 +22,7 @@ from keepstep.elastic.store.local_jobs import local_jobs
 
 def follow(store: str | None, job: str | None, *, once: bool, as_json: bool) -> None:
     """Show a job's state, once or until interrupted or until it ends."""
-    url, name = _find(store, job)
+    url, name = _find_job(store, job)
     try:
         asyncio.run(_follow(url, name, once, as_json))
     except KeyboardInterrupt:
@@ -35,7 +35,7 @@ def evict_node(store: str | None, job: str | None, node: str, reason: str, *, un
     Raises:
         UsageError: the job has no such node, or it was not evicted.
     """
-    url, name = _find(store, job)
+    url, name = _find_job(store, job)
     asyncio.run(
         _set_eviction(url, name, node, None if undo else Eviction(reason, may_return=False))
     )
@@ -55,7 +55,7 @@ async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
         yield view
 
 
-def _find(store: str | None, job: str | None) -> tuple[str, str]:
+def _find_job(store: str | None, job: str | None) -> tuple[str, str]:
     if store is not None:
         if job is None:
             raise UsageError("--store needs --job NAME to say which of its jobs")

@@ -19,11 +19,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from keepstep.checkpoint.server.limits import Limits
+from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent, AgentConfig
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.decide import Policy
+from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.store.address import Address, parse_address
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.embedded import EmbeddedEtcd
@@ -35,7 +35,7 @@ from keepstep.elastic.worker.bootstrap import Command
 log = logging.getLogger("keepstep")
 
 _EXIT_INTERRUPTED = 128
-_REACH_S = 10.0
+_REACH_TIMEOUT_S = 10.0
 
 
 def launch(**options: Any) -> int:
@@ -57,7 +57,7 @@ def launch(**options: Any) -> int:
         raise UsageError(
             "--parity is a number of nodes of at least 0, --group-size one of at least 1"
         )
-    policy = Policy(
+    policy = RendezvousPolicy(
         min_nodes,
         max_nodes,
         parity=options["parity"],
@@ -66,7 +66,7 @@ def launch(**options: Any) -> int:
         **_settings(options["rdzv_conf"]),
     )
     workers = parse_workers(options["nproc_per_node"])
-    limits = Limits(
+    limits = RateLimits(
         parse_rate("--exchange-limit", options["exchange_limit"]),
         parse_rate("--storage-limit", options["storage_limit"]),
     )
@@ -169,7 +169,11 @@ def _settings(text: str) -> dict[str, float]:
 
 
 async def _launch(
-    options: Mapping[str, Any], command: Command, policy: Policy, workers: int, limits: Limits
+    options: Mapping[str, Any],
+    command: Command,
+    policy: RendezvousPolicy,
+    workers: int,
+    limits: RateLimits,
 ) -> int:
     async with AsyncExitStack() as stack:
         run_directory = Path(tempfile.mkdtemp(prefix="node-", dir=runtime_directory()))
@@ -284,7 +288,7 @@ async def _coordinator(options: Mapping[str, Any]) -> AsyncIterator[tuple[Store,
 
 @asynccontextmanager
 async def _connected(address: Address) -> AsyncIterator[EtcdStore]:
-    store = await EtcdStore.connect(address, deadline_s=_REACH_S)
+    store = await EtcdStore.connect(address, deadline_s=_REACH_TIMEOUT_S)
     try:
         yield store
     finally:
@@ -330,7 +334,7 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
     if options["monitor"]:
         # Workers attach once they know their rank; what `import torch` would do before that must not come first.
         environment.pop("KEEPSTEP_MONITOR", None)
-        environment[telemetry.SWITCH] = "1"
+        environment[telemetry.RECORD_VARIABLE] = "1"
     directory = options["log_dir"]
     wanted = {options["redirects"], options["tee"]} - {"0"}
     if wanted and not directory:
@@ -341,7 +345,7 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
     return environment
 
 
-def _digest(command: Command, policy: Policy) -> str:
+def _digest(command: Command, policy: RendezvousPolicy) -> str:
     """Return what all nodes of a job must agree on, in short."""
     parts = (
         command.kind, Path(command.target).name, *command.arguments,

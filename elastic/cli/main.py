@@ -14,7 +14,7 @@ from keepstep.elastic.errors import ElasticError, UsageError
 from keepstep.monitor.errors import MonitorError
 
 if TYPE_CHECKING:
-    from keepstep.monitor.contracts import Runtime
+    from keepstep.monitor.contracts import JobRuntime
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
@@ -70,7 +70,7 @@ def main(context: click.Context) -> None:
     context.obj = _runtime
 
 
-def _runtime(store: str | None, job: str) -> Runtime:
+def _runtime(store: str | None, job: str) -> JobRuntime:
     from keepstep.elastic.monitor_bridge.runtime import runtime
 
     return runtime(store, job)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -20,13 +21,13 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
     """Return the state of a job as JSON, at a wall-clock time in seconds."""
     generation = view.generation
     return {
-        "generation": view.number,
+        "generation": view.generation_number,
         "closing": view.closing.reason if view.is_closing and view.closing else None,
         "world_size": generation.world_size if generation else 0,
         "leader": view.leader,
         "parity": generation.parity if generation else 0,
         "step": max((joined.record.step for joined in view.nodes.values()), default=0),
-        "snapshot": view.snapshot.snapshot.to_json() if view.snapshot else None,
+        "snapshot": msgspec.to_builtins(view.snapshot.snapshot) if view.snapshot else None,
         "checkpoint": view.checkpoint.to_json() if view.checkpoint else None,
         "nodes": [
             {
@@ -42,9 +43,9 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
             for node, joined in sorted(view.nodes.items())
         ],
         "intervals": _intervals(view, wall_s),
-        "verdicts": [verdict.to_json() for verdict in view.held_verdicts],
-        "verdicts_omitted": view.verdicts.omitted if view.verdicts and view.held_verdicts else 0,
-        "verdicts_at_s": view.verdicts.at_s if view.verdicts and view.held_verdicts else None,
+        "verdicts": [verdict.to_json() for verdict in view.current_verdicts],
+        "verdicts_omitted": view.verdicts.omitted if view.verdicts and view.current_verdicts else 0,
+        "verdicts_at_s": view.verdicts.at_s if view.verdicts and view.current_verdicts else None,
         "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
         "result": view.result.to_json() if view.result else None,
     }
@@ -65,7 +66,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
         lines.append(
             f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}"
         )
-    lines += _chosen(facts["intervals"])
+    lines += _describe_intervals(facts["intervals"])
     if facts["closing"]:
         lines.append(f"changing membership: {facts['closing']}")
     nodes = Table(box=box.SIMPLE_HEAD)
@@ -82,7 +83,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
             f"{node['snapshot_memory_nbytes'] / 2**20:.1f} MiB",
         )
     parts: list[RenderableType] = [Text("\n".join(lines)), nodes]
-    if view.held_verdicts:
+    if view.current_verdicts:
         parts.append(Text(verdicts(view, wall_s)))
     if view.history.recoveries:
         parts.append(recoveries(view.history.recoveries))
@@ -95,7 +96,7 @@ def verdicts(view: View, wall_s: float) -> str:
     lines = [
         f"the monitor says, as of {time.strftime('%H:%M:%S', time.localtime(view.verdicts.at_s))}:"
     ]
-    for one in view.held_verdicts:
+    for one in view.current_verdicts:
         cost = (
             "the job stands still"
             if one.cost_s_per_step is None
@@ -176,7 +177,7 @@ def _intervals(view: View, wall_s: float) -> dict[str, Any]:
     }
 
 
-def _chosen(intervals: Mapping[str, Any]) -> list[str]:
+def _describe_intervals(intervals: Mapping[str, Any]) -> list[str]:
     """Return the choices in words, with the formula behind them."""
     if not intervals["failures_per_s"]:
         return []

@@ -1,4 +1,4 @@
-"""What `keepstep monitor` gets of a job that keepstep runs: its story, a place for verdicts, and hands.
+"""What `keepstep monitor` gets of a job that keepstep runs: its status, a place for verdicts, and hands.
 
 Where no coordinator is named, it is that of the job of this name on this machine, whichever that is at the moment: a monitor may be there
 before the job, and outlive it into the next run, whose coordinator is another.
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 from keepstep.elastic.errors import ElasticError, StoreUnavailable
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.local_jobs import local_jobs
-from keepstep.monitor.contracts import Runtime, Story
-from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.contracts import JobRuntime, JobStatus
+from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
 from keepstep.monitor.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from keepstep.elastic.monitor_bridge.job_status import CoordinatorStory
+    from keepstep.elastic.monitor_bridge.job_status import CoordinatorJobStatus
     from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 
 
-def runtime(store: str | None, job: str) -> Runtime:
+def runtime(store: str | None, job: str) -> JobRuntime:
     """Return what the coordinator at `store` offers, else that of the job of this name on this machine, once there is one.
 
     Raises:
@@ -32,56 +32,56 @@ def runtime(store: str | None, job: str) -> Runtime:
     """
     if store is not None:
         parse_address(store)
-    eyes = Eyes(store, job)
-    return Runtime(eyes, eyes, eyes)
+    monitor_runtime = MonitorRuntime(store, job)
+    return JobRuntime(monitor_runtime, monitor_runtime, monitor_runtime)
 
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
     url: str
-    story: CoordinatorStory
+    job_status: CoordinatorJobStatus
     verdicts: CoordinatorVerdicts
 
     def close(self) -> None:
-        self.story.close()
+        self.job_status.close()
         self.verdicts.close()
 
 
-class Eyes:
-    """The monitor's `StoryTeller`, `VerdictPublisher` and `Enforcer`. For one thread at a time; `close` may be called twice."""
+class MonitorRuntime:
+    """The monitor's `JobStatusSource`, `VerdictPublisher` and `Enforcer`. For one thread at a time; `close` may be called twice."""
 
     def __init__(self, store: str | None, job: str) -> None:
         self._store = store
         self._job = job
         self._connection: _Connection | None = None
 
-    def story(self) -> Story | None:
-        """Return the story as the coordinator has it now; None if none is known.
+    def job_status(self) -> JobStatus | None:
+        """Return the job status as the coordinator has it now; None if none is known.
 
         Raises:
             RuntimeUnreachable: the coordinator does not answer.
             MonitorError: it refuses us.
         """
-        with _as_the_monitors():
+        with _translate_errors():
             connection = self._connected()
             if connection is None:
                 return None
             try:
-                return connection.story.story()
+                return connection.job_status.job_status()
             except StoreUnavailable:
                 if self._url() != connection.url:
                     return None  # The job ended while it was asked.
                 raise
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish at the coordinator that told the story. Raises as `story` does."""
-        with _as_the_monitors():
+        """Publish at the coordinator that told the job status. Raises as `job_status` does."""
+        with _translate_errors():
             if self._connection is not None:
                 self._connection.verdicts.publish(verdicts, generation, now_s)
 
-    def enforce(self, action: Action, generation: int) -> bool:
-        """Have an action carried out by the job whose story was told. Raises as `story` does."""
-        with _as_the_monitors():
+    def enforce(self, action: EnforcementAction, generation: int) -> bool:
+        """Have an action carried out by the job whose status was read. Raises as `job_status` does."""
+        with _translate_errors():
             return self._connection is not None and self._connection.verdicts.enforce(
                 action, generation
             )
@@ -103,17 +103,17 @@ class Eyes:
             self.close()
         if self._connection is None and url is not None:
             # A monitor of a job without a coordinator has no use for the coordinator's client.
-            from keepstep.elastic.monitor_bridge.job_status import CoordinatorStory
+            from keepstep.elastic.monitor_bridge.job_status import CoordinatorJobStatus
             from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 
             self._connection = _Connection(
-                url, CoordinatorStory(url, self._job), CoordinatorVerdicts(url, self._job)
+                url, CoordinatorJobStatus(url, self._job), CoordinatorVerdicts(url, self._job)
             )
         return self._connection
 
 
 @contextmanager
-def _as_the_monitors() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Have errors of the coordinator's client raised as the monitor's own."""
     try:
         yield

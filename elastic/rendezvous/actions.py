@@ -52,7 +52,7 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
-class Abandon:
+class CancelPersist:
     """A holder could not write its part: drop the request; a later step brings a new one."""
 
     request: PersistRequest
@@ -60,7 +60,7 @@ class Abandon:
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
+class RecordRecovery:
     """Add a completed recovery to the history."""
 
     history: History
@@ -73,4 +73,4 @@ class Finish:
     result: Result
 
 
-Action = Open | Close | Commit | Persist | Publish | Abandon | Remember | Finish
+Action = Open | Close | Commit | Persist | Publish | CancelPersist | RecordRecovery | Finish

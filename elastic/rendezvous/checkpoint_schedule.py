@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from keepstep.elastic.rendezvous.actions import Abandon, Action, Commit, Persist, Publish
+from keepstep.elastic.rendezvous.actions import Action, CancelPersist, Commit, Persist, Publish
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s
 from keepstep.elastic.rendezvous.rank_assignment import absent_holders
 from keepstep.elastic.rendezvous.records import NodeRecord, PersistRequest, SnapshotCommit
 from keepstep.elastic.rendezvous.view import View
 
 
-def due(view: View, present: Sequence[NodeRecord], wall_s: float) -> Persist | None:
+def begin_persist_if_due(
+    view: View, present: Sequence[NodeRecord], wall_s: float
+) -> Persist | None:
     """Begin to store the committed snapshot if it is time to.
 
     That is every so many steps, or (`AUTO`) when the best interval has passed since the last, and at the end. Without a
@@ -41,7 +43,7 @@ def due(view: View, present: Sequence[NodeRecord], wall_s: float) -> Persist | N
     return None
 
 
-def progress(view: View, request: PersistRequest) -> Publish | Abandon | None:
+def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
     """Go on with what is being stored once all holders have written their parts, or one has failed to."""
     wanted = request.commit.snapshot
     parts = []
@@ -52,12 +54,12 @@ def progress(view: View, request: PersistRequest) -> Publish | Abandon | None:
             return None
         if "error" in part.part:
             reason = f"{holder.node} could not write step {part.step} to {request.url}: {part.part['error']}"
-            return Abandon(request, reason)
+            return CancelPersist(request, reason)
         parts.append(part.part)
     return Publish(request, tuple(parts))
 
 
-def rescue(
+def persist_before_leaving(
     view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None
 ) -> Action | None:
     """Bring the newest snapshot to storage while its holders are still here, for there may be nobody to hand it to."""
@@ -70,7 +72,7 @@ def rescue(
     if view.snapshot != resume:
         return Commit(resume)
     if view.persist is not None:
-        return progress(view, view.persist)
+        return continue_persist(view, view.persist)
     urls = {record.checkpoint_url for record in present if record.checkpoint_url}
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0

@@ -4,7 +4,7 @@ Every agent mirrors the job's keys and calls `decide`; only the leader gets an a
 transaction that fails unless the node still leads and the generation is still the one decided upon. Deciding from the whole
 state, not from single events, means that a missed or repeated event changes nothing, and that a new leader needs no handover.
 
-The life of a generation: open -> (trouble, loss, leave, join) -> closing -> all present members drained -> next one open.
+The life of a generation: open -> (failure, loss, leave, join) -> closing -> all present members drained -> next one open.
 
 Invariants:
 - The generation's number only grows, by one.
@@ -18,28 +18,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from keepstep.elastic.rendezvous import checkpoint_schedule as storing
-from keepstep.elastic.rendezvous.actions import Action, Close, Commit, Finish, Open, Remember
+from keepstep.elastic.rendezvous import checkpoint_schedule
+from keepstep.elastic.rendezvous.actions import Action, Close, Commit, Finish, Open, RecordRecovery
 from keepstep.elastic.rendezvous.rank_assignment import (
+    assign_groups,
+    assign_ranks,
     completed_by_storage,
     eligible,
-    grouped,
     newest_restorable,
-    place,
     present_members,
-    with_adoptions,
+    with_shard_rebuilds,
 )
 from keepstep.elastic.rendezvous.records import (
     Closing,
+    Failure,
     Generation,
     History,
     Member,
+    NodePhase,
     NodeRecord,
-    Phase,
     Recovery,
     Result,
     SnapshotCommit,
-    Trouble,
 )
 from keepstep.elastic.rendezvous.view import View
 
@@ -47,7 +47,7 @@ _HISTORY_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class RendezvousPolicy:
     """What the user asked for.
 
     `last_call_s` is how long to wait for further nodes once there are enough; `quorum_timeout_s` how long to wait for
@@ -65,7 +65,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliberation:
+class LeaderState:
     """What a leader remembers between two decisions: what it is waiting for, and since when."""
 
     waiting_for: str = ""
@@ -76,61 +76,61 @@ class Deliberation:
 class Decision:
     """At most one action; when to decide again even if nothing changes; and what the leader is waiting for, for people."""
 
-    deliberation: Deliberation
+    leader_state: LeaderState
     action: Action | None = None
     again_at_s: float | None = None
     message: str = ""
 
 
 def decide(
-    policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float
+    policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
     """Return what the leader should do next. Pure: equal inputs give equal outputs.
 
     Args:
         policy: the job's limits.
         view: what the coordinator holds.
-        deliberation: what the last decision returned, or a fresh one for a new leader.
+        leader_state: what the last decision returned, or a fresh one for a new leader.
         now_s: monotonic seconds, for waiting.
         wall_s: wall-clock seconds, stamped into records for people.
     """
-    quiet = Decision(Deliberation())
+    quiet = Decision(LeaderState())
     if view.result is not None:
         return quiet
     generation = view.generation
     if generation is None:
-        return _gather(policy, view, deliberation, now_s, wall_s)
+        return _open_first_generation(policy, view, leader_state, now_s, wall_s)
     if view.is_closing:
-        return _reopen(policy, view, generation, deliberation, now_s, wall_s)
+        return _open_next_generation(policy, view, generation, leader_state, now_s, wall_s)
     present = present_members(view, generation)
     # Once a generation; first, for a job that commits at each step or is done by now would never come to it.
-    remember = _remember(view, generation, present)
-    if remember is not None:
-        return Decision(deliberation, remember)
-    if len(present) == len(generation.members) and all(r.phase is Phase.DONE for r in present):
+    record_recovery = _record_recovery(view, generation, present)
+    if record_recovery is not None:
+        return Decision(leader_state, record_recovery)
+    if len(present) == len(generation.members) and all(r.phase is NodePhase.DONE for r in present):
         if view.persist is not None:
-            return Decision(Deliberation(), storing.progress(view, view.persist))
-        return Decision(Deliberation(), Finish(Result(True, "all workers finished")))
-    ending = _cannot_go_on(view, generation, present)
+            return Decision(LeaderState(), checkpoint_schedule.continue_persist(view, view.persist))
+        return Decision(LeaderState(), Finish(Result(True, "all workers finished")))
+    ending = _unrecoverable_result(view, generation, present)
     if ending is not None:
-        return Decision(Deliberation(), Finish(ending))
+        return Decision(LeaderState(), Finish(ending))
     closing = _reason_to_close(view, generation, present, wall_s)
     if closing is not None:
-        return Decision(Deliberation(), Close(closing))
+        return Decision(LeaderState(), Close(closing))
     commit = _commit(view, generation, present)
     if commit is not None:
-        return Decision(deliberation, commit)
+        return Decision(leader_state, commit)
     stored = (
-        storing.progress(view, view.persist)
+        checkpoint_schedule.continue_persist(view, view.persist)
         if view.persist is not None
-        else storing.due(view, present, wall_s)
+        else checkpoint_schedule.begin_persist_if_due(view, present, wall_s)
     )
     if stored is not None:
-        return Decision(deliberation, stored)
-    return _admit(policy, view, generation, present, deliberation, now_s, wall_s)
+        return Decision(leader_state, stored)
+    return _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
 
 
-def may_leave(policy: Policy, view: View, node: str) -> bool:
+def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
     """Whether a node that wants to leave is no longer needed: not for its ranks, and not for the state in its memory."""
     generation = view.generation
     if generation is None or view.result is not None or node not in view.nodes:
@@ -139,7 +139,7 @@ def may_leave(policy: Policy, view: View, node: str) -> bool:
         holders = view.snapshot.holders if view.snapshot else ()
         return all(holder.node != node for holder in holders)
     record = view.nodes[node].record
-    drained = view.is_closing and record.phase in (Phase.DRAINED, Phase.DONE)
+    drained = view.is_closing and record.phase in (NodePhase.DRAINED, NodePhase.DONE)
     if not drained or len(eligible(view)) >= policy.min_nodes:
         return False
     # Too few are left to hand anything over: storage is what remains.
@@ -155,53 +155,55 @@ def _current(records: Iterable[NodeRecord], generation: Generation) -> list[Node
 
 
 def _wait(
-    deliberation: Deliberation, for_what: str, now_s: float, at_most_s: float
-) -> tuple[Deliberation, float]:
+    leader_state: LeaderState, for_what: str, now_s: float, at_most_s: float
+) -> tuple[LeaderState, float]:
     """Start or continue waiting for something; return the memory of it and the deadline."""
-    if deliberation.waiting_for != for_what:
-        deliberation = Deliberation(for_what, now_s)
-    return deliberation, deliberation.since_s + at_most_s
+    if leader_state.waiting_for != for_what:
+        leader_state = LeaderState(for_what, now_s)
+    return leader_state, leader_state.since_s + at_most_s
 
 
-def _gather(
-    policy: Policy, view: View, deliberation: Deliberation, now_s: float, wall_s: float
+def _open_first_generation(
+    policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
-        return _await_quorum(policy, len(nodes), deliberation, now_s)
+        return _await_quorum(policy, len(nodes), leader_state, now_s)
     if len(nodes) < policy.max_nodes:
         # The set of nodes is part of the name: each arrival starts the last call anew.
-        deliberation, until_s = _wait(
-            deliberation, f"last call after {len(nodes)}", now_s, policy.last_call_s
+        leader_state, until_s = _wait(
+            leader_state, f"last call after {len(nodes)}", now_s, policy.last_call_s
         )
         if now_s < until_s:
             return Decision(
-                deliberation, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call"
+                leader_state, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call"
             )
-    members = place((), nodes, policy.max_nodes)
-    opened = _opened(policy, view, members, 1, "start", wall_s, wall_s)
-    return Decision(Deliberation(), Open(opened))
+    members = assign_ranks((), nodes, policy.max_nodes)
+    opened = _new_generation(policy, view, members, 1, "start", wall_s, wall_s)
+    return Decision(LeaderState(), Open(opened))
 
 
-def _await_quorum(policy: Policy, here: int, deliberation: Deliberation, now_s: float) -> Decision:
-    deliberation, until_s = _wait(deliberation, "quorum", now_s, policy.quorum_timeout_s)
+def _await_quorum(
+    policy: RendezvousPolicy, here: int, leader_state: LeaderState, now_s: float
+) -> Decision:
+    leader_state, until_s = _wait(leader_state, "quorum", now_s, policy.quorum_timeout_s)
     message = f"waiting for nodes: {here} of at least {policy.min_nodes} are here"
     if now_s >= until_s:
         failure = Result(
             False,
             f"{message}, for {policy.quorum_timeout_s:.0f} s; start more nodes, or lower --nnodes",
         )
-        return Decision(Deliberation(), Finish(failure))
-    return Decision(deliberation, again_at_s=until_s, message=message)
+        return Decision(LeaderState(), Finish(failure))
+    return Decision(leader_state, again_at_s=until_s, message=message)
 
 
-def _cannot_go_on(
+def _unrecoverable_result(
     view: View, generation: Generation, present: Sequence[NodeRecord]
 ) -> Result | None:
     """Return the job's end if trying again is pointless: a fatal error, or a last checkpoint that cannot be stored."""
     for record in _current(present, generation):
-        if record.trouble is not None and record.trouble.kind == "fatal":
-            return Result(False, record.trouble.message)
+        if record.failure is not None and record.failure.kind == "fatal":
+            return Result(False, record.failure.message)
     failed = view.store_failure
     if failed and present and all(r.finishing and r.step <= failed.step for r in present):
         return Result(False, f"the last checkpoint could not be stored: {failed.reason}")
@@ -214,18 +216,18 @@ def _reason_to_close(
     number = generation.generation
     for member in generation.members:
         for request in view.restarts_on(member.node):
-            # Before the troubles that it brings: who loses a peer by it cannot tell why.
+            # Before the failures that it causes: who loses a peer by it cannot tell why.
             reason = (
                 f"evicted {member.node}: {view.evictions[member.node].reason}"
                 if member.node in view.evictions
                 else f"rank {request.rank} on {member.node} is restarted: {request.reason}"
             )
             return Closing(number, reason, True, wall_s)
-    troubles = [record.trouble for record in _current(present, generation) if record.trouble]
-    if troubles:
-        first = min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s))
+    failures = [record.failure for record in _current(present, generation) if record.failure]
+    if failures:
+        first = min(failures, key=lambda failure: (failure.kind != "worker", failure.at_s))
         return Closing(
-            number, first.message.splitlines()[0], True, min(trouble.at_s for trouble in troubles)
+            number, first.message.splitlines()[0], True, min(failure.at_s for failure in failures)
         )
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
@@ -244,11 +246,11 @@ def _reason_to_close(
     return None
 
 
-def _reopen(
-    policy: Policy,
+def _open_next_generation(
+    policy: RendezvousPolicy,
     view: View,
     old: Generation,
-    deliberation: Deliberation,
+    leader_state: LeaderState,
     now_s: float,
     wall_s: float,
 ) -> Decision:
@@ -256,35 +258,36 @@ def _reopen(
     draining = [
         record.node
         for record in present
-        if record.generation != old.generation or record.phase not in (Phase.DRAINED, Phase.DONE)
+        if record.generation != old.generation
+        or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
     ]
     if draining:
         # Ranks that stop in good order take a last snapshot, for which the one before it has to be committed.
         commit = _commit(view, old, present)
         if commit is not None:
-            return Decision(deliberation, commit)
+            return Decision(leader_state, commit)
         return Decision(
-            deliberation, message=f"generation {old.generation} drains: {', '.join(draining)}"
+            leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
         )
     resume = newest_restorable(view, old) or completed_by_storage(view)
     failure = _first_failure(present, old)
-    failures = _failures(view, old, resume, failure)
+    failures = _count_failures(view, old, resume, failure)
     if failure is not None and failures > policy.max_restarts:
         restarts = f"{policy.max_restarts} restart{'s' if policy.max_restarts != 1 else ''} without progress"
         return Decision(
-            Deliberation(), Finish(Result(False, f"{failure.message} (after {restarts})"))
+            LeaderState(), Finish(Result(False, f"{failure.message} (after {restarts})"))
         )
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
-        rescue = storing.rescue(view, present, resume)
+        rescue = checkpoint_schedule.persist_before_leaving(view, present, resume)
         if rescue is not None:
-            return Decision(Deliberation(), rescue)
-        return _await_quorum(policy, len(nodes), deliberation, now_s)
+            return Decision(LeaderState(), rescue)
+        return _await_quorum(policy, len(nodes), leader_state, now_s)
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
-    members = place(old.members, nodes, policy.max_nodes)
+    members = assign_ranks(old.members, nodes, policy.max_nodes)
     opened = replace(
-        _opened(
+        _new_generation(
             policy,
             view,
             members,
@@ -293,16 +296,16 @@ def _reopen(
             detected_at_s,
             wall_s,
         ),
-        resume=with_adoptions(resume, view, members) if resume else None,
+        resume=with_shard_rebuilds(resume, view, members) if resume else None,
         failures=failures,
-        broke=closing is not None and closing.abort,
+        after_failure=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
-    return Decision(Deliberation(), Open(opened))
+    return Decision(LeaderState(), Open(opened))
 
 
-def _opened(
-    policy: Policy,
+def _new_generation(
+    policy: RendezvousPolicy,
     view: View,
     members: tuple[Member, ...],
     number: int,
@@ -311,7 +314,7 @@ def _opened(
     wall_s: float,
 ) -> Generation:
     first = view.nodes[members[0].node].record
-    members, parity = grouped(members, view, policy.group_size, policy.parity)
+    members, parity = assign_groups(members, view, policy.group_size, policy.parity)
     return Generation(
         generation=number,
         members=members,
@@ -324,13 +327,13 @@ def _opened(
     )
 
 
-def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Trouble | None:
-    troubles = [record.trouble for record in _current(present, old) if record.trouble]
-    return min(troubles, key=lambda trouble: (trouble.kind != "worker", trouble.at_s), default=None)
+def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Failure | None:
+    failures = [record.failure for record in _current(present, old) if record.failure]
+    return min(failures, key=lambda failure: (failure.kind != "worker", failure.at_s), default=None)
 
 
-def _failures(
-    view: View, old: Generation, resume: SnapshotCommit | None, failure: Trouble | None
+def _count_failures(
+    view: View, old: Generation, resume: SnapshotCommit | None, failure: Failure | None
 ) -> int:
     """Count failures in a row without progress. Losing or adding nodes is no failure; a later resume point is progress."""
     reached = resume.snapshot.step if resume else (view.checkpoint.step if view.checkpoint else 0)
@@ -353,7 +356,9 @@ def _commit(view: View, generation: Generation, present: Sequence[NodeRecord]) -
     return Commit(SnapshotCommit(newest, generation.members, generation.parity))
 
 
-def _remember(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Remember | None:
+def _record_recovery(
+    view: View, generation: Generation, present: Sequence[NodeRecord]
+) -> RecordRecovery | None:
     known = view.history.recoveries
     if known and known[-1].generation >= generation.generation:
         return None
@@ -376,20 +381,20 @@ def _remember(view: View, generation: Generation, present: Sequence[NodeRecord])
         stepped_at_s=max(record.times["stepped"] for record in records),
         resumed_step=resumed,
         lost_steps=max(0, generation.lost_from_step - resumed),
-        broke=generation.broke,
+        after_failure=generation.after_failure,
         source=", ".join(
             sorted({name for r in records for name in r.restored_from.split(", ") if name})
         ),
     )
-    return Remember(History((*known, recovery)[-_HISTORY_LENGTH:]))
+    return RecordRecovery(History((*known, recovery)[-_HISTORY_LENGTH:]))
 
 
-def _admit(
-    policy: Policy,
+def _admit_spares(
+    policy: RendezvousPolicy,
     view: View,
     generation: Generation,
     present: Sequence[NodeRecord],
-    deliberation: Deliberation,
+    leader_state: LeaderState,
     now_s: float,
     wall_s: float,
 ) -> Decision:
@@ -397,20 +402,20 @@ def _admit(
     spares = [record for record in eligible(view) if generation.member(record.node) is None]
     room = policy.max_nodes - len(generation.members)
     settled = all(
-        r.phase is Phase.RUNNING and r.generation == generation.generation for r in present
+        r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present
     )
-    finishing = any(r.finishing or r.phase is Phase.DONE for r in present)
+    finishing = any(r.finishing or r.phase is NodePhase.DONE for r in present)
     if not spares or room <= 0 or not settled or finishing:
-        return Decision(Deliberation())
+        return Decision(LeaderState())
     if len(spares) < room:
-        deliberation, until_s = _wait(
-            deliberation, f"last call after {len(spares)} spares", now_s, policy.last_call_s
+        leader_state, until_s = _wait(
+            leader_state, f"last call after {len(spares)} spares", now_s, policy.last_call_s
         )
         if now_s < until_s:
             return Decision(
-                deliberation, again_at_s=until_s, message=f"{len(spares)} nodes join soon"
+                leader_state, again_at_s=until_s, message=f"{len(spares)} nodes join soon"
             )
     names = ", ".join(record.node for record in spares[:room])
     return Decision(
-        Deliberation(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
+        LeaderState(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
     )

@@ -33,7 +33,7 @@ def failures_per_s(recoveries: Sequence[Recovery], nodes: int, wall_s: float) ->
     """
     since_s = recoveries[0].detected_at_s if recoveries else wall_s
     # What opened the time looked at is not in it.
-    failures = sum(recovery.broke for recovery in recoveries[1:])
+    failures = sum(recovery.after_failure for recovery in recoveries[1:])
     return (1 + failures) * nodes / (PRIOR_NODE_S + nodes * max(0.0, wall_s - since_s))
 
 

@@ -14,10 +14,10 @@ from itertools import cycle
 
 from keepstep.checkpoint.parity.groups import group_nodes
 from keepstep.elastic.rendezvous.records import (
-    Adoption,
     Generation,
     Member,
     NodeRecord,
+    ShardRebuild,
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import View
@@ -34,7 +34,7 @@ def eligible(view: View) -> tuple[NodeRecord, ...]:
     )
 
 
-def place(
+def assign_ranks(
     previous: Sequence[Member], nodes: Iterable[NodeRecord], max_nodes: int
 ) -> tuple[Member, ...]:
     """Choose the members and give them ranks: old members keep their place where it still exists.
@@ -65,7 +65,7 @@ def place(
     return tuple(members)
 
 
-def grouped(
+def assign_groups(
     members: Sequence[Member], view: View, size: int, parity: int
 ) -> tuple[tuple[Member, ...], int]:
     """Put members into erasure groups; return them with how many nodes of each group may be lost, at most `parity`."""
@@ -80,7 +80,7 @@ def grouped(
 
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
     """Return the newest snapshot that those who are present can give back whole, committed or not."""
-    found = [replace(view.snapshot, adoptions=())] if view.snapshot else []
+    found = [replace(view.snapshot, shard_rebuilds=())] if view.snapshot else []
     sealed = {
         snapshot
         for record in present_members(view, generation)
@@ -106,7 +106,9 @@ def completed_by_storage(view: View) -> SnapshotCommit | None:
         return None
     absent = absent_holders(view, commit)
     holders = tuple(member for member in commit.holders if member not in absent)
-    return replace(commit, holders=holders, adoptions=(), stored=stored.url) if holders else None
+    return (
+        replace(commit, holders=holders, shard_rebuilds=(), stored=stored.url) if holders else None
+    )
 
 
 def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
@@ -119,15 +121,17 @@ def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
     )
 
 
-def with_adoptions(commit: SnapshotCommit, view: View, members: Sequence[Member]) -> SnapshotCommit:
+def with_shard_rebuilds(
+    commit: SnapshotCommit, view: View, members: Sequence[Member]
+) -> SnapshotCommit:
     """Have members rebuild the shards of holders that are absent: whoever is the lost rank now, else all in turn."""
     lost = [rank for member in absent_holders(view, commit) for rank in member.ranks]
     turns = cycle(members)
-    adoptions = []
+    shard_rebuilds = []
     for rank in lost:
         adopter = next((member for member in members if rank in member.ranks), None) or next(turns)
-        adoptions.append(Adoption(rank, adopter.node, adopter.server))
-    return replace(commit, adoptions=tuple(adoptions))
+        shard_rebuilds.append(ShardRebuild(rank, adopter.node, adopter.server))
+    return replace(commit, shard_rebuilds=tuple(shard_rebuilds))
 
 
 def _is_restorable(view: View, commit: SnapshotCommit) -> bool:

@@ -6,66 +6,33 @@ Node records carry the node's lease and die with it; everything else lives until
 
 from __future__ import annotations
 
-import dataclasses
 import enum
-import json
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Self
 
+import msgspec
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import UsageError
 
 
-@cache
-def _field_types(cls: type) -> Mapping[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _parse(kind: Any, value: Any) -> Any:
-    """Turn decoded JSON into the annotated type; the annotations of the records below are all it needs to know."""
-    origin = typing.get_origin(kind)
-    if origin is types.UnionType or origin is typing.Union:
-        present = [option for option in typing.get_args(kind) if option is not type(None)]
-        return None if value is None else _parse(present[0], value)
-    if origin is tuple:
-        return tuple(_parse(typing.get_args(kind)[0], item) for item in value)
-    if origin is not None and issubclass(origin, Mapping):
-        return {key: _parse(typing.get_args(kind)[1], item) for key, item in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Record):
-        return kind.from_json(value)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return kind(value)
-    return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.to_json()
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
-
-
 class Record:
-    """A frozen dataclass that round-trips through JSON."""
+    """A frozen dataclass that round-trips through JSON.
+
+    Fields that a newer version has added are ignored; a field of another type is refused.
+    """
 
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as a JSON object."""
-        return {
-            f.name: _plain(getattr(self, f.name))
-            for f in dataclasses.fields(typing.cast(Any, self))
-        }
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        return values
 
     def encode(self) -> bytes:
         """Return the record as UTF-8 JSON."""
-        return json.dumps(self.to_json(), separators=(",", ":")).encode()
+        return msgspec.json.encode(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
@@ -74,27 +41,28 @@ class Record:
         Raises:
             UsageError: the data is not such a record.
         """
-        kinds = _field_types(typing.cast(Any, cls))
         try:
-            return cls(**{name: _parse(kinds[name], value) for name, value in data.items()})
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UsageError(
-                f"the coordinator holds a {cls.__name__} that this version of keepstep cannot read ({error!r}); "
-                "run one version of keepstep on all nodes, or choose another --job name"
-            ) from error
+            return msgspec.convert(data, cls)
+        except msgspec.ValidationError as error:
+            raise _unreadable(cls, error) from error
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Parse what `encode` returned. Raises as `from_json` does."""
         try:
-            return cls.from_json(json.loads(data))
-        except json.JSONDecodeError as error:
-            raise UsageError(
-                f"the coordinator holds a {cls.__name__} that is not JSON: {error}"
-            ) from error
+            return msgspec.json.decode(data, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _unreadable(cls, error) from error
 
 
-class Phase(enum.StrEnum):
+def _unreadable(cls: type, error: Exception) -> UsageError:
+    return UsageError(
+        f"the coordinator holds a {cls.__name__} that this version of keepstep cannot read "
+        f"({error}); run one version of keepstep on all nodes, or choose another --job name"
+    )
+
+
+class NodePhase(enum.StrEnum):
     """Where a node stands in the generation that its record names."""
 
     WAITING = "waiting"
@@ -102,7 +70,7 @@ class Phase(enum.StrEnum):
     STARTING = "starting"
     """Workers are being started or are entering the generation."""
     RUNNING = "running"
-    """Every worker has completed a step in this generation, or runs a script that does not tell."""
+    """Every worker has completed a step in this generation, or runs a script that does not report."""
     DRAINED = "drained"
     """The generation is over here: no worker of it will write again, and all that could be sealed is."""
     DONE = "done"
@@ -117,16 +85,8 @@ class Eviction(Record):
     may_return: bool
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SnapshotId(Record):
-    """Which snapshot: the generation that took it, and the number of steps completed by then."""
-
-    generation: int
-    step: int
-
-
 @dataclass(frozen=True, slots=True)
-class Trouble(Record):
+class Failure(Record):
     """Why a node's part of a generation cannot go on.
 
     `kind`: `worker` (a worker of this node failed), `peer` (a collective broke, the culprit is elsewhere or unknown) or
@@ -170,9 +130,9 @@ class NodeRecord(Record):
     domain: str = ""
     warm: bool = False
     generation: int = 0
-    phase: Phase = Phase.WAITING
+    phase: NodePhase = NodePhase.WAITING
     leaving: bool = False
-    trouble: Trouble | None = None
+    failure: Failure | None = None
     step: int = 0
     sealed: tuple[SnapshotId, ...] = ()
     protected: tuple[SnapshotId, ...] = ()
@@ -188,7 +148,7 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Report(Record):
+class NodeReport(Record):
     """What an agent tells the leader directly, because it changes at every step: the newest it has, by lease and generation."""
 
     node: str
@@ -220,7 +180,7 @@ class Member(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Adoption(Record):
+class ShardRebuild(Record):
     """A lost rank's shard, and the node whose snapshot server rebuilds it from parity."""
 
     rank: int
@@ -232,14 +192,14 @@ class Adoption(Record):
 class SnapshotCommit(Record):
     """A snapshot that every rank of its generation has sealed, and who holds it.
 
-    Any `parity` holders of each group may be lost. `adoptions` say who rebuilds the shards of those that were, when it was resumed from.
+    Any `parity` holders of each group may be lost. `shard_rebuilds` say who rebuilds the shards of those that were, when it was resumed from.
     If more were lost but it is stored as well, `stored` says under which URL, and `holders` are those that are left.
     """
 
     snapshot: SnapshotId
     holders: tuple[Member, ...]
     parity: int = 0
-    adoptions: tuple[Adoption, ...] = ()
+    shard_rebuilds: tuple[ShardRebuild, ...] = ()
     stored: str = ""
 
     def group_of(self, node: str) -> tuple[Member, ...]:
@@ -252,7 +212,7 @@ class Generation(Record):
     """Who takes part, as which ranks, resuming from where: all that is needed to rebuild any worker.
 
     `resume` None means the newest stored checkpoint, or the beginning if there is none. `failures` counts the generations
-    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost. `broke`: something
+    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost. `after_failure`: something
     failed in the one before it.
     """
 
@@ -267,7 +227,7 @@ class Generation(Record):
     detected_at_s: float = 0.0
     opened_at_s: float = 0.0
     parity: int = 0
-    broke: bool = False
+    after_failure: bool = False
 
     @property
     def world_size(self) -> int:
@@ -305,7 +265,7 @@ class PersistRequest(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint(Record):
+class CheckpointRecord(Record):
     """The newest checkpoint in storage: since when, and how long that took, in seconds."""
 
     step: int
@@ -325,7 +285,7 @@ class StoreFailure(Record):
 
 @dataclass(frozen=True, slots=True)
 class Recovery(Record):
-    """One change of generation, phase by phase, in wall-clock seconds. `broke`: because something failed."""
+    """One change of generation, phase by phase, in wall-clock seconds. `after_failure`: because something failed."""
 
     generation: int
     reason: str
@@ -338,7 +298,7 @@ class Recovery(Record):
     resumed_step: int
     lost_steps: int
     source: str
-    broke: bool = False
+    after_failure: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +309,7 @@ class History(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldVerdict(Record):
+class PublishedVerdict(Record):
     """Who has what, as the monitor told it. `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill."""
 
     subject: str
@@ -364,12 +324,12 @@ class HeldVerdict(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class HeldVerdicts(Record):
+class PublishedVerdicts(Record):
     """The verdicts that held at a time, of one generation's ranks: the newest `verdicts`, and how many more there were."""
 
     generation: int
     at_s: float
-    verdicts: tuple[HeldVerdict, ...]
+    verdicts: tuple[PublishedVerdict, ...]
     omitted: int = 0
 
 

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
     Closing,
     Eviction,
     Generation,
-    HeldVerdict,
-    HeldVerdicts,
     History,
+    NodePhase,
     NodeRecord,
+    NodeReport,
     PersistRequest,
-    Phase,
+    PublishedVerdict,
+    PublishedVerdicts,
     Record,
-    Report,
     RestartRequest,
     Result,
     SnapshotCommit,
-    StoredCheckpoint,
     StoreFailure,
 )
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
@@ -34,11 +34,11 @@ _SINGLE: Mapping[str, type[Record]] = {
     "closing": Closing,
     "snapshot": SnapshotCommit,
     "persist": PersistRequest,
-    "checkpoint": StoredCheckpoint,
+    "checkpoint": CheckpointRecord,
     "store_failure": StoreFailure,
     "history": History,
     "result": Result,
-    "verdicts": HeldVerdicts,
+    "verdicts": PublishedVerdicts,
 }
 
 
@@ -71,7 +71,7 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedNode:
     """A node that holds its lease: its record, and the revision at which it joined (its seniority)."""
 
     record: NodeRecord
@@ -83,7 +83,7 @@ class View:
     """Everything the coordinator holds of a job at one revision."""
 
     revision: int = 0
-    nodes: Mapping[str, Joined] = field(default_factory=dict)
+    nodes: Mapping[str, JoinedNode] = field(default_factory=dict)
     evictions: Mapping[str, Eviction] = field(default_factory=dict)
     restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
     generation: Generation | None = None
@@ -93,15 +93,15 @@ class View:
     snapshot_revision: int = 0
     persist: PersistRequest | None = None
     persist_revision: int = 0
-    checkpoint: StoredCheckpoint | None = None
+    checkpoint: CheckpointRecord | None = None
     store_failure: StoreFailure | None = None
     history: History = field(default_factory=History)
     result: Result | None = None
-    verdicts: HeldVerdicts | None = None
+    verdicts: PublishedVerdicts | None = None
     secret: bytes | None = None
 
     @property
-    def number(self) -> int:
+    def generation_number(self) -> int:
         """The current generation's number; 0 before the first."""
         return self.generation.generation if self.generation else 0
 
@@ -113,14 +113,14 @@ class View:
     @property
     def is_closing(self) -> bool:
         """Whether the current generation is over and the next not yet open."""
-        return self.closing is not None and self.closing.generation == self.number
+        return self.closing is not None and self.closing.generation == self.generation_number
 
     @property
-    def held_verdicts(self) -> tuple[HeldVerdict, ...]:
+    def current_verdicts(self) -> tuple[PublishedVerdict, ...]:
         """The verdicts that hold of the current generation: what was said of an older one's ranks means nothing now."""
         return (
             self.verdicts.verdicts
-            if self.verdicts is not None and self.verdicts.generation == self.number
+            if self.verdicts is not None and self.verdicts.generation == self.generation_number
             else ()
         )
 
@@ -132,7 +132,7 @@ class View:
         return tuple(
             request
             for rank, request in sorted(self.restarts.items())
-            if rank in member.ranks and request.generation == self.number
+            if rank in member.ranks and request.generation == self.generation_number
         )
 
 
@@ -151,7 +151,7 @@ def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     return view
 
 
-def with_reports(view: View, reports: Mapping[str, Report]) -> View:
+def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
     """Fold in what nodes have told directly: newer than their records until they drain, for then the record is the last word."""
     nodes = dict(view.nodes)
     for node, report in reports.items():
@@ -160,12 +160,12 @@ def with_reports(view: View, reports: Mapping[str, Report]) -> View:
             continue
         record = joined.record
         is_of_now = (record.lease, record.generation) == (report.lease, report.generation)
-        if is_of_now and record.phase in (Phase.STARTING, Phase.RUNNING):
+        if is_of_now and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
             known = report.protected
             newer = replace(
                 record, sealed=known, protected=known, step=max(record.step, report.step)
             )
-            nodes[node] = Joined(newer, joined.created)
+            nodes[node] = JoinedNode(newer, joined.created)
     return replace(view, nodes=nodes)
 
 
@@ -175,7 +175,7 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
     if section == "nodes":
         nodes = {node: joined for node, joined in view.nodes.items() if node != rest}
         if item is not None:
-            nodes[rest] = Joined(NodeRecord.decode(item.value), item.created)
+            nodes[rest] = JoinedNode(NodeRecord.decode(item.value), item.created)
         return replace(view, nodes=nodes)
     if section == "evictions":
         evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}

@@ -220,7 +220,7 @@ class EtcdStore:
                 elif error.code() not in _TRANSIENT:
                     raise
                 log.debug("watch on %s broke: %s", endpoint.address, details)
-                self._move_on(endpoint)
+                self._switch_endpoint(endpoint)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
                 backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 
@@ -274,7 +274,7 @@ class EtcdStore:
                         f"etcd at {endpoint.address} did not confirm a write ({details})",
                         unknown=True,
                     ) from None
-                self._move_on(endpoint)
+                self._switch_endpoint(endpoint)
             if time.monotonic() + backoff_s > until_s:
                 raise StoreUnavailable(
                     f"no answer from etcd at {', '.join(self._address.endpoints)} for {self._deadline_s:.0f} s "
@@ -303,7 +303,7 @@ class EtcdStore:
             reply = await endpoint.auth.Authenticate(request, timeout=_ATTEMPT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() in _TRANSIENT:
-                self._move_on(endpoint)
+                self._switch_endpoint(endpoint)
                 return False
             raise UsageError(
                 f"etcd at {endpoint.address} does not know user {self._credentials.user} with this password: {error.details()}"
@@ -311,7 +311,7 @@ class EtcdStore:
         self._token = (("token", reply.token),)
         return True
 
-    def _move_on(self, failed: _Endpoint) -> None:
+    def _switch_endpoint(self, failed: _Endpoint) -> None:
         """Use the next endpoint from now on, unless somebody else has already moved on."""
         if self._endpoints[self._current] is failed:
             self._current = (self._current + 1) % len(self._endpoints)

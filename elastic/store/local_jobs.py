@@ -29,7 +29,7 @@ class LocalJob:
 
 def runtime_directory() -> Path:
     """Return this user's private directory for sockets and registrations, making it if need be."""
-    path = _place()
+    path = _runtime_path()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(path)
     return path
@@ -60,8 +60,8 @@ def registered(job: str, store: str) -> Iterator[None]:
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose keeper is alive. Nothing is made: whoever looks need not be allowed to write."""
-    directory = _place()
+    """Return the jobs whose process is alive. Nothing is made: whoever looks need not be allowed to write."""
+    directory = _runtime_path()
     if not directory.exists():
         return ()
     _refuse_foreign(directory)
@@ -79,7 +79,7 @@ def local_jobs() -> tuple[LocalJob, ...]:
     return tuple(found)
 
 
-def _place() -> Path:
+def _runtime_path() -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")
     return (
         Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"

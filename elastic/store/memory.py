@@ -33,7 +33,7 @@ class MemoryStore:
         self._leases: dict[int, tuple[float, float]] = {}
         self._next_lease = 1
         self._log: list[tuple[Change, ...]] = []
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     async def read(self, prefix: str) -> Listing:
         """See `Store.read`."""
@@ -89,9 +89,9 @@ class MemoryStore:
                 yield Reset(listing)
             batch = next((changes for changes in self._log if changes[0].revision > after), None)
             if batch is None:
-                async with self._news:
+                async with self._changed:
                     seen = self._revision
-                    await self._news.wait_for(lambda seen=seen: self._revision > seen)  # type: ignore[misc]
+                    await self._changed.wait_for(lambda seen=seen: self._revision > seen)  # type: ignore[misc]
                 continue
             after = batch[0].revision
             mine = tuple(change for change in batch if change.key.startswith(prefix))
@@ -140,5 +140,5 @@ class MemoryStore:
         if changes:
             self._revision = revision
             self._log.append(tuple(changes.values()))
-            async with self._news:
-                self._news.notify_all()
+            async with self._changed:
+                self._changed.notify_all()

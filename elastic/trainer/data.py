@@ -71,7 +71,7 @@ class Batches(Generic[T]):
         )  # Refuses impossible sizes before any process starts.
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
-            batch_sampler=_Shares(self._order, first, end, rank, world_size),
+            batch_sampler=_RankBatches(self._order, first, end, rank, world_size),
             collate_fn=self._collate,
             num_workers=self._workers,
             # Left to itself the loader draws from the global generator, whose state belongs to the training.
@@ -80,7 +80,7 @@ class Batches(Generic[T]):
         return iter(loader)
 
 
-class _Shares:
+class _RankBatches:
     def __init__(self, order: DataOrder, first: int, end: int, rank: int, world_size: int) -> None:
         self._order = order
         self._steps = range(first, end)

@@ -31,11 +31,11 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.data import Batches, Dataset, Position
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
-from keepstep.elastic.trainer.snapshot_interval import Pace
-from keepstep.elastic.trainer.snapshot_manager import Keeper
+from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
+from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.session import Assignment, Session, current, seconds
+from keepstep.elastic.worker.session import Assignment, Session, current, wall_clock_s
 
 T = TypeVar("T")
 _NO_MORE = object()
@@ -71,7 +71,7 @@ def join(
         raise UsageError("checkpoint_every needs checkpoint=URL to say where")
     session = current()
     stored_every = AUTO if checkpoint_every == "auto" else checkpoint_every
-    session.say("joined", checkpoint_url=checkpoint, checkpoint_every=stored_every)
+    session.report("joined", checkpoint_url=checkpoint, checkpoint_every=stored_every)
     kept_every = AUTO if snapshot_every == "auto" else snapshot_every
     return Job(session, build, dict(mesh or {"dp": -1}), checkpoint, kept_every, seed)
 
@@ -98,11 +98,11 @@ class Job:
         self._passes: list[int] = []
         self._groups = ProcessGroups()
         self._world: World | None = None
-        self._keeper: Keeper | None = None
-        self._pace = Pace(snapshot_every, 0.0)
-        self._copies_at_once = False
+        self._snapshot_manager: SnapshotManager | None = None
+        self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
+        self._copies_synchronously = False
         self._stepped = False
-        self._began_at = 0
+        self._first_step = 0
         self._marked = 0
 
     def __enter__(self) -> Self:
@@ -132,27 +132,31 @@ class Job:
     @property
     def model(self) -> nn.Module:
         """The model of the present generation. It is a new object after every change of membership."""
-        return self._kept.training.model
+        return self._entered_snapshots.training.model
 
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer of the present generation, the first if there are several."""
-        return self._kept.training.optimizers[0]
+        return self._entered_snapshots.training.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
         """All optimizers of the present generation."""
-        return self._kept.training.optimizers
+        return self._entered_snapshots.training.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
         """The learning-rate scheduler of `optimizer`, if `build` named one."""
-        return self._kept.training.schedulers[0] if self._kept.training.schedulers else None
+        return (
+            self._entered_snapshots.training.schedulers[0]
+            if self._entered_snapshots.training.schedulers
+            else None
+        )
 
     @property
     def schedulers(self) -> tuple[LRScheduler, ...]:
         """The learning-rate schedulers, one for each optimizer, if `build` named one."""
-        return self._kept.training.schedulers
+        return self._entered_snapshots.training.schedulers
 
     @property
     def steps(self) -> int:
@@ -160,9 +164,9 @@ class Job:
         return self._position.step
 
     @property
-    def _kept(self) -> Keeper:
-        assert self._keeper is not None, "the job is entered with `with`"
-        return self._keeper
+    def _entered_snapshots(self) -> SnapshotManager:
+        assert self._snapshot_manager is not None, "the job is entered with `with`"
+        return self._snapshot_manager
 
     def batches(
         self,
@@ -199,7 +203,7 @@ class Job:
         self._passes.append(length)
         while self._position.batch < begin + length:
             if self._position.batch < begin:
-                self._start_over("the state goes back to an earlier pass over the data")
+                self._restart_script("the state goes back to an earlier pass over the data")
             generation = self.world.generation
             loader = passes.from_position(
                 self._position.batch - begin, length, self.world.data_rank, self.world.data_size
@@ -231,7 +235,7 @@ class Job:
 
     def _mark_step(self) -> None:
         """Have the monitor, if there is one, know that the next step is under way. It counts from the generation's first."""
-        number = self._position.step - self._began_at + 1
+        number = self._position.step - self._first_step + 1
         if self._marked != number:
             self._marked = number
             monitor.begin_step(number)
@@ -239,7 +243,7 @@ class Job:
     def begin_step(self) -> None:
         """Forget old gradients. Called by `Step`."""
         self._mark_step()
-        self._kept.begin_step()
+        self._entered_snapshots.begin_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -282,12 +286,14 @@ class Job:
         self._session.progress(generation, self.steps)
         if not self._stepped:
             self._stepped = True
-            self._session.say("stepped", generation=generation, at_s=seconds())
-        self._kept.complete_step(self._position)
-        news = self._pace.news()
+            self._session.report("stepped", generation=generation, at_s=wall_clock_s())
+        self._entered_snapshots.complete_step(self._position)
+        news = self._snapshot_interval.notable_change()
         if news is not None:
             every, cost_s = news
-            self._session.say("pace", generation=generation, every=every, cost_s=cost_s)
+            self._session.report(
+                "snapshot_interval", generation=generation, every=every, cost_s=cost_s
+            )
 
     def _enter(self, newer_than: int) -> None:
         """Enter the next generation, and the one after it if that breaks before it runs."""
@@ -301,7 +307,7 @@ class Job:
                 is_late_loss = isinstance(error, SnapshotUnavailable) or is_peer_failure(error)
                 if not (is_late_loss or self._session.is_closing(newer_than)):
                     raise
-                self._give_up(newer_than, error)
+                self._end_generation(newer_than, error)
             else:
                 return
 
@@ -311,58 +317,58 @@ class Job:
         self._marked = 0
         telemetry.reopen(assignment)
         self._world = self._groups.enter(assignment, self._mesh)
-        self._session.say("ready", generation=assignment.generation, at_s=seconds())
+        self._session.report("ready", generation=assignment.generation, at_s=wall_clock_s())
         torch.manual_seed(self._seed)
         random.seed(self._seed)
-        self._pace = Pace(self._snapshot_every, assignment.failures_per_s)
-        self._keeper = Keeper(
+        self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
+        self._snapshot_manager = SnapshotManager(
             self._build(self._world),
             self._world.device,
             assignment,
             self._checkpoint,
             self._session.is_committed,
-            self._pace,
-            copies_at_once=self._copies_at_once,
+            self._snapshot_interval,
+            copies_synchronously=self._copies_synchronously,
         )
-        self._position, source = self._keeper.resume(self._seed)
-        self._began_at = self.steps
+        self._position, source = self._snapshot_manager.resume(self._seed)
+        self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
-        self._session.say(
+        self._session.report(
             "restored",
             generation=assignment.generation,
-            at_s=seconds(),
+            at_s=wall_clock_s(),
             source=source,
             step=self.steps,
         )
         if self.steps > 0:
             # New groups protect the state at once; until then a further loss might find too little of the old ones left.
-            self._keeper.snapshot(self._position)
+            self._snapshot_manager.snapshot(self._position)
 
     def _recover(self, error: BaseException | None) -> None:
         """Leave the generation that ends and enter the next."""
         generation = self.world.generation
-        self._give_up(generation, error)
+        self._end_generation(generation, error)
         self._enter(newer_than=generation)
 
-    def _give_up(self, generation: int, error: BaseException | None) -> None:
+    def _end_generation(self, generation: int, error: BaseException | None) -> None:
         """Seal what can be sealed, drop the rest, and tell the agent that this worker writes no more in this generation."""
         if error is not None and not self._session.is_closing(generation):
-            self._session.say("broken", generation=generation, error=str(error).splitlines()[0])
-        elif self._keeper is not None and not self._session.is_aborting(generation):
-            self._keeper.seal_last(
+            self._session.report("broken", generation=generation, error=str(error).splitlines()[0])
+        elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
+            self._snapshot_manager.seal_before_closing(
                 self._position,
                 lambda s: self._session.wait_for_commit(s, generation, also_closing=True),
             )
         # Peers blocked in a collective with this rank learn from the closed connections that it left.
         self._groups.leave()
         self._leave()
-        self._session.say("drained", generation=generation)
+        self._session.report("drained", generation=generation)
 
     def _leave(self) -> None:
-        if self._keeper is not None:
-            self._copies_at_once = self._keeper.copies_at_once
-            self._keeper.close()
-        self._keeper = None
+        if self._snapshot_manager is not None:
+            self._copies_synchronously = self._snapshot_manager.copies_synchronously
+            self._snapshot_manager.close()
+        self._snapshot_manager = None
         self._groups.leave()
         gc.collect()
 
@@ -371,32 +377,32 @@ class Job:
         final = self._position
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            self._secure(final)
+            self._commit_and_store_final(final)
 
-    def _secure(self, final: Position) -> None:
+    def _commit_and_store_final(self, final: Position) -> None:
         generation = self.world.generation
         if final.step > 0:
-            while not self._kept.snapshot_finally(
+            while not self._entered_snapshots.commit_final_snapshot(
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):
-                generation = self._return_to(final)
-        self._session.say("finishing", step=final.step)
+                generation = self._recover_to(final)
+        self._session.report("finishing", step=final.step)
         while self._checkpoint is not None and final.step > 0:
             if self._session.wait_for_stored(final.step, generation):
                 break
-            generation = self._return_to(final)
-            self._session.say("finishing", step=final.step)
+            generation = self._recover_to(final)
+            self._session.report("finishing", step=final.step)
 
-    def _return_to(self, final: Position) -> int:
+    def _recover_to(self, final: Position) -> int:
         """Recover although the loop is over: possible only if nothing has to be computed again."""
         self._recover(None)
         if self._position != final:
-            self._start_over("the last steps have to be computed again")
+            self._restart_script("the last steps have to be computed again")
         return self.world.generation
 
-    def _start_over(self, reason: str) -> None:
+    def _restart_script(self, reason: str) -> None:
         """Run the script from its beginning, for its loop is past the point that the state has gone back to."""
-        self._session.say("restart", reason=reason)
+        self._session.report("restart", reason=reason)
         self._leave()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -17,7 +17,7 @@ _PAIRS = "$pairs"
 _FLOAT = "$float"
 
 
-def to_plain(name: str, value: Any) -> Json:
+def to_json_value(name: str, value: Any) -> Json:
     """Return a value as JSON that shares nothing with it. Tuples become lists.
 
     Raises:
@@ -28,13 +28,13 @@ def to_plain(name: str, value: Any) -> Json:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
     if isinstance(value, list | tuple):
-        return [to_plain(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return [to_json_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: to_plain(f"{name}[{key!r}]", item) for key, item in value.items()}
+            return {key: to_json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
         return {
             _PAIRS: [
-                [to_plain(f"a key of {name}", k), to_plain(f"{name}[{k!r}]", v)]
+                [to_json_value(f"a key of {name}", k), to_json_value(f"{name}[{k!r}]", v)]
                 for k, v in value.items()
             ]
         }
@@ -44,8 +44,8 @@ def to_plain(name: str, value: Any) -> Json:
     )
 
 
-def from_plain(stored: Json, like: Any = None) -> Any:
-    """Return what `to_plain` was given.
+def from_json_value(stored: Json, like: Any = None) -> Any:
+    """Return what `to_json_value` was given.
 
     Args:
         stored: its result.
@@ -61,7 +61,7 @@ def from_plain(stored: Json, like: Any = None) -> Any:
             else stored.items()
         )
         known = like if isinstance(like, Mapping) else {}
-        made = {key: from_plain(item, known.get(key)) for key, item in pairs}
+        made = {key: from_json_value(item, known.get(key)) for key, item in pairs}
         return type(like)(made) if isinstance(like, dict) and type(like) is not dict else made
     if isinstance(stored, list):
         fresh = (
@@ -69,12 +69,12 @@ def from_plain(stored: Json, like: Any = None) -> Any:
             if isinstance(like, list | tuple) and len(like) == len(stored)
             else [None] * len(stored)
         )
-        items = [from_plain(item, one) for item, one in zip(stored, fresh, strict=True)]
+        items = [from_json_value(item, one) for item, one in zip(stored, fresh, strict=True)]
         return tuple(items) if isinstance(like, tuple) else items
     return stored
 
 
 def _key(stored: Json) -> Any:
-    key = from_plain(stored)
+    key = from_json_value(stored)
     # A key that was a tuple came back as a list, which can be none.
     return tuple(key) if isinstance(key, list) else key

@@ -144,7 +144,7 @@ class ProcessGroups:
         _world.group_count = 0
 
 
-def check_place(name: str, tensor: torch.Tensor) -> None:
+def check_mesh_position(name: str, tensor: torch.Tensor) -> None:
     """Assert that a sharded tensor lies on a mesh of the present process group, in which this rank has its present place.
 
     Raises:

@@ -7,16 +7,16 @@ from collections import deque
 
 from keepstep.elastic.rendezvous.intervals import AUTO, snapshot_every
 
-_REMEMBERED = 32
+_WINDOW = 32
 
 # Until so many have been measured, every step has one.
-_ENOUGH = 8
+_MIN_MEASUREMENTS = 8
 
 # A smaller change of mind is noise, which nobody needs to hear of.
-_NOTABLE = 1.25
+_NOTABLE_RATIO = 1.25
 
 
-class Pace:
+class SnapshotInterval:
     """Measures what snapshots cost this rank and how long its steps take. All times in seconds, on one clock.
 
     Args:
@@ -27,17 +27,17 @@ class Pace:
     def __init__(self, every: int, failures_per_s: float) -> None:
         self._fixed = every
         self._failures_per_s = failures_per_s
-        self._costs: deque[float] = deque(maxlen=_REMEMBERED)
-        self._steps: deque[float] = deque(maxlen=_REMEMBERED)
+        self._costs: deque[float] = deque(maxlen=_WINDOW)
+        self._steps: deque[float] = deque(maxlen=_WINDOW)
         self._stepped_s: float | None = None
-        self._told = 0
+        self._reported_every = 0
 
     @property
     def every(self) -> int:
         """After how many steps a snapshot is wanted now."""
         if self._fixed != AUTO:
             return self._fixed
-        if len(self._costs) < _ENOUGH or len(self._steps) < _ENOUGH:
+        if len(self._costs) < _MIN_MEASUREMENTS or len(self._steps) < _MIN_MEASUREMENTS:
             return 1
         return snapshot_every(self.cost_s, statistics.median(self._steps), self._failures_per_s)
 
@@ -62,12 +62,14 @@ class Pace:
         """Note for how long a snapshot has held up the training."""
         self._costs.append(cost_s)
 
-    def news(self) -> tuple[int, float] | None:
+    def notable_change(self) -> tuple[int, float] | None:
         """Return the choice and the cost behind it, if it has changed notably since it was last returned."""
         every = self.every
-        if self._fixed != AUTO or len(self._costs) < _ENOUGH:
+        if self._fixed != AUTO or len(self._costs) < _MIN_MEASUREMENTS:
             return None
-        if self._told and max(every, self._told) <= _NOTABLE * min(every, self._told):
+        if self._reported_every and max(every, self._reported_every) <= _NOTABLE_RATIO * min(
+            every, self._reported_every
+        ):
             return None
-        self._told = every
+        self._reported_every = every
         return every, self.cost_s

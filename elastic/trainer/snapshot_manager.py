@@ -22,14 +22,13 @@ from keepstep.checkpoint.errors import StateChanged
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.rendezvous.records import Adoption, Member
+from keepstep.elastic.rendezvous.records import Member, ShardRebuild
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
-from keepstep.elastic.trainer.snapshot_interval import Pace
+from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.session import Assignment
 
@@ -40,25 +39,25 @@ log = logging.getLogger("keepstep")
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Agreement:
     """What all ranks say of the next snapshot and of the last one."""
 
     is_wanted: bool
     is_committed: bool
-    is_whole: bool
+    is_complete: bool
 
     @property
     def is_possible(self) -> bool:
         """Whether nothing of the last snapshot is in the way: it is committed, or given up."""
-        return self.is_committed or not self.is_whole
+        return self.is_committed or not self.is_complete
 
     @property
-    def is_worth_asking_again(self) -> bool:
+    def is_worth_retrying(self) -> bool:
         """Whether the answer may be another a little later."""
         return self.is_wanted and not self.is_possible
 
 
-class Keeper:
+class SnapshotManager:
     """The state of one worker in one generation, and its snapshots. `close` ends the copy under way and frees everything."""
 
     def __init__(
@@ -68,11 +67,11 @@ class Keeper:
         assignment: Assignment,
         checkpoint: str | None,
         is_committed: Callable[[int], bool],
-        pace: Pace,
+        interval: SnapshotInterval,
         *,
-        copies_at_once: bool = False,
+        copies_synchronously: bool = False,
     ) -> None:
-        self._pace = pace
+        self._snapshot_interval = interval
         self._blocked_s = 0.0
         self._step = 0
         self._assignment = assignment
@@ -85,11 +84,11 @@ class Keeper:
         self._taken = -1
         self._is_intact = True
         # The last snapshot was torn here; by all ranks' agreement it is given up, for one of them has torn it.
-        self._is_torn = self._gives_up = False
-        self.copies_at_once = copies_at_once
+        self._is_torn = self._discard_uncommitted = False
+        self.copies_synchronously = copies_synchronously
         """Whether none is left to a copy under the next step any more, because something writes to the state meanwhile."""
         self._is_committed = is_committed
-        self._agreement: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
         self._in_step = False
         self._hooks = (
             *(
@@ -103,9 +102,9 @@ class Keeper:
         """Fill the state from memory, else from storage, else leave it as built; return the position and the source's name."""
         source, name = self._source()
         if source is None:
-            return self.training.begin(seed), name
-        position = self.training.fill(source, seed)
-        if isinstance(source, MemorySnapshot):
+            return self.training.start_fresh(seed), name
+        position = self.training.restore_from(source, seed)
+        if isinstance(source, MemorySource):
             name = source.describe()
             source.close()
         self._step = position.step
@@ -120,16 +119,18 @@ class Keeper:
         """
         self._in_step = False
         self._step = position.step
-        if self._agreement is not None:
-            answer, self._agreement = self._answer(), None
+        if self._pending_agreement is not None:
+            answer, self._pending_agreement = self._finish_agreement(), None
             self._is_intact = True
             if answer.is_wanted and answer.is_possible:
                 began_s = time.monotonic()
                 self.snapshot(position)
                 self._blocked_s = time.monotonic() - began_s
-        self._pace.note_step(time.monotonic())
+        self._snapshot_interval.note_step(time.monotonic())
 
-    def seal_last(self, position: Position, wait_for_commit: Callable[[int], bool]) -> None:
+    def seal_before_closing(
+        self, position: Position, wait_for_commit: Callable[[int], bool]
+    ) -> None:
         """Have the state at `position` sealed if it is still whole, for the generation ends in good order.
 
         Args:
@@ -150,22 +151,24 @@ class Keeper:
 
     def _after_forward(self) -> None:
         # Outside of steps ranks may well do different things, such as one of them evaluating.
-        if self._in_step and self._agreement is None:
-            self._agree()
+        if self._in_step and self._pending_agreement is None:
+            self._start_agreement()
 
     def _before_write(self) -> None:
         began_s = time.monotonic()
         self._wait()
         first_write, self._is_intact = self._is_intact, False
         if first_write and self._blocked_s:
-            self._pace.note_snapshot(self._blocked_s + time.monotonic() - began_s)
+            self._snapshot_interval.note_snapshot(self._blocked_s + time.monotonic() - began_s)
             self._blocked_s = 0.0
-        if self._agreement is None or (first_write and self._answer().is_worth_asking_again):
-            self._agree()
+        if self._pending_agreement is None or (
+            first_write and self._finish_agreement().is_worth_retrying
+        ):
+            self._start_agreement()
 
-    def _agree(self) -> None:
+    def _start_agreement(self) -> None:
         """Begin to ask all ranks whether they want a snapshot, know that the last one is committed, and sealed it."""
-        is_wanted = self._pace.is_wanted(self._step + 1, self._taken)
+        is_wanted = self._snapshot_interval.is_wanted(self._step + 1, self._taken)
         mine = torch.tensor(
             [int(is_wanted), int(self._is_committed(self._taken)), int(not self._is_torn)]
         )
@@ -174,38 +177,41 @@ class Keeper:
             if dist.get_world_size() > 1
             else None
         )
-        self._agreement = (mine, work)
+        self._pending_agreement = (mine, work)
 
-    def _answer(self) -> _Answer:
+    def _finish_agreement(self) -> _Agreement:
         """Wait for the answer, which is the same on every rank."""
-        assert self._agreement is not None
-        all_of_us, work = self._agreement
+        assert self._pending_agreement is not None
+        all_of_us, work = self._pending_agreement
         if work is not None:
             work.wait()
-        answer = _Answer(*map(bool, all_of_us.tolist()))
-        self._gives_up = not answer.is_whole
+        answer = _Agreement(*map(bool, all_of_us.tolist()))
+        self._discard_uncommitted = not answer.is_complete
         return answer
 
     def snapshot(self, position: Position) -> bool:
         """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
         if not self._may_begin():
             return False
-        if self.copies_at_once:
+        if self.copies_synchronously:
             # It may be because a step puts other memory under its tensors.
-            self.training.forget_moved()
+            self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            live = self.training.whole(position)
+            live = self.training.capture(position)
             self._snapshotter.start(
-                position.step, live.tensors, live.documents, gives_up=self._gives_up
+                position.step,
+                live.tensors,
+                live.documents,
+                discard_uncommitted=self._discard_uncommitted,
             )
-        self._taken, self._is_torn, self._gives_up = position.step, False, False
-        if self.copies_at_once:
+        self._taken, self._is_torn, self._discard_uncommitted = position.step, False, False
+        if self.copies_synchronously:
             self._wait()
         return True
 
     def _may_begin(self) -> bool:
         """Whether this rank's last snapshot is committed, or given up by all."""
-        return self._gives_up or self._is_committed(self._taken)
+        return self._discard_uncommitted or self._is_committed(self._taken)
 
     def _wait(self) -> None:
         """Wait for the copy under way."""
@@ -213,28 +219,30 @@ class Keeper:
             self._snapshotter.wait()
         except StateChanged as changed:
             self._is_torn = True
-            if not self.copies_at_once:
-                self.copies_at_once = True
+            if not self.copies_synchronously:
+                self.copies_synchronously = True
                 log.warning(
                     "%s: from now on training waits while state is copied. Write to it inside `with job.step()` only",
                     changed,
                 )
 
-    def snapshot_finally(self, position: Position, wait_for_commit: Callable[[int], bool]) -> bool:
+    def commit_final_snapshot(
+        self, position: Position, wait_for_commit: Callable[[int], bool]
+    ) -> bool:
         """Have the state at `position`, which nobody writes to any more, committed; False if the generation closes before that.
 
         Called by all ranks together.
         """
-        self.seal_last(position, wait_for_commit)
+        self.seal_before_closing(position, wait_for_commit)
         try:
-            self._agree()
-            self._answer()
+            self._start_agreement()
+            self._finish_agreement()
         except RuntimeError as error:
             if is_peer_failure(error):
                 return False
             raise
-        if self._gives_up:
-            self.copies_at_once = True
+        if self._discard_uncommitted:
+            self.copies_synchronously = True
             self.snapshot(position)
         return wait_for_commit(position.step)
 
@@ -254,18 +262,18 @@ class Keeper:
             # Later ones count: a lost rank's shard is with whoever rebuilds it.
             holders += [
                 Holder(self._server(adopted), (adopted.rank,), rebuilds=True)
-                for adopted in resume.adoptions
+                for adopted in resume.shard_rebuilds
             ]
             snapshot = resume.snapshot
             stored = partial(
                 StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation
             )
-            return MemorySnapshot(
-                Snapshot(snapshot.generation, snapshot.step),
+            return MemorySource(
+                snapshot,
                 holders,
                 bytes.fromhex(self._assignment.secret),
                 rank=self._assignment.rank,
-                open_rest=stored if resume.stored else None,
+                open_fallback=stored if resume.stored else None,
             ), "memory"
         if self._checkpoint is None:
             return None, "start"
@@ -276,7 +284,7 @@ class Keeper:
             else (None, "start")
         )
 
-    def _server(self, holder: Member | Adoption) -> str:
+    def _server(self, holder: Member | ShardRebuild) -> str:
         """Return where a holder's server is reached: the own node's beside this worker."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
 

@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.source import Source
-from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names, restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.data import Position
-from keepstep.elastic.trainer.json_values import from_plain, to_plain
-from keepstep.elastic.trainer.process_groups import check_place
+from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
+from keepstep.elastic.trainer.process_groups import check_mesh_position
 
 if TYPE_CHECKING:
     from keepstep.elastic.trainer.state import State
@@ -41,9 +41,9 @@ class TrainingState:
         self.optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
         self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
         self._buffers = {f"model/{name}" for name, _ in state.model.named_buffers()}
-        self._capturer = Capturer(state.model, self.optimizers)
+        self._state_reader = LiveStateReader(state.model, self.optimizers)
 
-    def begin(self, seed: int) -> Position:
+    def start_fresh(self, seed: int) -> Position:
         """Fill the state as a run that has nothing to resume from begins.
 
         Raises:
@@ -59,7 +59,7 @@ class TrainingState:
         self._seed_randomness(seed, 0)
         return Position()
 
-    def fill(self, source: Source, seed: int) -> Position:
+    def restore_from(self, source: Source, seed: int) -> Position:
         """Fill the state from a source; return the position that it is of.
 
         Raises:
@@ -70,42 +70,42 @@ class TrainingState:
         for optimizer in self.optimizers:
             for parameter, slots in optimizer.state.items():
                 for tensor in (parameter, *slots.values()):
-                    check_place(name_of(parameter, names), tensor)
+                    check_mesh_position(name_of(parameter, names), tensor)
         for name, parameter in self.model.named_parameters():
-            check_place(name, parameter)
-        restore(self._capturer.capture(), source)
+            check_mesh_position(name, parameter)
+        restore(self._state_reader.capture(), source)
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
         for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
-            scheduler.load_state_dict(from_plain(stored, scheduler.state_dict()))
+            scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
         self._restore_extra(source, trainer["extra"])
         self._restore_randomness(source, seed)
         return Position(trainer["step"], trainer["batch"])
 
-    def forget_moved(self) -> None:
-        """Look anew, at the next `whole`, for tensors that have been given other memory."""
-        self._capturer.forget_moved()
+    def invalidate_if_moved(self) -> None:
+        """Look anew, at the next `capture`, for tensors that have been given other memory."""
+        self._state_reader.invalidate_if_moved()
 
-    def whole(self, position: Position) -> LiveState:
+    def capture(self, position: Position) -> LiveState:
         """Return all of it as it is at a position; the tensors of model and optimizers are the live memory."""
-        live = self._capturer.capture()
+        live = self._state_reader.capture()
         # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
         tensors = [
-            tensor.copied() if tensor.key in self._buffers else tensor for tensor in live.tensors
+            tensor.clone() if tensor.key in self._buffers else tensor for tensor in live.tensors
         ]
         extra: dict[str, Json] = {}
         for key, value in self._extra.items():
             state = value.state_dict()
             mine = _tensors_of(key, state)
-            tensors += [tensor.copied() for tensor in mine]
-            extra[key] = None if mine else to_plain(f"extra {key!r}", state)
+            tensors += [tensor.clone() for tensor in mine]
+            extra[key] = None if mine else to_json_value(f"extra {key!r}", state)
         rank = self._rank
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
             "extra": extra,
             "schedulers": [
-                to_plain("the scheduler's state", scheduler.state_dict())
+                to_json_value("the scheduler's state", scheduler.state_dict())
                 for scheduler in self.schedulers
             ],
         }
@@ -132,7 +132,7 @@ class TrainingState:
                 # What `state_dict` returned may be copies.
                 value.load_state_dict(state)
             elif not mine and stored.get(key) is not None:
-                value.load_state_dict(from_plain(stored[key], state))
+                value.load_state_dict(from_json_value(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._rank + 1)

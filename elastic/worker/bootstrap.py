@@ -48,14 +48,14 @@ def main() -> None:
     """Run one worker, from warm-up to exit."""
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
     command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND").encode())
-    records = bool(os.environ.pop(telemetry.SWITCH, ""))
+    records = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
     log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
     if command.kind != "program":
         _warm_up()
         if records:
             telemetry.prepare()
     session = open_session()
-    session.say("warm")
+    session.report("warm")
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
     if log_directory:
@@ -129,7 +129,7 @@ def _run(session: Session, command: Command) -> None:
             runpy.run_path(command.target, run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            session.say("failed", traceback=f"exited with status {stop.code}")
+            session.report("failed", traceback=f"exited with status {stop.code}")
             raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
         # The frames of runpy and of this bootstrap say nothing to the script's author.
@@ -139,7 +139,7 @@ def _run(session: Session, command: Command) -> None:
             if not _is_ours(frame.filename)
         ]
         text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
-        session.say("failed", traceback=text, fatal=_is_fatal(error))
+        session.report("failed", traceback=text, fatal=_is_fatal(error))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""A worker's side of the line to its agent: what it was assigned, what it was told, what it has to say.
+"""A worker's side of the line to its agent: what it was assigned, what it was told, what it reports.
 
 There is one session per worker process, opened by the bootstrap (`keepstep.elastic.worker.bootstrap`) before the user's script runs and found by
 `keepstep.join` through `current`. One daemon thread receives; it only notes what it hears and wakes whoever waits, so it works while
@@ -76,7 +76,7 @@ class Session:
     def __init__(self, channel: WorkerChannel, board: ProgressBoard) -> None:
         self._channel = channel
         self._sending = threading.Lock()
-        self._news = threading.Condition()
+        self._changed = threading.Condition()
         self._board = board
         self._assignment: Assignment | None = None
         self._closing = 0
@@ -93,11 +93,11 @@ class Session:
         """Begin to listen."""
         self._thread.start()
 
-    def say(self, what: str, **details: Any) -> None:
+    def report(self, what: str, **details: Any) -> None:
         """Tell the agent something. If the agent is gone the worker ends, for nobody supervises it any more."""
         try:
             with self._sending:
-                self._channel.send({"say": what, **details})
+                self._channel.send({"type": what, **details})
         except OSError:
             os._exit(_EXIT_AGENT_GONE)
 
@@ -107,8 +107,8 @@ class Session:
 
     def wait_for_assignment(self, newer_than: int) -> Assignment:
         """Block until this worker is assigned to a generation above `newer_than`, and return the assignment."""
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: self._assignment is not None and self._assignment.generation > newer_than
             )
             assert self._assignment is not None
@@ -131,8 +131,8 @@ class Session:
 
         With `also_closing`, False only if it closes because something broke: a generation that ends in good order still commits.
         """
-        with self._news:
-            self._news.wait_for(
+        with self._changed:
+            self._changed.wait_for(
                 lambda: (
                     self._committed >= step
                     or (self._aborting if also_closing else self._closing) >= generation
@@ -142,8 +142,8 @@ class Session:
 
     def wait_for_stored(self, step: int, generation: int) -> bool:
         """Block until a checkpoint of `step` or later is in storage; False if the generation closes first."""
-        with self._news:
-            self._news.wait_for(lambda: self._stored >= step or self._closing >= generation)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stored >= step or self._closing >= generation)
             return self._stored >= step
 
     def on_abort(self, act: Callable[[], None] | None) -> None:
@@ -155,11 +155,11 @@ class Session:
             received = self._channel.receive()
             if received is None:
                 os._exit(_EXIT_AGENT_GONE)
-            self._note(*received)
+            self._on_message(*received)
 
-    def _note(self, message: Message, descriptor: int | None) -> None:
-        what = message["tell"]
-        with self._news:
+    def _on_message(self, message: Message, descriptor: int | None) -> None:
+        what = message["type"]
+        with self._changed:
             if what == "assign":
                 self._assignment = Assignment.from_json(message["assignment"])
                 # Steps may be done again in this generation: what older ones committed says nothing about them.
@@ -176,7 +176,7 @@ class Session:
                 self._committed = max(self._committed, message["step"])
             elif what == "stored":
                 self._stored = max(self._stored, message["step"])
-            self._news.notify_all()
+            self._changed.notify_all()
         if what == "closing" and message["abort"] and self._on_abort is not None:
             self._on_abort()
 
@@ -223,6 +223,6 @@ def current() -> Session:
     return _session
 
 
-def seconds() -> float:
+def wall_clock_s() -> float:
     """Wall-clock time, for the phases of a recovery that people compare across nodes."""
     return time.time()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("keepstep")
 
-SWITCH = "KEEPSTEP_RECORD"
+RECORD_VARIABLE = "KEEPSTEP_RECORD"
 """Environment variable by which an agent tells its workers to record themselves; they take it away before the script runs."""
 
 
@@ -60,11 +60,11 @@ def reopen(assignment: Assignment) -> None:
         or recorder.identity.generation == assignment.generation
     ):
         return
-    from keepstep.monitor.telemetry.ring import Identity
+    from keepstep.monitor.telemetry.ring import WorkerIdentity
 
     try:
         recorder.reopen(
-            Identity(
+            WorkerIdentity(
                 assignment.job, assignment.rank, assignment.node, assignment.generation, assignment.world_size
             )
         )  # fmt: skip

@@ -19,7 +19,7 @@ from keepstep.monitor.telemetry.clocks import align
 from keepstep.monitor.telemetry.flight_recorder import read_dumps
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.views.events import found
-from keepstep.monitor.watch.verdict_log import Entry
+from keepstep.monitor.watch.verdict_log import VerdictEntry
 
 _RANKS = 12
 
@@ -44,7 +44,7 @@ def as_object(told: Postmortem, now_s: float) -> dict[str, Any]:
         "ranks": list(told.ranks),
         "missing": list(told.missing),
         "verdicts": [
-            found(Entry(number, verdict, verdict.since_s, now_s, now_s))
+            found(VerdictEntry(number, verdict, verdict.since_s, now_s, now_s))
             for number, verdict in enumerate(told.verdicts, 1)
         ],
         "waits": [

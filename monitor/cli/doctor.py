@@ -17,7 +17,7 @@ from rich.text import Text
 
 from keepstep.monitor.cli.options import Seconds, named
 from keepstep.monitor.errors import MonitorError
-from keepstep.monitor.preflight.doctor import Doctor, Outcome, Roster
+from keepstep.monitor.preflight.doctor import Doctor, Outcome, Participants
 from keepstep.monitor.preflight.judgement import names_of
 from keepstep.monitor.secret import job_secret
 
@@ -113,15 +113,15 @@ def doctor(
     others = [line for line in listed if line]
     if nodes and not others:
         raise MonitorError(f"--nodes {nodes} names no node: one HOST:PORT a line")
-    roster = Roster.of(own, [*peers, *others])
-    for one in (listen, *roster.everybody):
+    participants = Participants.of(own, [*peers, *others])
+    for one in (listen, *participants.addresses):
         _check_address(one)
     host, _, port = listen.rpartition(":")
     secret = job_secret(job, secret_file)
     with Doctor(
         node or socket.gethostname(), (host.strip("[]"), int(port)), secret, patience
     ) as examining:
-        outcome = examining.examine(roster, directory or Path(tempfile.gettempdir()))
+        outcome = examining.examine(participants, directory or Path(tempfile.gettempdir()))
     if as_json:
         click.echo(json.dumps(outcome.to_json()))
     else:

@@ -20,7 +20,7 @@ from keepstep.monitor.secret import bearer_token, job_secret
 from keepstep.monitor.tree.child_registry import ChildrenFile
 
 if TYPE_CHECKING:
-    from keepstep.monitor.contracts import Runtime
+    from keepstep.monitor.contracts import JobRuntime
 
 PORT = 8433
 _EXIT_FOUND = 1
@@ -171,7 +171,7 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
 
 
 def _run(
-    find_runtime: Callable[[str | None, str], Runtime] | None,
+    find_runtime: Callable[[str | None, str], JobRuntime] | None,
     *,
     job: str,
     node: str | None,
@@ -197,14 +197,14 @@ def _run(
     # A moment's worth of imports that --print-token and --help have no use for.
     from keepstep.monitor.daemon.assembly import assemble
     from keepstep.monitor.daemon.daemon import Daemon, Settings
-    from keepstep.monitor.diagnosis.policy import Mode, Policy
+    from keepstep.monitor.diagnosis.policy import EnforcementPolicy, Mode
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = node or socket.gethostname()
     settings = Settings(
         job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
     )  # fmt: skip
-    policy = Policy(Mode[act.upper()])
+    policy = EnforcementPolicy(Mode[act.upper()])
     runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
     if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
         raise MonitorError(

@@ -65,8 +65,8 @@ def render(told: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> Re
     head += f"   ranks {states.count('alive')} of {told['ranks_total']} alive"
     if "unheard" in states:
         head += f", {states.count('unheard')} not heard of"
-    if told["story"] is not None:
-        head += f"   goodput {told['story']['goodput']['share']:.1%}"
+    if told["job_status"] is not None:
+        head += f"   goodput {told['job_status']['goodput']['share']:.1%}"
     parts: list[RenderableType] = [Text(head, style="bold")]
     holding = [entry for entry in told["verdicts"] if entry["closed_at_s"] is None]
     parts += [_verdict(entry, now_s) for entry in holding]

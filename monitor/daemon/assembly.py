@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from keepstep.monitor.contracts import Runtime
-from keepstep.monitor.daemon.daemon import Parts
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, conclude
+from keepstep.monitor.contracts import JobRuntime
+from keepstep.monitor.daemon.daemon import DaemonComponents
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, DiagnosisState, conclude
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.policy import Policy
+from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.node.probes import NodeProbe
@@ -26,17 +26,17 @@ def assemble(
     diagnoses: bool,
     reads_rings: bool = True,
     children: Callable[[], Sequence[str]] = tuple,
-    runtime: Runtime | None = None,
-    policy: Policy | None = None,
-) -> Parts:
+    runtime: JobRuntime | None = None,
+    policy: EnforcementPolicy | None = None,
+) -> DaemonComponents:
     """Return the parts for a job's daemon on this node; whoever gets them closes them."""
-    return Parts(
+    return DaemonComponents(
         probe=NodeProbe(node),
         reader=RingSource(job_directory(job)) if reads_rings else None,
         diagnosis=diagnose if diagnoses else None,
         alignment=align,
         publisher=runtime.publisher if runtime else None,
-        teller=runtime.teller if runtime else None,
+        job_status_source=runtime.job_status_source if runtime else None,
         policy=policy if diagnoses else None,
         enforcer=runtime.enforcer if runtime else None,
         children=children,
@@ -49,8 +49,10 @@ def diagnose(
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     metrics: Mapping[str, NodeMetrics],
-    past: Past | None,
+    past: DiagnosisState | None,
     now_s: float,
-) -> tuple[Past, Sequence[Verdict]]:
+) -> tuple[DiagnosisState, Sequence[Verdict]]:
     """Diagnose, with the usual thresholds: the daemon's `Diagnosis`."""
-    return conclude(told, communicators, nodes, metrics, past or NO_PAST, now_s, Thresholds())
+    return conclude(
+        told, communicators, nodes, metrics, past or NO_DIAGNOSIS_STATE, now_s, Thresholds()
+    )

@@ -4,7 +4,7 @@ One daemon a node reads that node's rings. Daemons given children ask them for w
 under a root) keeps what any one process handles in proportion to its children. The root diagnoses. It opens nothing of the
 job's for writing, and the job knows nothing of it: it may crash, hang and come back at any time.
 
-Owners: the daemon owns two threads (one for the watch, one for what may block: publisher, enforcer, story), its HTTP server and
+Owners: the daemon owns two threads (one for the watch, one for what may block: publisher, enforcer, job_status), its HTTP server and
 client, the event file and the state file; `run` ends them all. Everything about the watch happens on the first thread, so it
 needs no lock.
 """
@@ -31,13 +31,20 @@ from keepstep.monitor.contracts import (
     Diagnosis,
     Enforcer,
     JobReader,
+    JobStatus,
+    JobStatusSource,
     Probe,
-    Story,
-    StoryTeller,
     VerdictPublisher,
 )
-from keepstep.monitor.diagnosis.policy import Action, ActionKind, Mode, Policy, decide, undone
-from keepstep.monitor.diagnosis.subjects import begun_since, placed
+from keepstep.monitor.diagnosis.policy import (
+    ActionKind,
+    EnforcementAction,
+    EnforcementPolicy,
+    Mode,
+    decide,
+    revert_action,
+)
+from keepstep.monitor.diagnosis.subjects import begun_since, with_job_nodes
 from keepstep.monitor.errors import (
     MonitorError,
     MonitorUnreachable,
@@ -48,18 +55,18 @@ from keepstep.monitor.node.stacks import dump
 from keepstep.monitor.records import JobRecords
 from keepstep.monitor.secret import is_loopback
 from keepstep.monitor.tree.children import Children
-from keepstep.monitor.tree.node_clocks import Clock, pause_s
+from keepstep.monitor.tree.node_clocks import NodeClock, pause_s
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.views.events import EventFile
-from keepstep.monitor.views.pages import absence
+from keepstep.monitor.views.pages import no_ranks_text
 from keepstep.monitor.views.service import application
-from keepstep.monitor.watch.state_file import Remembered, keep, recall
-from keepstep.monitor.watch.verdict_log import HANGS, Entry
-from keepstep.monitor.watch.watch import Limits, Turn, Watch
+from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
+from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
+from keepstep.monitor.watch.watch import DiagnosisRound, Watch, WatchLimits
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
-_STORY_EVERY_S = 2.0
+_JOB_STATUS_EVERY_S = 2.0
 _RANKS_TO_DUMP = 4
 """Of one verdict: a hang's root is one rank or two; more stacks say the same again."""
 
@@ -98,11 +105,11 @@ class Settings:
     budget: int = 256
     events: Path | None = None
     state: Path | None = None
-    limits: Limits = field(default_factory=Limits)
+    limits: WatchLimits = field(default_factory=WatchLimits)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class DaemonComponents:
     """What a daemon is made of; it owns and closes them.
 
     Args:
@@ -111,7 +118,7 @@ class Parts:
         diagnosis: None for one that only relays.
         alignment: of clocks.
         publisher: where verdicts go besides the event file.
-        teller: what the job's runtime knows.
+        job_status_source: what the job's runtime knows.
         policy: what to do about verdicts; None for nothing.
         enforcer: who does it, other than telling people; None where there is only telling.
         children: URLs of the daemons below, asked for anew at every turn.
@@ -123,14 +130,14 @@ class Parts:
     diagnosis: Diagnosis | None = None
     alignment: Alignment | None = None
     publisher: VerdictPublisher | None = None
-    teller: StoryTeller | None = None
-    policy: Policy | None = None
+    job_status_source: JobStatusSource | None = None
+    policy: EnforcementPolicy | None = None
     enforcer: Enforcer | None = None
     children: Callable[[], Sequence[str]] = tuple
     recorded: Callable[[], Sequence[str]] = tuple
 
 
-class _Standing(Enum):
+class _RuntimeState(Enum):
     """How it stands with the job's own runtime."""
 
     ABSENT = "there is no such job there"
@@ -141,7 +148,7 @@ class _Standing(Enum):
 class Daemon:
     """See the module. `run` does everything and returns when it is cancelled or `stop` was called."""
 
-    def __init__(self, settings: Settings, parts: Parts) -> None:
+    def __init__(self, settings: Settings, parts: DaemonComponents) -> None:
         if settings.opens_to_loopback and not is_loopback(settings.host):
             raise MonitorError(
                 f"a page without token is for loopback only, not for {settings.host}; leave --host or --open-page away"
@@ -151,13 +158,13 @@ class Daemon:
         """The URL it serves, once it does."""
         self._settings = settings
         self._parts = parts
-        self._story: Story | None = None
-        self._standing: _Standing | None = None
+        self._job_status: JobStatus | None = None
+        self._runtime_state: _RuntimeState | None = None
         # As the runtime has them, of which generation: they hold on while it is away.
         self._places: tuple[int, Mapping[int, str]] = (0, {})
         # Nothing yet: what an earlier daemon published may not hold any more.
         self._told: tuple[int, tuple[Verdict, ...]] | None = None
-        remembered = recall(settings.state, time.monotonic(), time.time())
+        remembered = load_state(settings.state, time.monotonic(), time.time())
         self._policy_state = remembered.policy
         self._align_due_s = 0.0
         self._aligned: frozenset[str] = frozenset()
@@ -165,7 +172,7 @@ class Daemon:
         self._ending = asyncio.Event()
         self._events: EventFile | None = None
         self._watch_thread = ThreadPoolExecutor(1, "watch")
-        self._talk_thread = ThreadPoolExecutor(1, "talk")
+        self._blocking_thread = ThreadPoolExecutor(1, "talk")
         self._watch = Watch(
             settings.node,
             parts.reader,
@@ -183,18 +190,18 @@ class Daemon:
         """
         async with AsyncExitStack() as owned:
             owned.callback(self._watch_thread.shutdown)
-            owned.callback(self._talk_thread.shutdown)
+            owned.callback(self._blocking_thread.shutdown)
             owned.push_async_callback(self._close_parts)
             if self._settings.events is not None:
                 self._events = EventFile(self._settings.events, self.job, self._settings.node)
                 owned.callback(self._events.close)
             self._children = Children(self._settings.secret)
             owned.push_async_callback(self._children.close)
-            await self.ask(Watch.read)
+            await self.on_watch(Watch.read)
             address = await self._serve(owned)
             self.address.set_result(address)
-            if self._parts.reader is not None and not await self.ask(Watch.nodes_of_ranks):
-                _LOG.info(absence(self.job, self.recorded()))
+            if self._parts.reader is not None and not await self.on_watch(Watch.nodes_of_ranks):
+                _LOG.info(no_ranks_text(self.job, self.recorded()))
             async with asyncio.TaskGroup() as tasks:
                 loops = [
                     tasks.create_task(self._every(self._settings.read_every_s, self._read)),
@@ -205,8 +212,12 @@ class Daemon:
                     loops.append(
                         tasks.create_task(self._every(self._settings.ask_every_s, self._align))
                     )
-                if self._parts.teller is not None:
-                    loops.append(tasks.create_task(self._every(_STORY_EVERY_S, self._ask_story)))
+                if self._parts.job_status_source is not None:
+                    loops.append(
+                        tasks.create_task(
+                            self._every(_JOB_STATUS_EVERY_S, self._refresh_job_status)
+                        )
+                    )
                 await self._ending.wait()
                 for task in (*loops, *self._dumping):
                     task.cancel()
@@ -217,35 +228,35 @@ class Daemon:
         self._ending.set()
 
     @property
-    def story(self) -> Story | None:
+    def job_status(self) -> JobStatus | None:
         """What the job's runtime told last."""
-        return self._story
+        return self._job_status
 
     def recorded(self) -> Sequence[str]:
         """Return the jobs that are recorded on this node."""
         return self._parts.recorded()
 
-    async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
-        """Have a question answered on the thread that owns the watch."""
+    async def on_watch(self, function: Callable[[Watch], _Result]) -> _Result:
+        """Have a function answered on the thread that owns the watch."""
         return await asyncio.get_running_loop().run_in_executor(
-            self._watch_thread, question, self._watch
+            self._watch_thread, function, self._watch
         )
 
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank: from here, or from the daemon below that has it."""
-        pid, url = await self.ask(lambda watch: watch.place_of(rank))
+        pid, url = await self.on_watch(lambda watch: watch.locate_rank(rank))
         if pid is not None:
             return await dump(pid)
         if url is not None:
             return await self._children.stacks(url, rank)
         return {"error": f"no daemon below knows rank {rank}"}
 
-    async def take_clocks(self, clocks: Mapping[str, Clock]) -> None:
+    async def update_clocks(self, clocks: Mapping[str, NodeClock]) -> None:
         """Hear how far nodes' clocks are off the job's, and tell the daemons below."""
-        await self.ask(lambda watch: watch.set_clocks(clocks))
-        below = await self.ask(lambda watch: watch.below.nodes())
+        await self.on_watch(lambda watch: watch.set_clocks(clocks))
+        below = await self.on_watch(lambda watch: watch.child_registry.nodes())
         await asyncio.gather(*(
-            self._tell_clocks(url, {node: clocks[node] for node in nodes if node in clocks})
+            self._send_clocks(url, {node: clocks[node] for node in nodes if node in clocks})
             for url, nodes in below.items()
         ))  # fmt: skip
 
@@ -276,39 +287,39 @@ class Daemon:
             await asyncio.sleep(due_s - loop.time())
 
     async def _read(self) -> None:
-        await self.ask(Watch.read)
+        await self.on_watch(Watch.read)
 
     async def _conclude(self) -> None:
         """Conclude, and tell."""
-        turn = await self.ask(_diagnose)
+        turn = await self.on_watch(_diagnose)
         if turn is None:
             return
         for entry in turn.changes.opened:
             self._write(partial(EventFile.opened, entry=entry))
             if entry.verdict.syndrome in HANGS:
-                task = asyncio.create_task(self._keep_stacks(entry))
+                task = asyncio.create_task(self._record_stacks(entry))
                 self._dumping.add(task)
                 task.add_done_callback(self._dumping.discard)
         for entry in turn.changes.closed:
             self._write(partial(EventFile.closed, entry=entry))
         if turn.changes.opened or turn.changes.closed:
-            await self._remember()
-        await self._tell_and_act(turn)
+            await self._save_state()
+        await self._publish_and_act(turn)
 
-    async def _tell_and_act(self, turn: Turn) -> None:
+    async def _publish_and_act(self, turn: DiagnosisRound) -> None:
         """Publish what holds, and do about it what the policy says."""
-        verdicts, nodes, story = turn.current, turn.nodes, self._story
-        # Where ranks are placed anew, the runtime is to do nothing about the old ones. People are told all the same: a job that hangs
+        verdicts, nodes, job_status = turn.current, turn.nodes, self._job_status
+        # Where ranks are with_job_nodes anew, the runtime is to do nothing about the old ones. People are told all the same: a job that hangs
         # while its coordinator is away, or that another one is asked about, hangs.
-        is_of_now = self._parts.teller is None or (
-            story is not None and story.generation == turn.generation
+        is_of_now = self._parts.job_status_source is None or (
+            job_status is not None and job_status.generation == turn.generation
         )
-        if story is not None and is_of_now:
-            self._places = story.generation, story.places()
-            verdicts = begun_since(story.began_at_s - time.time() + turn.now_s, verdicts)
+        if job_status is not None and is_of_now:
+            self._places = job_status.generation, job_status.places()
+            verdicts = begun_since(job_status.began_at_s - time.time() + turn.now_s, verdicts)
         generation, places = self._places
         if places and generation == turn.generation:
-            nodes, verdicts = places, placed(verdicts, places)
+            nodes, verdicts = places, with_job_nodes(verdicts, places)
         publisher = self._parts.publisher
         told = (turn.generation if verdicts else 0, verdicts)
         if publisher is not None and is_of_now and told != self._told:
@@ -317,7 +328,7 @@ class Daemon:
                 publisher.publish(verdicts, turn.generation, turn.now_s)
                 return True
 
-            if await self._talk("publisher", publish):
+            if await self._call_runtime("publisher", publish):
                 self._told = told
         policy = self._parts.policy
         if policy is not None:
@@ -329,18 +340,18 @@ class Daemon:
             for action in actions:
                 await self._act(action, turn.generation)
             if actions:
-                await self._remember()
+                await self._save_state()
 
-    async def _act(self, action: Action, generation: int) -> None:
+    async def _act(self, action: EnforcementAction, generation: int) -> None:
         outcome = "told"
         enforcer = self._parts.enforcer
         if action.kind is not ActionKind.ALERT:
-            done = await self._talk(
+            done = await self._call_runtime(
                 "enforcer", lambda: enforcer is not None and enforcer.enforce(action, generation)
             )
             if not done:
                 # The job is changing, or its coordinator is away: if the verdict still stands then, it is tried again.
-                self._policy_state = undone(self._policy_state, action)
+                self._policy_state = revert_action(self._policy_state, action)
                 return
             outcome = "asked for"
         _LOG.warning("%s; %s", action, outcome)
@@ -358,27 +369,27 @@ class Daemon:
     async def _ask_children(self) -> None:
         """Ask every daemon below for what is new, all at once."""
         urls = tuple(self._parts.children())
-        await self.ask(lambda watch: watch.release(urls))
+        await self.on_watch(lambda watch: watch.release(urls))
         await asyncio.gather(*map(self._ask_child, urls))
 
     async def _ask_child(self, url: str) -> None:
-        incarnation, since = await self.ask(lambda watch: watch.below.cursor(url))
+        incarnation, since = await self.on_watch(lambda watch: watch.child_registry.cursor(url))
         try:
             told = await self._children.summary(url, incarnation, since, self._settings.budget)
         except (MonitorUnreachable, ProtocolViolation) as error:
             reason = str(error)
-            await self.ask(lambda watch: watch.miss(url, reason))
+            await self.on_watch(lambda watch: watch.record_failure(url, reason))
         else:
-            await self.ask(lambda watch: watch.hear(url, told))
+            await self.on_watch(lambda watch: watch.receive(url, told))
 
     async def _align(self) -> None:
         loop = asyncio.get_running_loop()
-        nodes = await self.ask(Watch.nodes_of_ranks)
+        nodes = await self.on_watch(Watch.nodes_of_ranks)
         if nodes == self._aligned and loop.time() < self._align_due_s:
             return
         self._aligned = nodes
-        asked, took_s = await self.ask(Watch.to_align), 0.0
-        reference, measured = self._settings.node, dict[str, Clock]()
+        asked, took_s = await self.on_watch(Watch.to_align), 0.0
+        reference, measured = self._settings.node, dict[str, NodeClock]()
         alignment = self._parts.alignment
         if asked is not None and alignment is not None:
             job, reference = asked
@@ -392,11 +403,11 @@ class Daemon:
                     took_s = time.monotonic() - began_s
 
             # Not on the watch's thread: of hundreds of nodes it takes a second.
-            aligned = await self._talk("alignment", measure)
+            aligned = await self._call_runtime("alignment", measure)
             for one in aligned.ranks.values() if aligned is not None else ():
                 if math.isfinite(one.offset_error_s):
-                    measured[one.node] = Clock(one.offset_s, one.offset_error_s)
-        clocks = await self.ask(lambda watch: watch.agree(reference, measured))
+                    measured[one.node] = NodeClock(one.offset_s, one.offset_error_s)
+        clocks = await self.on_watch(lambda watch: watch.resolve_clocks(reference, measured))
         if not clocks:
             self._align_due_s = loop.time() + self._settings.align_every_s
             return
@@ -404,64 +415,68 @@ class Daemon:
         self._align_due_s = loop.time() + pause_s(
             self._settings.align_every_s, took_s, is_complete=is_complete
         )
-        await self.take_clocks(clocks)
+        await self.update_clocks(clocks)
 
-    async def _tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
+    async def _send_clocks(self, url: str, clocks: Mapping[str, NodeClock]) -> None:
         try:
-            await self._children.tell_clocks(url, clocks)
+            await self._children.send_clocks(url, clocks)
         except (MonitorUnreachable, ProtocolViolation) as error:
             # It is asked for its news every second, and noted as missing there.
             _LOG.debug("clocks not told: %s", error)
 
-    async def _ask_story(self) -> None:
-        teller = self._parts.teller
-        if teller is None:
+    async def _refresh_job_status(self) -> None:
+        job_status_source = self._parts.job_status_source
+        if job_status_source is None:
             return
-        told = await self._talk("story", lambda: (teller.story(),))
-        self._story = told[0] if told is not None else None
+        told = await self._call_runtime("job_status", lambda: (job_status_source.job_status(),))
+        self._job_status = told[0] if told is not None else None
         if told is None:
             return
-        if self._story is not None:
-            self._stands(
-                _Standing.PRESENT,
+        if self._job_status is not None:
+            self._report_runtime_state(
+                _RuntimeState.PRESENT,
                 logging.INFO,
                 "its coordinator tells of generation %d",
-                self._story.generation,
+                self._job_status.generation,
             )
             return
         self._places = (0, {})
         policy = self._parts.policy
-        if self._standing is not None:
-            self._stands(
-                _Standing.ABSENT,
+        if self._runtime_state is not None:
+            self._report_runtime_state(
+                _RuntimeState.ABSENT,
                 logging.INFO,
                 "it has ended, and its coordinator with it; looking for the next",
             )
         elif policy is not None and policy.mode in (Mode.RESTART, Mode.REPLACE):
-            self._stands(
-                _Standing.ABSENT,
+            self._report_runtime_state(
+                _RuntimeState.ABSENT,
                 logging.WARNING,
                 "no coordinator of it was found here yet, so people are told and no more is done until there is one; "
                 "--store names one elsewhere",
             )
 
-    def _stands(self, standing: _Standing, level: int, text: str, *facts: object) -> None:
+    def _report_runtime_state(
+        self, standing: _RuntimeState, level: int, text: str, *facts: object
+    ) -> None:
         """Say how it stands with the job's runtime, if that is news."""
-        if standing is not self._standing:
-            self._standing = standing
+        if standing is not self._runtime_state:
+            self._runtime_state = standing
             _LOG.log(level, f"job %s: {text}", self.job, *facts)
 
-    async def _keep_stacks(self, entry: Entry) -> None:
+    async def _record_stacks(self, entry: VerdictEntry) -> None:
         """Look at the suspects while they hang."""
         for rank in entry.verdict.subject.ranks[:_RANKS_TO_DUMP]:
             found = await self.stacks(rank)
-            await self.ask(partial(Watch.keep_stacks, number=entry.number, rank=rank, stacks=found))
+            await self.on_watch(
+                partial(Watch.record_stacks, number=entry.number, rank=rank, stacks=found)
+            )
             self._write(
                 partial(EventFile.stacks, entry=entry, rank=rank, stacks=found, wall_s=time.time())
             )
-        await self._remember()
+        await self._save_state()
 
-    async def _remember(self) -> None:
+    async def _save_state(self) -> None:
         path, policy = self._settings.state, self._policy_state
         if path is None:
             return
@@ -469,19 +484,21 @@ class Daemon:
         def write(watch: Watch) -> None:
             watch.guarded(
                 "state file",
-                lambda: keep(path, Remembered(watch.log, policy), time.monotonic(), time.time()),
+                lambda: save_state(
+                    path, SavedState(watch.log, policy), time.monotonic(), time.time()
+                ),
                 None,
             )
 
-        await self.ask(write)
+        await self.on_watch(write)
 
-    async def _talk(self, part: str, call: Callable[[], _Result]) -> _Result | None:
+    async def _call_runtime(self, part: str, call: Callable[[], _Result]) -> _Result | None:
         """Call what may block on the thread for that; count it if it fails."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._talk_thread, call)
+            return await asyncio.get_running_loop().run_in_executor(self._blocking_thread, call)
         except RuntimeUnreachable as error:
-            self._stands(
-                _Standing.UNREACHABLE,
+            self._report_runtime_state(
+                _RuntimeState.UNREACHABLE,
                 logging.WARNING,
                 "%s; until it answers, people are told and no more is done",
                 error,
@@ -492,12 +509,12 @@ class Daemon:
             return None
 
     async def _close_parts(self) -> None:
-        await self.ask(Watch.close)
-        for part in (self._parts.publisher, self._parts.enforcer, self._parts.teller):
+        await self.on_watch(Watch.close)
+        for part in (self._parts.publisher, self._parts.enforcer, self._parts.job_status_source):
             if part is not None:
-                await self._talk("end", part.close)
+                await self._call_runtime("end", part.close)
 
 
-def _diagnose(watch: Watch) -> Turn | None:
+def _diagnose(watch: Watch) -> DiagnosisRound | None:
     watch.digest()
     return watch.diagnose()

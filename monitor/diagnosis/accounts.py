@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
-from keepstep.monitor.diagnosis.tables import COLLECTIVE, LATECOMER, MESSAGE, STEP, TRANSFER
+from keepstep.monitor.diagnosis.tables import COLLECTIVE, LAST_ARRIVAL, MESSAGE, STEP, TRANSFER
 from keepstep.monitor.records import Communicator, Flag, Operation, Phase, joined
 
 _PHASE_COLUMNS = {
@@ -28,7 +28,7 @@ _PHASE_COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Accounts:
+class DigestIncrements:
     """Increments for a digest (see `keepstep.monitor.diagnosis.tables`), and steps known in part only."""
 
     steps: np.ndarray
@@ -36,11 +36,11 @@ class Accounts:
     collectives: np.ndarray
     messages: np.ndarray
     transfers: np.ndarray
-    latecomers: np.ndarray
+    last_arrivals: np.ndarray
     mismatches: np.ndarray
 
 
-def account(
+def account_operations(
     cuts: np.ndarray,
     partial: np.ndarray,
     operations: np.ndarray,
@@ -50,7 +50,7 @@ def account(
     phase_owner: np.ndarray,
     offsets_s: np.ndarray,
     communicators: Mapping[int, Communicator],
-) -> Accounts:
+) -> DigestIncrements:
     """Account for what arrived since the cuts, and move the cuts, in place, to the first operation still under way.
 
     Args:
@@ -100,13 +100,13 @@ def account(
     whole = done & (sums["step"] > cuts["skip_step"][at]) & (sums["step"] > 0)
     collectives = _collectives(cuts, operations, chosen_owner, arrived_s)
     messages = _messages(cuts, operations, chosen_owner, arrived_s, offsets_s)
-    return Accounts(
+    return DigestIncrements(
         steps=sums.compress(whole),
         partial=sums.compress(~done),
         collectives=collectives,
         messages=messages,
         transfers=np.zeros(0, TRANSFER),
-        latecomers=np.zeros(0, LATECOMER),
+        last_arrivals=np.zeros(0, LAST_ARRIVAL),
         mismatches=np.zeros(0, COLLECTIVE),
     )
 

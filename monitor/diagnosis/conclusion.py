@@ -3,8 +3,8 @@
 `diagnose` reads everybody's records. In a large job each node calls `keepstep.monitor.diagnosis.digest.digest` on its own ranks, racks call
 `keepstep.monitor.diagnosis.tables.merge`, and whoever sits at the top calls `conclude` on the result: `diagnose` is just that, in one process.
 
-Pure: the state goes in and comes out (`Past`, of bounded size), and so does the time. One `Past` belongs to one generation: when ranks or
-communicators change, begin with `NO_PAST`. Verdicts returned are those that stand now; each keeps the `since_s` with which it first did.
+Pure: the state goes in and comes out (`DiagnosisState`, of bounded size), and so does the time. One `DiagnosisState` belongs to one generation: when ranks or
+communicators change, begin with `NO_DIAGNOSIS_STATE`. Verdicts returned are those that stand now; each keeps the `since_s` with which it first did.
 """
 
 from __future__ import annotations
@@ -15,18 +15,27 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keepstep.monitor.diagnosis.delays import find_slow_links
-from keepstep.monitor.diagnosis.digest import FORGETFUL, Memory, digest
-from keepstep.monitor.diagnosis.hangs import Standstill, find_hangs
-from keepstep.monitor.diagnosis.measures import NO_CURVES, Curves, judge_measures
-from keepstep.monitor.diagnosis.metrics import NodeFindings, NodeMetrics, NodePast, judge_nodes
-from keepstep.monitor.diagnosis.mismatches import Parting
-from keepstep.monitor.diagnosis.slowness import Slow, find_slow_ranks
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest
+from keepstep.monitor.diagnosis.hangs import HangInputs, find_hangs
+from keepstep.monitor.diagnosis.measures import (
+    EMPTY_MEASURE_HISTORY,
+    MeasureHistory,
+    judge_measures,
+)
+from keepstep.monitor.diagnosis.metrics import (
+    NodeFindings,
+    NodeMetrics,
+    NodeMetricsHistory,
+    judge_nodes,
+)
+from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
+from keepstep.monitor.diagnosis.slowness import SlownessInputs, find_slow_ranks
 from keepstep.monitor.diagnosis.stalls import find_stalls
 from keepstep.monitor.diagnosis.steps import Window, collect, distrusting, late_steps
 from keepstep.monitor.diagnosis.subjects import gather, group_subject
 from keepstep.monitor.diagnosis.tables import FRONTIER, RANK, Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
-from keepstep.monitor.diagnosis.transfers import Fabric, find_slow_transfers
+from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers
 from keepstep.monitor.records import Communicator, JobRecords, joined
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
@@ -42,7 +51,7 @@ _SEEN = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class DiagnosisState:
     """What diagnosis remembers: some steps' worth of few numbers per rank, communicator and link.
 
     Args:
@@ -55,39 +64,41 @@ class Past:
         nodes: of each node's metrics.
         slow: verdicts of the last whole step; they stand until the next.
         suspected: when each deviation of the last whole step was first found, by the job's clock.
-        parted: collectives that were completed though ranks called different things, each with the step it was found in.
+        reported_mismatches: collectives that were completed though ranks called different things, each with the step it was found in.
         since_s: when each verdict that stands first did.
     """
 
-    memory: Memory = FORGETFUL
+    memory: DigestState = EMPTY_DIGEST_STATE
     ranks: np.ndarray = field(default_factory=lambda: np.zeros(0, RANK))
     frontiers: np.ndarray = field(default_factory=lambda: np.zeros(0, FRONTIER))
     seen: np.ndarray = field(default_factory=lambda: np.zeros(0, _SEEN))
     window: Window = field(default_factory=Window)
-    curves: Curves = NO_CURVES
-    nodes: Mapping[str, NodePast] = field(default_factory=dict)
+    curves: MeasureHistory = EMPTY_MEASURE_HISTORY
+    nodes: Mapping[str, NodeMetricsHistory] = field(default_factory=dict)
     slow: tuple[Verdict, ...] = ()
     suspected: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
-    parted: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]] = field(default_factory=dict)
+    reported_mismatches: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]] = field(
+        default_factory=dict
+    )
     since_s: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
 
 
-NO_PAST = Past()
+NO_DIAGNOSIS_STATE = DiagnosisState()
 
 
 def diagnose(
     job: JobRecords,
     metrics: Mapping[str, NodeMetrics],
-    past: Past,
+    past: DiagnosisState,
     now_s: float,
     thresholds: Thresholds,
-) -> tuple[Past, tuple[Verdict, ...]]:
+) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
     """Return what is the matter with a job.
 
     Args:
         job: what the rings of all ranks hold now; it may repeat what was read before.
         metrics: the newest reading of each node; may be empty.
-        past: as returned by the last call, `NO_PAST` at first.
+        past: as returned by the last call, `NO_DIAGNOSIS_STATE` at first.
         now_s: by the job's clock, or any clock that is the same in each call.
         thresholds: what counts.
     """
@@ -103,10 +114,10 @@ def conclude(
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     metrics: Mapping[str, NodeMetrics],
-    past: Past,
+    past: DiagnosisState,
     now_s: float,
     thresholds: Thresholds,
-) -> tuple[Past, tuple[Verdict, ...]]:
+) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
     """Return what is the matter with a job of which digests were merged.
 
     Args:
@@ -118,7 +129,7 @@ def conclude(
         now_s: as for `diagnose`.
         thresholds: what counts.
     """
-    ranks = _latest(past.ranks, _one_each(told.ranks), told.ranks["rank"])
+    ranks = _latest(past.ranks, _one_row_per_rank(told.ranks), told.ranks["rank"])
     frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
     seen = _seen(past.seen, told.ranks, ranks, now_s)
     # Failures are kept once somebody has died, for whoever died of it may end too.
@@ -143,7 +154,7 @@ def conclude(
         window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
         suspected, slow = _lasting(found, past.suspected, window, thresholds.slow.least_s)
     stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
-    standstill = Standstill(
+    standstill = HangInputs(
         ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s()
     )
     hangs = find_hangs(standstill, thresholds.hang)
@@ -160,8 +171,8 @@ def conclude(
         now_s,
         thresholds.measure,
     )
-    parted = _parted(
-        past.parted,
+    reported_mismatches = _mismatched(
+        past.reported_mismatches,
         window.pending.mismatches,
         communicators,
         nodes,
@@ -169,7 +180,9 @@ def conclude(
         window.newest,
         thresholds,
     )
-    of_steps = () if is_over else (*(one for one, _ in parted.values()), *slow, *measured)
+    of_steps = (
+        () if is_over else (*(one for one, _ in reported_mismatches.values()), *slow, *measured)
+    )
     standing = _distinct((*hangs, *of_steps, *findings.verdicts))
     since_s = {
         (one.subject, one.syndrome): min(
@@ -178,7 +191,7 @@ def conclude(
         for one in standing
     }
     verdicts = tuple(replace(one, since_s=since_s[one.subject, one.syndrome]) for one in standing)
-    following = Past(
+    following = DiagnosisState(
         past.memory,
         ranks,
         frontiers,
@@ -188,7 +201,7 @@ def conclude(
         node_past,
         slow,
         suspected,
-        parted,
+        reported_mismatches,
         since_s,
     )
     return following, verdicts
@@ -201,7 +214,7 @@ def _latest(old: np.ndarray, new: np.ndarray, told: np.ndarray) -> np.ndarray:
     return latest
 
 
-def _one_each(ranks: np.ndarray) -> np.ndarray:
+def _one_row_per_rank(ranks: np.ndarray) -> np.ndarray:
     """Return one row of each rank, of a living process if there is one: a rank that moved may be told of by both nodes once."""
     ranks = ranks.take(np.lexsort((~ranks["alive"], ranks["rank"])))
     _, first = np.unique(ranks["rank"], return_index=True)
@@ -251,9 +264,9 @@ def _judge_steps(
         window.step_s(),
         window.ended_s(),
     )
-    times = np.bincount(window.latecomers["rank"], window.latecomers["times"])
+    times = np.bincount(window.last_arrivals["rank"], window.last_arrivals["times"])
     lateness = {int(rank): int(times[rank]) for rank in np.flatnonzero(times)}
-    ranks, slow_ranks = find_slow_ranks(Slow(window.own, table, lateness, nodes), slow)
+    ranks, slow_ranks = find_slow_ranks(SlownessInputs(window.own, table, lateness, nodes), slow)
     links, slow_links = find_slow_links(
         window.links, window.link_counts, nodes, step_s, ended_s, slow
     )
@@ -264,7 +277,9 @@ def _judge_steps(
         links = unsteady
     changed = window.own.values - window.own.past
     own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
-    fabric = Fabric(communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s)
+    fabric = TransferInputs(
+        communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s
+    )
     transfers, slow_transfers = find_slow_transfers(window.transfers, fabric, slow)
     if not links and any(verdict.subject.kind in ("group", "job") for verdict in transfers):
         # That collectives are slow is evidence of its own: among links too noisy to tell by themselves, half as far out will do.
@@ -328,7 +343,7 @@ def _explained(verdict: Verdict, findings: NodeFindings, nodes: Mapping[int, str
     return replace(verdict, syndrome=Syndrome.THROTTLED, evidence=(reason, *verdict.evidence))
 
 
-def _parted(
+def _mismatched(
     standing: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]],
     mismatches: np.ndarray,
     communicators: Mapping[int, Communicator],
@@ -349,7 +364,7 @@ def _parted(
             int(row["lowest"]): (int(row["lowest_rank"]),),
             int(row["highest"]): (int(row["highest_rank"]),),
         }
-        parting = Parting(int(row["communicator"]), int(row["number"]), calls)
+        parting = CollectiveMismatch(int(row["communicator"]), int(row["number"]), calls)
         known = communicators.get(parting.communicator)
         name = known.name if known else str(parting.communicator)
         # Of a completed collective only two differing calls are kept, not how many ranks made each.

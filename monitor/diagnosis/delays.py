@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
 from keepstep.monitor.diagnosis.robust import median_by
 from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
@@ -76,7 +76,7 @@ def message_delays(
     )
 
 
-def delay_matrix(history: History, ranks: Sequence[int]) -> np.ndarray:
+def delay_matrix(history: StepSeries, ranks: Sequence[int]) -> np.ndarray:
     """Return median delays in seconds, shape (ranks, ranks), rows senders, columns receivers, NaN where nothing was sent.
 
     Where a link carried several size classes, the largest speaks.
@@ -93,7 +93,7 @@ def delay_matrix(history: History, ranks: Sequence[int]) -> np.ndarray:
 
 
 def find_slow_links(
-    history: History,
+    history: StepSeries,
     counts: Mapping[int, float],
     nodes: Mapping[int, str],
     step_s: float,
@@ -198,7 +198,7 @@ def _verdict(
     subject: Subject,
     cells: Sequence[int],
     worst: int,
-    history: History,
+    history: StepSeries,
     found: Deviations,
     cost_s: np.ndarray,
     since_s: Sequence[float],
@@ -230,7 +230,7 @@ def _verdict(
 
 
 def _pairs(
-    history: History,
+    history: StepSeries,
     groups: np.ndarray,
     nodes: Mapping[int, str],
     since_s: Sequence[float],

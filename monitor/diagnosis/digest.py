@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.accounts import account
+from keepstep.monitor.diagnosis.accounts import account_operations
 from keepstep.monitor.diagnosis.signatures import signatures
 from keepstep.monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
 from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
@@ -41,7 +41,7 @@ CUT = np.dtype(
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DigestState:
     """What a reader of rings keeps between readings; bounded by its ranks and their communicators."""
 
     cuts: np.ndarray
@@ -49,11 +49,11 @@ class Memory:
     steps: np.ndarray
 
 
-FORGETFUL = Memory(np.zeros(0, CUT), np.zeros(0, FRONTIER), np.zeros(0, STEP))
+EMPTY_DIGEST_STATE = DigestState(np.zeros(0, CUT), np.zeros(0, FRONTIER), np.zeros(0, STEP))
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RecordBatch:
     """All records of all ranks in one array, and whose they are.
 
     Args:
@@ -74,8 +74,8 @@ class Reading:
 def digest(
     told: Iterable[RankRecords],
     communicators: Mapping[int, Communicator],
-    memory: Memory = FORGETFUL,
-) -> tuple[Memory, Digest]:
+    memory: DigestState = EMPTY_DIGEST_STATE,
+) -> tuple[DigestState, Digest]:
     """Return what the ranks' records come to since the last reading, and what to remember for the next.
 
     Ranks that are missing keep their memory. A rank of which records were overwritten unread is started afresh.
@@ -85,7 +85,7 @@ def digest(
         return memory, merge((), communicators)
     lengths = np.array([len(one.records) for one in ranks])
     records = joined([one.records for one in ranks])
-    reading = Reading(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
+    reading = RecordBatch(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
     cuts = _cuts(reading, memory)
     newest_stamp = _newest_stamps(reading)
     reading = _unread(reading, cuts)
@@ -103,7 +103,7 @@ def digest(
         cuts[name] = rows[name]
 
     continued = np.isin(memory.steps["rank"], cuts["rank"][~np.isneginf(cuts["cut_s"])])
-    accounts = account(
+    accounts = account_operations(
         cuts=cuts,
         partial=memory.steps[continued],
         operations=operations,
@@ -120,7 +120,7 @@ def digest(
     kept = memory.cuts[~np.isin(memory.cuts["rank"], told_ranks)]
     kept_steps = memory.steps[~np.isin(memory.steps["rank"], told_ranks)]
     kept_frontiers = memory.frontiers[~np.isin(memory.frontiers["rank"], told_ranks)]
-    following = Memory(
+    following = DigestState(
         joined([kept, cuts]),
         joined([kept_frontiers, frontiers]),
         joined([kept_steps, accounts.partial]),
@@ -131,7 +131,7 @@ def digest(
         steps=accounts.steps,
         collectives=accounts.collectives,
         transfers=accounts.transfers,
-        latecomers=accounts.latecomers,
+        last_arrivals=accounts.last_arrivals,
         messages=accounts.messages,
         measures=measures,
         mismatches=accounts.mismatches,
@@ -139,7 +139,7 @@ def digest(
     return following, merge((told_digest,), communicators)
 
 
-def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
+def _cuts(reading: RecordBatch, memory: DigestState) -> np.ndarray:
     """Return where accounting stands for each rank told; -inf for those not seen before, or read too late."""
     cuts = np.zeros(len(reading.ranks), CUT)
     cuts["rank"] = reading.column("rank")
@@ -167,13 +167,13 @@ def _cuts(reading: Reading, memory: Memory) -> np.ndarray:
     return cuts
 
 
-def _newest_stamps(reading: Reading) -> np.ndarray:
+def _newest_stamps(reading: RecordBatch) -> np.ndarray:
     newest = np.zeros(len(reading.ranks), np.uint64)
     np.maximum.at(newest, reading.owner, reading.records["stamp"])
     return newest
 
 
-def _unread(reading: Reading, cuts: np.ndarray) -> Reading:
+def _unread(reading: RecordBatch, cuts: np.ndarray) -> RecordBatch:
     """Drop what was accounted for and cannot change: whatever ended before its rank's cut, and measures told.
 
     What a ring still holds of the past is most of it, and costs no more than this look.
@@ -182,14 +182,14 @@ def _unread(reading: Reading, cuts: np.ndarray) -> Reading:
     ended_s = records["ended_s"]
     keep = (ended_s <= 0) | (ended_s > cuts["cut_s"][owner])
     keep &= (records["kind"] != Kind.MEASURE) | (records["stamp"] > cuts["measured"][owner])
-    return Reading(reading.ranks, records.compress(keep), owner[keep])
+    return RecordBatch(reading.ranks, records.compress(keep), owner[keep])
 
 
 def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each operation once, sorted by rank, channel and number; of several records of one, the one that ended last."""
     if not len(operations):
         return operations, owner
-    channel = _channel(operations, owner)
+    channel = _pack_channels(operations, owner)
     order = np.lexsort((operations["ended_s"], operations["number"], channel))
     operations, owner, channel = operations.take(order), owner[order], channel[order]
     last = np.ones(len(operations), bool)
@@ -199,7 +199,7 @@ def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.n
     return operations.compress(last), owner[last]
 
 
-def _channel(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
+def _pack_channels(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
     """Return one integer for each (rank, communicator, direction, peer): that within which numbers count."""
     _, communicator = np.unique(operations["communicator"], return_inverse=True)
     code = operations["code"].astype(np.int64)
@@ -213,14 +213,14 @@ def _channel(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
 
 
 def _frontiers(
-    reading: Reading, operations: np.ndarray, owner: np.ndarray, remembered: np.ndarray
+    reading: RecordBatch, operations: np.ndarray, owner: np.ndarray, remembered: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how far every rank is in every channel, and which operations are under way."""
     ranks = reading.column("rank")
     is_open = np.zeros(len(operations), bool)
     rows = np.zeros(0, FRONTIER)
     if len(operations):
-        channel = _channel(operations, owner)
+        channel = _pack_channels(operations, owner)
         starts = np.flatnonzero(np.concatenate([[True], channel[1:] != channel[:-1]]))
         index = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(channel))))
         first = operations.take(starts)
@@ -233,7 +233,7 @@ def _frontiers(
         )
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
     old = remembered.compress(np.isin(remembered["rank"], ranks))
-    same, at = _find(rows, old)
+    same, at = _match_channels(rows, old)
     rows["history"][same] = old["history"][at[same]]
     if len(operations):
         numbers = operations["number"]
@@ -266,7 +266,7 @@ def _frontiers(
     return joined([rows, quiet]), is_open
 
 
-def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _match_channels(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return which frontiers' channels are among those of others, and for those, where."""
     found, at = np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
     if not len(rows) or not len(others):
@@ -286,7 +286,7 @@ def _find(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _ranks(
-    reading: Reading,
+    reading: RecordBatch,
     operations: np.ndarray,
     owner: np.ndarray,
     phases: np.ndarray,
@@ -347,7 +347,7 @@ def _newest_begun(records: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, n
     return owner[order][last], order[last]
 
 
-def _measures(reading: Reading, cuts: np.ndarray) -> np.ndarray:
+def _measures(reading: RecordBatch, cuts: np.ndarray) -> np.ndarray:
     """Return the measures not yet told; the newest told one is noted in `cuts`."""
     at = np.flatnonzero(reading.records["kind"] == Kind.MEASURE)
     at = at[reading.records["stamp"][at] > cuts["measured"][reading.owner[at]]]

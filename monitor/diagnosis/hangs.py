@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.mismatches import first_parting
+from keepstep.monitor.diagnosis.mismatches import first_mismatch
 from keepstep.monitor.diagnosis.subjects import gather, group_subject, link_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import HangThresholds
 from keepstep.monitor.diagnosis.waits import OpenOperation, Waits, wait_for
@@ -27,7 +27,7 @@ INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
-class Standstill:
+class HangInputs:
     """What hangs are judged from.
 
     Args:
@@ -49,23 +49,23 @@ class Standstill:
     step_s: float
 
 
-def find_hangs(job: Standstill, thresholds: HangThresholds) -> tuple[Verdict, ...]:
+def find_hangs(job: HangInputs, thresholds: HangThresholds) -> tuple[Verdict, ...]:
     """Return a verdict for each root of a standstill; none while nothing waits too long.
 
     The graph is built only if some rank has waited a share of the patience, so a healthy job costs no more than a look.
     """
     if not len(job.ranks):
         return ()
-    view = _View(job, thresholds)
+    view = _HangAnalysis(job, thresholds)
     dead = _dead(view)
     if dead:
         # Backends end processes whose collectives do not fit: then that is the root, and the deaths follow from it.
-        partings = _partings(view, np.ones(len(job.frontiers), bool))
+        partings = _mismatch_verdicts(view, np.ones(len(job.frontiers), bool))
         if partings:
             return partings
     if view.longest_wait_s < thresholds.waiter_share * view.plain_s:
         return dead
-    partings = _partings(
+    partings = _mismatch_verdicts(
         view, view.waits & (view.waited_s >= thresholds.waiter_share * view.plain_s)
     )
     if partings:
@@ -79,10 +79,10 @@ def find_hangs(job: Standstill, thresholds: HangThresholds) -> tuple[Verdict, ..
     return tuple(found)
 
 
-class _View:
+class _HangAnalysis:
     """Ages and patience of one standstill, worked out once."""
 
-    def __init__(self, job: Standstill, thresholds: HangThresholds) -> None:
+    def __init__(self, job: HangInputs, thresholds: HangThresholds) -> None:
         self.job, self.thresholds = job, thresholds
         ranks, frontiers = job.ranks, job.frontiers
         self.rows = dict(zip(ranks["rank"].tolist(), ranks, strict=True))
@@ -181,7 +181,7 @@ def _verdict(
     return Verdict(subject, syndrome, since_s, tuple(evidence), confidence, INFINITE, advice)
 
 
-def _dead(view: _View) -> tuple[Verdict, ...]:
+def _dead(view: _HangAnalysis) -> tuple[Verdict, ...]:
     """Name processes that are gone and were still needed.
 
     At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
@@ -252,20 +252,20 @@ def _dead(view: _View) -> tuple[Verdict, ...]:
     return tuple(verdicts)
 
 
-def _program_ended(view: _View, raised: Collection[int]) -> Verdict:
+def _program_ended(view: _HangAnalysis, raised: Collection[int]) -> Verdict:
     step = max(int(view.rows[rank]["step"]) for rank in raised)
     told = f"exceptions ended {len(raised)} of {len(view.rows)} processes, the last in step {step}"
     since_s = min(view.moved_s(rank) for rank in raised)
     return _verdict(Subject("job", ()), Syndrome.DEAD_PROCESS, since_s, (told,), 1.0, Advice.ALERT)
 
 
-def _partings(view: _View, chosen: np.ndarray) -> tuple[Verdict, ...]:
+def _mismatch_verdicts(view: _HangAnalysis, chosen: np.ndarray) -> tuple[Verdict, ...]:
     """Name who called something else than the others, in the communicators of the chosen frontiers."""
     frontiers = view.job.frontiers
     collective = frontiers["direction"] == 0
     verdicts = []
     for identity in np.unique(frontiers["communicator"][chosen & collective]).tolist():
-        parting = first_parting(frontiers[collective & (frontiers["communicator"] == identity)])
+        parting = first_mismatch(frontiers[collective & (frontiers["communicator"] == identity)])
         if parting is None:
             continue
         culprits = parting.minority
@@ -288,7 +288,7 @@ def _partings(view: _View, chosen: np.ndarray) -> tuple[Verdict, ...]:
     return tuple(verdicts)
 
 
-def _absent(view: _View, waits: Waits) -> list[Verdict]:
+def _absent(view: _HangAnalysis, waits: Waits) -> list[Verdict]:
     """Name ranks that others wait for, that wait for nobody, and that have stood still for too long."""
     by_syndrome: dict[Syndrome, dict[int, tuple[str, ...]]] = {}
     for rank, waiters in waits.absent.items():
@@ -346,7 +346,7 @@ def _absent(view: _View, waits: Waits) -> list[Verdict]:
     return verdicts
 
 
-def _stuck(view: _View, waits: Waits) -> list[Verdict]:
+def _stuck(view: _HangAnalysis, waits: Waits) -> list[Verdict]:
     """Name operations that all have begun and that do not end."""
     verdicts: dict[tuple[Subject, Syndrome], Verdict] = {}
     for operation in waits.stuck:
@@ -374,7 +374,7 @@ def _stuck(view: _View, waits: Waits) -> list[Verdict]:
 
 
 def _blame(
-    view: _View, operation: OpenOperation, members: Collection[int]
+    view: _HangAnalysis, operation: OpenOperation, members: Collection[int]
 ) -> tuple[Subject, Syndrome, float, tuple[str, ...]]:
     """Return who is at fault where all have begun an operation, with what, how surely, and why."""
     nodes = view.job.nodes
@@ -411,7 +411,7 @@ def _blame(
     return group_subject(known, nodes), Syndrome.COMMUNICATION_HANG, 0.7, ()
 
 
-def _deadlock(view: _View, cycle: tuple[int, ...]) -> list[Verdict]:
+def _deadlock(view: _HangAnalysis, cycle: tuple[int, ...]) -> list[Verdict]:
     """Name ranks that wait for each other in a circle.
 
     A rank in the circle that only has asynchronous operations under way may not be waiting at all: it may have posted a receive and gone

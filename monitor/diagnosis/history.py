@@ -25,7 +25,7 @@ _MEAN_TO_SIGMA = 1.2533
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class StepSeries:
     """The last steps of a figure.
 
     Args:
@@ -42,7 +42,7 @@ class History:
     past: np.ndarray
     drift: np.ndarray
 
-    def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> History:
+    def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> StepSeries:
         """Return the history with one more step, of at most `window`. Keys are distinct; unknown ones are added."""
         keys = keys.astype(np.int64)
         if np.array_equal(keys, self.keys):
@@ -59,7 +59,7 @@ class History:
         values = values[-window:]
         # Subjects that no step of the window tells of are gone: this bounds the memory.
         alive = ~np.isnan(values).all(axis=0)
-        return History(
+        return StepSeries(
             every[alive],
             np.append(self.steps, step)[-window:],
             values[:, alive],
@@ -67,7 +67,7 @@ class History:
             drift[alive],
         )
 
-    def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> History:
+    def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> StepSeries:
         """Return the history with what the last step teaches of subjects that do not deviate; `deviating` has shape (subjects,)."""
         if len(self.steps) < thresholds.baseline or not len(self.keys):
             return self
@@ -82,9 +82,9 @@ class History:
             drift[calm] += _LEARNING * (apart[calm] - drift[calm])
         past[fresh], drift[fresh] = middles[fresh], 0.0
         past[calm] += _LEARNING * (taught[calm] - past[calm])
-        return History(self.keys, self.steps, self.values, past, drift)
+        return StepSeries(self.keys, self.steps, self.values, past, drift)
 
-    def unrest(self) -> float:
+    def baseline_noise(self) -> float:
         """Return the standard deviation of a subject's window from its past, as most subjects have shown it; 0.0 if not known.
 
         Where processors are shared with others, the middle of ten steps wanders further than noise of single steps tells.
@@ -93,7 +93,7 @@ class History:
         return _MEAN_TO_SIGMA * float(np.median(known)) if len(known) else 0.0
 
 
-NOTHING = History(
+NOTHING = StepSeries(
     np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0), np.zeros(0)
 )
 
@@ -122,7 +122,7 @@ class Deviations:
 
 
 def deviations(
-    history: History, groups: np.ndarray, least_ratio: float, thresholds: SlowThresholds
+    history: StepSeries, groups: np.ndarray, least_ratio: float, thresholds: SlowThresholds
 ) -> Deviations:
     """Compare every subject with its peers, and with its own past.
 
@@ -150,9 +150,11 @@ def deviations(
     own = changed - common[:, None]
     told = common[~np.isnan(common)]
     shift = float(np.exp(np.median(told))) if len(told) else float("nan")
-    unrest = history.unrest()
-    hot_by_peers, noise = _hot(np.where(enough, peers, np.nan), least_ratio, unrest, thresholds)
-    hot_by_past, own_noise = _hot(own, least_ratio, unrest, thresholds)
+    baseline_noise = history.baseline_noise()
+    hot_by_peers, noise = _find_deviating(
+        np.where(enough, peers, np.nan), least_ratio, baseline_noise, thresholds
+    )
+    hot_by_past, own_noise = _find_deviating(own, least_ratio, baseline_noise, thresholds)
     from_peers = hot_by_peers | (~hot_by_past & enough[-1])
     chosen = np.where(from_peers, peers, own)
     ratio = _medians(chosen)
@@ -187,8 +189,8 @@ def _from_peers(
     return residuals, enough
 
 
-def _hot(
-    residuals: np.ndarray, least_ratio: float, unrest: float, thresholds: SlowThresholds
+def _find_deviating(
+    residuals: np.ndarray, least_ratio: float, baseline_noise: float, thresholds: SlowThresholds
 ) -> tuple[np.ndarray, float]:
     """Return who deviates upwards, and the noise: beyond it, beyond the least ratio, and in enough steps of the window."""
     steps = len(residuals)
@@ -201,7 +203,7 @@ def _hot(
     around = (residuals - middles)[:, told]
     noise = spread(around[~np.isnan(around)])
     # The middle of a window is known to noise / sqrt(steps); subjects differ among each other by what hardware differs.
-    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), unrest)
+    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), baseline_noise)
     limit = max(np.log(least_ratio), thresholds.sigmas * doubt)
     # Who is far out says nothing of how the others differ: of six links, two slow ones would make each other look usual.
     usual = told & ~(middles > limit)

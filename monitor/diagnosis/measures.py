@@ -22,7 +22,7 @@ _NAMES = {int(Measure.LOSS): "loss", int(Measure.GRADIENT_NORM): "gradient norm"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MeasureFinding:
     """A verdict, and until which step and time it stands; that on replicas until those of its communicator are found to agree, too."""
 
     verdict: Verdict
@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Curves:
+class MeasureHistory:
     """What is remembered of measures.
 
     Args:
@@ -46,15 +46,15 @@ class Curves:
     pending: np.ndarray
     calm: Mapping[int, tuple[float, ...]]
     odd: Mapping[int, int]
-    standing: tuple[Finding, ...]
+    standing: tuple[MeasureFinding, ...]
     step: int
 
 
-NO_CURVES = Curves(np.zeros(0, MEASURE), {}, {}, (), 0)
+EMPTY_MEASURE_HISTORY = MeasureHistory(np.zeros(0, MEASURE), {}, {}, (), 0)
 
 
 def judge_measures(
-    curves: Curves,
+    curves: MeasureHistory,
     told: np.ndarray,
     expected: int,
     late: float,
@@ -62,7 +62,7 @@ def judge_measures(
     nodes: Mapping[int, str],
     now_s: float,
     thresholds: MeasureThresholds,
-) -> tuple[Curves, tuple[Verdict, ...]]:
+) -> tuple[MeasureHistory, tuple[Verdict, ...]]:
     """Take in new measures (dtype MEASURE) and return the verdicts that stand.
 
     A step is judged once `expected` ranks have told of it, or others are `late` steps on; what is not finite is judged at once. News of far nodes
@@ -73,7 +73,7 @@ def judge_measures(
     curves = replace(curves, step=max(curves.step, int(told["step"].max(initial=0))))
     until = (curves.step + thresholds.held, now_s + thresholds.held_s)
     for verdict in _not_finite(told, nodes):
-        standing[verdict.subject, verdict.syndrome] = Finding(verdict, *until)
+        standing[verdict.subject, verdict.syndrome] = MeasureFinding(verdict, *until)
     keep = np.ones(len(pending), bool)
     calm, odd = dict(curves.calm), dict(curves.odd)
     order = np.lexsort((pending["communicator"], pending["code"], pending["step"]))
@@ -107,14 +107,14 @@ def judge_measures(
         for verdict in found:
             earlier = standing.get((verdict.subject, verdict.syndrome))
             since_s = earlier.verdict.since_s if earlier else verdict.since_s
-            finding = Finding(replace(verdict, since_s=since_s), *until, compared)
+            finding = MeasureFinding(replace(verdict, since_s=since_s), *until, compared)
             standing[verdict.subject, verdict.syndrome] = finding
     still = tuple(
         one
         for one in standing.values()
         if one.communicator or one.step >= curves.step or one.until_s >= now_s
     )
-    curves = Curves(pending[keep], calm, odd, still, curves.step)
+    curves = MeasureHistory(pending[keep], calm, odd, still, curves.step)
     return curves, tuple(one.verdict for one in still)
 
 

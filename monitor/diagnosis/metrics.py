@@ -83,7 +83,7 @@ class NodeMetrics:
 
 
 @dataclass(frozen=True, slots=True)
-class NodePast:
+class NodeMetricsHistory:
     """What is remembered of one node: its last readings (at most `sustained` + 1), the oldest first, and its errors at first sight."""
 
     readings: tuple[NodeMetrics, ...]
@@ -101,21 +101,21 @@ class NodeFindings:
 
 def judge_nodes(
     metrics: Mapping[str, NodeMetrics],
-    past: Mapping[str, NodePast],
+    past: Mapping[str, NodeMetricsHistory],
     nodes: Mapping[int, str],
     now_s: float,
     thresholds: NodeThresholds,
-) -> tuple[dict[str, NodePast], NodeFindings]:
+) -> tuple[dict[str, NodeMetricsHistory], NodeFindings]:
     """Take in readings, one a node, repeated ones among them, and return what stands."""
-    following: dict[str, NodePast] = {}
+    following: dict[str, NodeMetricsHistory] = {}
     for name, reading in metrics.items():
-        known = past.get(name) or NodePast(
+        known = past.get(name) or NodeMetricsHistory(
             (), _counts(reading, "ecc_uncorrected"), _xid_counts(reading)
         )
         readings = known.readings
         if not readings or reading.at_s > readings[-1].at_s:
             readings = (*readings, reading)[-(thresholds.sustained + 1) :]
-        following[name] = NodePast(readings, known.ecc_at_first, known.xids_at_first)
+        following[name] = NodeMetricsHistory(readings, known.ecc_at_first, known.xids_at_first)
     clocks = _usual_clocks(metrics)
     verdicts: list[Verdict] = []
     throttled: dict[str, str] = {}
@@ -151,7 +151,9 @@ def _usual_clocks(metrics: Mapping[str, NodeMetrics]) -> tuple[float, float]:
     )
 
 
-def _throttled(past: NodePast, clocks: tuple[float, float], thresholds: NodeThresholds) -> str:
+def _throttled(
+    past: NodeMetricsHistory, clocks: tuple[float, float], thresholds: NodeThresholds
+) -> str:
     """Return why a node is held back, sustained over its last readings; empty if it is not."""
     if len(past.readings) < thresholds.sustained:
         return ""
@@ -179,7 +181,11 @@ def _throttled(past: NodePast, clocks: tuple[float, float], thresholds: NodeThre
 
 
 def _device_errors(
-    name: str, past: NodePast, nodes: Mapping[int, str], now_s: float, thresholds: NodeThresholds
+    name: str,
+    past: NodeMetricsHistory,
+    nodes: Mapping[int, str],
+    now_s: float,
+    thresholds: NodeThresholds,
 ) -> list[Verdict]:
     told = []
     for gpu in past.readings[-1].gpus:
@@ -202,7 +208,11 @@ def _device_errors(
 
 
 def _memory(
-    name: str, past: NodePast, nodes: Mapping[int, str], now_s: float, thresholds: NodeThresholds
+    name: str,
+    past: NodeMetricsHistory,
+    nodes: Mapping[int, str],
+    now_s: float,
+    thresholds: NodeThresholds,
 ) -> list[Verdict]:
     readings = [one for one in past.readings if one.memory_total > 0]
     if len(readings) < thresholds.sustained:

@@ -17,7 +17,7 @@ from keepstep.monitor.diagnosis.tables import HISTORY
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class CollectiveMismatch:
     """The first number at which ranks of a communicator called different things.
 
     Args:
@@ -59,7 +59,7 @@ class Parting:
         return tuple(lines)
 
 
-def first_parting(frontiers: np.ndarray) -> Parting | None:
+def first_mismatch(frontiers: np.ndarray) -> CollectiveMismatch | None:
     """Return where the ranks of one communicator parted, as far as frontiers (its collectives' alone) remember."""
     if len(frontiers) < 2:
         return None
@@ -76,7 +76,7 @@ def first_parting(frontiers: np.ndarray) -> Parting | None:
             frontiers["rank"][known].tolist(), calls[known].tolist(), strict=True
         ):
             by_call[call].append(rank)
-        return Parting(
+        return CollectiveMismatch(
             int(frontiers["communicator"][0]),
             number,
             {call: tuple(sorted(ranks)) for call, ranks in by_call.items()},

@@ -41,7 +41,7 @@ class ActionKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class EnforcementAction:
     """Something to do, once.
 
     Args:
@@ -65,7 +65,7 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class EnforcementPolicy:
     """The rules.
 
     Args:
@@ -96,7 +96,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PolicyCase:
     """One subject's syndrome, as long as it is remembered.
 
     Args:
@@ -117,7 +117,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyState:
+class EnforcementState:
     """What a policy remembers.
 
     Args:
@@ -127,20 +127,20 @@ class PolicyState:
         now_s: of the last call.
     """
 
-    cases: Mapping[tuple[Subject, Syndrome], Case] = field(default_factory=dict)
+    cases: Mapping[tuple[Subject, Syndrome], PolicyCase] = field(default_factory=dict)
     replaced: tuple[tuple[float, str], ...] = ()
     restarted: tuple[tuple[float, int], ...] = ()
     now_s: float = -math.inf
 
 
 def decide(
-    policy: Policy,
-    state: PolicyState,
+    policy: EnforcementPolicy,
+    state: EnforcementState,
     verdicts: Sequence[Verdict],
     nodes: Mapping[int, str],
     step_s: float,
     now_s: float,
-) -> tuple[PolicyState, tuple[Action, ...]]:
+) -> tuple[EnforcementState, tuple[EnforcementAction, ...]]:
     """Return what to do about the verdicts that stand now. Pure: equal inputs give equal outputs.
 
     Args:
@@ -152,14 +152,14 @@ def decide(
         now_s: monotonic; an earlier time than before is taken as the same.
     """
     now_s = max(now_s, state.now_s)
-    cases = _follow(policy, state, verdicts, step_s, now_s)
-    state = PolicyState(
+    cases = _update_cases(policy, state, verdicts, step_s, now_s)
+    state = EnforcementState(
         cases,
         tuple(entry for entry in state.replaced if now_s - entry[0] < policy.window_s),
         tuple(entry for entry in state.restarted if now_s - entry[0] < policy.window_s),
         now_s,
     )
-    actions: list[Action] = []
+    actions: list[EnforcementAction] = []
     if policy.mode is Mode.OBSERVE:
         return state, ()
     # The costliest first: the budget goes to who loses most. Ties are broken by name, so that equal inputs give equal outputs.
@@ -169,15 +169,19 @@ def decide(
         if case.last_s == now_s and now_s - case.first_s >= policy.sustained_s
     ]
     for key in sorted(standing, key=lambda one: (-cases[one].lost_s, str(one[0]), one[1])):
-        state, action = _treat(policy, state, key, nodes)
+        state, action = _next_action(policy, state, key, nodes)
         if action:
             actions.append(action)
     return state, tuple(actions)
 
 
-def _follow(
-    policy: Policy, state: PolicyState, verdicts: Sequence[Verdict], step_s: float, now_s: float
-) -> dict[tuple[Subject, Syndrome], Case]:
+def _update_cases(
+    policy: EnforcementPolicy,
+    state: EnforcementState,
+    verdicts: Sequence[Verdict],
+    step_s: float,
+    now_s: float,
+) -> dict[tuple[Subject, Syndrome], PolicyCase]:
     """Return the cases with what stands now taken in, and what was gone for long forgotten."""
     cases = {
         key: case for key, case in state.cases.items() if now_s - case.last_s <= policy.forgotten_s
@@ -186,7 +190,7 @@ def _follow(
         key = (verdict.subject, verdict.syndrome)
         case = cases.get(key)
         if case is None:
-            cases[key] = Case(verdict, now_s, now_s)
+            cases[key] = PolicyCase(verdict, now_s, now_s)
             continue
         # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
         stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
@@ -206,28 +210,31 @@ def _loss_rate(verdict: Verdict, step_s: float) -> float:
     return min(1.0, max(0.0, verdict.cost_s_per_step) / step_s) if step_s > 0 else 0.0
 
 
-def _treat(
-    policy: Policy, state: PolicyState, key: tuple[Subject, Syndrome], nodes: Mapping[int, str]
-) -> tuple[PolicyState, Action | None]:
+def _next_action(
+    policy: EnforcementPolicy,
+    state: EnforcementState,
+    key: tuple[Subject, Syndrome],
+    nodes: Mapping[int, str],
+) -> tuple[EnforcementState, EnforcementAction | None]:
     """Return the one thing to do about a case now, if there is any."""
     case = state.cases[key]
     verdict = case.verdict
     wanted = _wanted(policy, state, verdict, nodes)
     if wanted is not None and case.acted is not wanted and _is_due(policy, case, wanted):
         places, ranks = _targets(wanted, verdict, nodes)
-        denied = _denied(policy, state, wanted, places, ranks, nodes)
+        denied = _refusal_reason(policy, state, wanted, places, ranks, nodes)
         if not denied:
-            action = Action(
-                wanted, verdict.subject, verdict, _told_loss(state, case), places, ranks
+            action = EnforcementAction(
+                wanted, verdict.subject, verdict, _describe_loss(state, case), places, ranks
             )
-            return _spend(state, key, action), action
+            return _charge_budget(state, key, action), action
         return _alert(policy, state, key, f"not done: {denied}")
     if verdict.advice is Advice.OBSERVE:
         return state, None
-    return _alert(policy, state, key, _told_loss(state, case))
+    return _alert(policy, state, key, _describe_loss(state, case))
 
 
-def _told_loss(state: PolicyState, case: Case) -> str:
+def _describe_loss(state: EnforcementState, case: PolicyCase) -> str:
     """Return for people what was lost: by a standstill all the time since it began, whoever looked."""
     lost_s = (
         state.now_s - case.verdict.since_s
@@ -238,7 +245,7 @@ def _told_loss(state: PolicyState, case: Case) -> str:
 
 
 def _wanted(
-    policy: Policy, state: PolicyState, verdict: Verdict, nodes: Mapping[int, str]
+    policy: EnforcementPolicy, state: EnforcementState, verdict: Verdict, nodes: Mapping[int, str]
 ) -> ActionKind | None:
     """Return what the verdict calls for, as far as the policy goes; None for telling people at most.
 
@@ -258,7 +265,7 @@ def _wanted(
     return None
 
 
-def _is_due(policy: Policy, case: Case, wanted: ActionKind) -> bool:
+def _is_due(policy: EnforcementPolicy, case: PolicyCase, wanted: ActionKind) -> bool:
     """Return whether the loss so far equals the cost of acting; standstills and errors of a device or of data do not wait."""
     cost_s = case.verdict.cost_s_per_step
     if math.isinf(cost_s) or cost_s <= 0.0:
@@ -282,9 +289,9 @@ def _targets(
     return (), verdict.subject.ranks
 
 
-def _denied(
-    policy: Policy,
-    state: PolicyState,
+def _refusal_reason(
+    policy: EnforcementPolicy,
+    state: EnforcementState,
     wanted: ActionKind,
     places: Collection[str],
     ranks: Collection[int],
@@ -297,19 +304,21 @@ def _denied(
         return ""
     if any(place == replaced for _, replaced in state.replaced for place in places):
         return "the node was replaced already, and a new one of its name has the same trouble"
-    allowed = allowance(policy, nodes)
+    allowed = max_replacements(policy, nodes)
     if len(state.replaced) + len(places) > allowed:
         return f"{len(state.replaced)} nodes were replaced within {policy.window_s:.0f} s, the budget is {allowed}"
     return ""
 
 
-def allowance(policy: Policy, nodes: Mapping[int, str]) -> int:
+def max_replacements(policy: EnforcementPolicy, nodes: Mapping[int, str]) -> int:
     """Return how many nodes of a fleet may be replaced within the window."""
     fleet = len(set(nodes.values()))
     return min(policy.replacements, max(1, math.floor(policy.fleet_share * fleet)))
 
 
-def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) -> PolicyState:
+def _charge_budget(
+    state: EnforcementState, key: tuple[Subject, Syndrome], action: EnforcementAction
+) -> EnforcementState:
     cases = {
         **state.cases,
         key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s),
@@ -322,7 +331,7 @@ def _spend(state: PolicyState, key: tuple[Subject, Syndrome], action: Action) ->
     )
 
 
-def undone(state: PolicyState, action: Action) -> PolicyState:
+def revert_action(state: EnforcementState, action: EnforcementAction) -> EnforcementState:
     """Return the state with an action of the last `decide` taken back, because it was not carried out: it costs no budget, and is due again."""
     key = (action.subject, action.verdict.syndrome)
     case = state.cases.get(key)
@@ -343,11 +352,11 @@ def undone(state: PolicyState, action: Action) -> PolicyState:
 
 
 def _alert(
-    policy: Policy, state: PolicyState, key: tuple[Subject, Syndrome], reason: str
-) -> tuple[PolicyState, Action | None]:
+    policy: EnforcementPolicy, state: EnforcementState, key: tuple[Subject, Syndrome], reason: str
+) -> tuple[EnforcementState, EnforcementAction | None]:
     case = state.cases[key]
     if state.now_s - case.alerted_s < policy.alert_again_s:
         return state, None
     cases = {**state.cases, key: replace(case, alerted_s=state.now_s)}
-    action = Action(ActionKind.ALERT, case.verdict.subject, case.verdict, reason)
+    action = EnforcementAction(ActionKind.ALERT, case.verdict.subject, case.verdict, reason)
     return replace(state, cases=cases), action

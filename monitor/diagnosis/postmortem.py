@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 import numpy as np
 
 from keepstep.monitor.diagnosis.digest import digest
-from keepstep.monitor.diagnosis.mismatches import Parting
+from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, describe, signatures
 from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
 from keepstep.monitor.diagnosis.waits import OpenOperation, wait_for
@@ -77,7 +77,7 @@ class Postmortem:
 
 def examine(job: JobRecords) -> Postmortem:
     """Return what stood still in a job, or who was slow, from each rank's last records, with clocks aligned as far as can be."""
-    view = _View(job)
+    view = _PostmortemAnalysis(job)
     verdicts = [*_mismatches(view), *_hangs(view)]
     remarks = list(view.remarks)
     if not verdicts and not view.waits:
@@ -89,7 +89,7 @@ def examine(job: JobRecords) -> Postmortem:
     )
 
 
-class _View:
+class _PostmortemAnalysis:
     """A job's last moment, worked out once."""
 
     def __init__(self, job: JobRecords) -> None:
@@ -98,7 +98,7 @@ class _View:
         self.missing = tuple(sorted(members - set(job.ranks)))
         _, told = digest(job.ranks.values(), job.communicators)
         self.operations = {rank: _operations(one.records) for rank, one in job.ranks.items()}
-        self.partings = _first_partings(self.operations, job.communicators)
+        self.partings = _first_mismatches(self.operations, job.communicators)
         self.frontiers, self.remarks, self.outdated = _advance(
             told.frontiers, self.operations, job.communicators
         )
@@ -250,9 +250,9 @@ def _is_whole(operations: np.ndarray) -> bool:
     return not len(operations) or int(operations["stamp"].min()) == 2
 
 
-def _first_partings(
+def _first_mismatches(
     operations: Mapping[int, np.ndarray], communicators: Mapping[int, Communicator]
-) -> dict[int, Parting]:
+) -> dict[int, CollectiveMismatch]:
     """Return, by communicator, the first number at which ranks called different things."""
     parts = [(rank, _collectives(mine)) for rank, mine in operations.items()]
     rows = joined([mine for _, mine in parts])
@@ -266,7 +266,7 @@ def _first_partings(
         rows["number"][1:] == rows["number"][:-1]
     )
     differ = np.flatnonzero(same & (calls[1:] != calls[:-1]))
-    found: dict[int, Parting] = {}
+    found: dict[int, CollectiveMismatch] = {}
     for at in differ.tolist():
         identity, number = int(rows["communicator"][at]), int(rows["number"][at])
         if identity in found or identity not in communicators:
@@ -275,13 +275,13 @@ def _first_partings(
         by_call: dict[int, list[int]] = defaultdict(list)
         for rank, call in zip(owner[chosen].tolist(), calls[chosen].tolist(), strict=True):
             by_call[call].append(rank)
-        found[identity] = Parting(
+        found[identity] = CollectiveMismatch(
             identity, number, {call: tuple(sorted(ranks)) for call, ranks in by_call.items()}
         )
     return found
 
 
-def _mismatches(view: _View) -> list[Verdict]:
+def _mismatches(view: _PostmortemAnalysis) -> list[Verdict]:
     verdicts = []
     for identity, parting in view.partings.items():
         culprits = parting.minority
@@ -316,7 +316,7 @@ def _numbered(operations: np.ndarray, identity: int, number: int) -> np.ndarray:
     return found
 
 
-def _hangs(view: _View) -> list[Verdict]:
+def _hangs(view: _PostmortemAnalysis) -> list[Verdict]:
     """Name who never arrived, and operations that all have begun and that do not end; what follows from either is not told.
 
     In a group whose ranks call different things, numbers do not say who is where.
@@ -366,7 +366,7 @@ def _hangs(view: _View) -> list[Verdict]:
     return verdicts
 
 
-def _absent(view: _View, rank: int, lacking: Sequence[OpenOperation]) -> Verdict:
+def _absent(view: _PostmortemAnalysis, rank: int, lacking: Sequence[OpenOperation]) -> Verdict:
     first = min(lacking, key=view.since_s)
     evidence = [f"rank {rank} never came to {view.name(first)}", _awaited(view, first)]
     evidence += [f"nor to {view.name(one)}" for one in lacking if one is not first][:3]
@@ -378,7 +378,7 @@ def _absent(view: _View, rank: int, lacking: Sequence[OpenOperation]) -> Verdict
 
 
 def _gone(
-    view: _View, ranks: Sequence[int], lacking: Mapping[int, Sequence[OpenOperation]]
+    view: _PostmortemAnalysis, ranks: Sequence[int], lacking: Mapping[int, Sequence[OpenOperation]]
 ) -> Verdict:
     first = min((one for rank in ranks for one in lacking[rank]), key=view.since_s)
     evidence = [
@@ -396,11 +396,13 @@ def _gone(
     )
 
 
-def _awaited(view: _View, operation: OpenOperation) -> str:
+def _awaited(view: _PostmortemAnalysis, operation: OpenOperation) -> str:
     return f"{_ranks(operation.waiting)} waited in it, the first since {_clock(view.since_s(operation))}"
 
 
-def _is_queued(view: _View, operation: OpenOperation, stuck: Collection[OpenOperation]) -> bool:
+def _is_queued(
+    view: _PostmortemAnalysis, operation: OpenOperation, stuck: Collection[OpenOperation]
+) -> bool:
     """Return whether the devices that have not begun an operation, others having, all wait in another one."""
     begun = view.begun(operation)
     queued = set(operation.waiting) - set(begun)
@@ -408,7 +410,7 @@ def _is_queued(view: _View, operation: OpenOperation, stuck: Collection[OpenOper
     return bool(begun) and bool(queued) and queued <= others
 
 
-def _stuck(view: _View, operation: OpenOperation) -> Verdict:
+def _stuck(view: _PostmortemAnalysis, operation: OpenOperation) -> Verdict:
     evidence = [
         f"all ranks have called {view.name(operation)}, and it does not end",
         _awaited(view, operation),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
 from keepstep.monitor.diagnosis.robust import MAD_TO_SIGMA, MEDIAN_TO_MEAN_ERROR
 from keepstep.monitor.diagnosis.subjects import gather, group_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
@@ -28,7 +28,7 @@ _PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class SlownessInputs:
     """What slowness is judged from.
 
     Args:
@@ -38,14 +38,14 @@ class Slow:
         nodes: each rank's node.
     """
 
-    own: History
+    own: StepSeries
     rows: np.ndarray
     lateness: Mapping[int, int]
     nodes: Mapping[int, str]
 
 
 def find_slow_ranks(
-    job: Slow, thresholds: SlowThresholds
+    job: SlownessInputs, thresholds: SlowThresholds
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return the verdicts, and which ranks of `job.own` deviate, so that their past does not learn from it."""
     roles = job.rows["role"].max(axis=0)
@@ -56,13 +56,17 @@ def find_slow_ranks(
     told = job.rows["step"] > 0
     step_s = float(np.median(job.rows["duration_s"][told])) if told.any() else 0.0
     costly = hot & (found.excess_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
-    costly &= ~_crowded(costly, found.ratio, roles, job, thresholds)
+    costly &= ~_widespread(costly, found.ratio, roles, job, thresholds)
     verdicts = _verdicts(job, found, np.flatnonzero(costly), roles, step_s)
     return (*verdicts, *_pairs(job, roles, step_s, thresholds)), hot
 
 
-def _crowded(
-    costly: np.ndarray, ratio: np.ndarray, roles: np.ndarray, job: Slow, thresholds: SlowThresholds
+def _widespread(
+    costly: np.ndarray,
+    ratio: np.ndarray,
+    roles: np.ndarray,
+    job: SlownessInputs,
+    thresholds: SlowThresholds,
 ) -> np.ndarray:
     """Return whose peers are slow in such a share that nobody is to blame; a whole node may be slow together.
 
@@ -75,14 +79,14 @@ def _crowded(
             is_out = ratio >= np.sqrt(ratio[peers & costly].min())
         slow = np.flatnonzero(peers & (costly | is_out))
         together = len({job.nodes.get(int(rank), str(rank)) for rank in job.own.keys[slow]}) == 1
-        limit = 0.5 if together else thresholds.crowd
+        limit = 0.5 if together else thresholds.widespread_share
         if len(slow) > max(1.0, limit * peers.sum()):
             crowded[slow] = True
     return crowded
 
 
 def _verdicts(
-    job: Slow, found: Deviations, slow: np.ndarray, roles: np.ndarray, step_s: float
+    job: SlownessInputs, found: Deviations, slow: np.ndarray, roles: np.ndarray, step_s: float
 ) -> tuple[Verdict, ...]:
     by_syndrome: dict[Syndrome, dict[int, int]] = defaultdict(dict)
     parts: dict[int, str] = {}
@@ -140,7 +144,7 @@ def _part(rows: np.ndarray, at: int, roles: np.ndarray, excess_s: float) -> tupl
 
 
 def _pairs(
-    job: Slow, roles: np.ndarray, step_s: float, thresholds: SlowThresholds
+    job: SlownessInputs, roles: np.ndarray, step_s: float, thresholds: SlowThresholds
 ) -> tuple[Verdict, ...]:
     """Judge pairs of ranks of equal role with nobody else: if they disagree, only their own past can tell which it is."""
     if len(job.own.keys) != 2 or roles[0] != roles[1]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import History
+from keepstep.monitor.diagnosis.history import StepSeries
 from keepstep.monitor.diagnosis.subjects import gather, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds, StallThresholds
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
@@ -17,7 +17,7 @@ _FORGOTTEN = 3
 
 def find_stalls(
     rows: np.ndarray,
-    saves: History,
+    saves: StepSeries,
     named: Collection[int],
     nodes: Mapping[int, str],
     thresholds: StallThresholds,
@@ -122,7 +122,7 @@ def _garbage(
 
 
 def _checkpoints(
-    saves: History,
+    saves: StepSeries,
     rows: np.ndarray,
     step_s: float,
     nodes: Mapping[int, str],

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keepstep.monitor.diagnosis.delays import average_delays, median_delays, message_delays
-from keepstep.monitor.diagnosis.history import NOTHING, History
+from keepstep.monitor.diagnosis.history import NOTHING, StepSeries
 from keepstep.monitor.diagnosis.tables import (
     COLLECTIVE,
     EMPTY,
-    LATECOMER,
+    LAST_ARRIVAL,
     MESSAGE,
     STEP,
     TRANSFER,
@@ -46,7 +46,7 @@ class Window:
         pending: increments of steps not yet whole; only the tables that speak of steps are used, and `mismatches`, which
             holds those that the last digest brought to light.
         rows: whole steps, dtype STEP, step after step.
-        latecomers: of whole steps.
+        last_arrivals: of whole steps.
         own, links, transfers: histories of own times by rank, median delays by link, transfer times by communicator.
         averages: history of average delays by link.
         saves: history of checkpoint phases by rank, of steps in which enough ranks saved to be compared.
@@ -57,12 +57,12 @@ class Window:
 
     pending: Digest = EMPTY
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP))
-    latecomers: np.ndarray = field(default_factory=lambda: np.zeros(0, LATECOMER))
-    own: History = NOTHING
-    links: History = NOTHING
-    averages: History = NOTHING
-    transfers: History = NOTHING
-    saves: History = NOTHING
+    last_arrivals: np.ndarray = field(default_factory=lambda: np.zeros(0, LAST_ARRIVAL))
+    own: StepSeries = NOTHING
+    links: StepSeries = NOTHING
+    averages: StepSeries = NOTHING
+    transfers: StepSeries = NOTHING
+    saves: StepSeries = NOTHING
     link_counts: Mapping[int, float] = field(default_factory=dict)
     transfer_counts: Mapping[int, float] = field(default_factory=dict)
     newest: int = 0
@@ -110,7 +110,7 @@ def collect(
         thresholds: the window's length, and the steps to warm up.
     """
     unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
-    pending = merge((unmatched, _not_told_before(_of_steps(told), window.pending)), communicators)
+    pending = merge((unmatched, _drop_repeated(_of_steps(told), window.pending)), communicators)
     pending = _later(pending, window.newest)
     window = replace(window, pending=pending)
     count = 0
@@ -143,7 +143,7 @@ def distrusting(window: Window, told: Digest) -> Window:
     return replace(window, distrusted=max(heard))
 
 
-def _not_told_before(told: Digest, pending: Digest) -> Digest:
+def _drop_repeated(told: Digest, pending: Digest) -> Digest:
     """Drop what a daemon tells again that was restarted: operations that are counted twice would seem to be whole."""
     known = np.isin(_packed(told.steps), _packed(pending.steps))
     if not known.any():
@@ -151,7 +151,7 @@ def _not_told_before(told: Digest, pending: Digest) -> Digest:
     newest = told.steps["step"][known].max()
     later = {
         name: rows.compress(rows["step"] > newest)
-        for name in ("collectives", "transfers", "latecomers", "messages")
+        for name in ("collectives", "transfers", "last_arrivals", "messages")
         for rows in (getattr(told, name),)
     }
     return replace(told, steps=told.steps.compress(~known), **later)
@@ -182,13 +182,16 @@ def _push(
     saved = rows[rows["checkpoint_s"] > 0]
     kept = joined([window.rows, rows])
     kept = kept.compress(kept["step"] >= own.steps[0])
-    latecomers = joined(
-        [window.latecomers, pending.latecomers.compress(pending.latecomers["step"] == step)]
+    last_arrivals = joined(
+        [
+            window.last_arrivals,
+            pending.last_arrivals.compress(pending.last_arrivals["step"] == step),
+        ]
     )
     return replace(
         window,
         rows=kept,
-        latecomers=latecomers.compress(latecomers["step"] >= own.steps[0]),
+        last_arrivals=last_arrivals.compress(last_arrivals["step"] >= own.steps[0]),
         own=own,
         links=window.links.push(step, links, delays_s, length),
         averages=window.averages.push(step, links, average_delays(sent, took_s), length),
@@ -212,7 +215,7 @@ def _of_steps(told: Digest) -> Digest:
         steps=told.steps,
         collectives=told.collectives,
         transfers=told.transfers,
-        latecomers=told.latecomers,
+        last_arrivals=told.last_arrivals,
         messages=told.messages,
         mismatches=told.mismatches,
     )
@@ -231,6 +234,6 @@ def _later(pending: Digest, newest: int) -> Digest:
         steps=later(pending.steps, STEP),
         collectives=later(pending.collectives, COLLECTIVE),
         transfers=later(pending.transfers, TRANSFER),
-        latecomers=later(pending.latecomers, LATECOMER),
+        last_arrivals=later(pending.last_arrivals, LAST_ARRIVAL),
         messages=later(pending.messages, MESSAGE),
     )

@@ -54,10 +54,11 @@ def gather(ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Subject, ...
     return tuple(sorted(alone, key=lambda subject: subject.ranks))
 
 
-def placed(verdicts: Iterable[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
+def with_job_nodes(verdicts: Iterable[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
     """Return the verdicts with each rank's node as `places` has it; what holds of all ranks of a member is the member's."""
-    return _gathered(
-        [replace(verdict, subject=_placed(verdict.subject, places)) for verdict in verdicts], places
+    return _merge_per_node(
+        [replace(verdict, subject=_with_job_node(verdict.subject, places)) for verdict in verdicts],
+        places,
     )
 
 
@@ -66,7 +67,7 @@ def begun_since(began_s: float, verdicts: Iterable[Verdict]) -> tuple[Verdict, .
     return tuple(verdict for verdict in verdicts if verdict.since_s >= began_s)
 
 
-def _gathered(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
+def _merge_per_node(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> tuple[Verdict, ...]:
     """Return one verdict of a node instead of those of all its ranks, if it has several and they stand still all alike."""
     alike: dict[tuple[str, Syndrome], list[Verdict]] = defaultdict(list)
     others = []
@@ -99,7 +100,7 @@ def _gathered(verdicts: Sequence[Verdict], places: Mapping[int, str]) -> tuple[V
     return tuple(others)
 
 
-def _placed(subject: Subject, places: Mapping[int, str]) -> Subject:
+def _with_job_node(subject: Subject, places: Mapping[int, str]) -> Subject:
     found = {places.get(rank, "") for rank in subject.ranks}
     node = found.pop() if len(found) == 1 else ""
     if subject.kind != "node":

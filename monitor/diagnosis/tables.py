@@ -105,7 +105,7 @@ TRANSFER = np.dtype(
     ]
 )
 
-LATECOMER = np.dtype([("rank", "<i4"), ("step", "<u4"), ("times", "<u4")])
+LAST_ARRIVAL = np.dtype([("rank", "<i4"), ("step", "<u4"), ("times", "<u4")])
 
 MESSAGE = np.dtype(
     [
@@ -143,7 +143,7 @@ class Digest:
     steps: np.ndarray
     collectives: np.ndarray
     transfers: np.ndarray
-    latecomers: np.ndarray
+    last_arrivals: np.ndarray
     messages: np.ndarray
     measures: np.ndarray
     mismatches: np.ndarray
@@ -156,7 +156,7 @@ EMPTY = Digest(
     np.zeros(0, STEP),
     np.zeros(0, COLLECTIVE),
     np.zeros(0, TRANSFER),
-    np.zeros(0, LATECOMER),
+    np.zeros(0, LAST_ARRIVAL),
     np.zeros(0, MESSAGE),
     np.zeros(0, MEASURE),
     np.zeros(0, COLLECTIVE),
@@ -177,8 +177,8 @@ def merge(digests: Iterable[Digest], communicators: Mapping[int, Communicator]) 
         transfers=_fold_transfers(
             joined([*(part.transfers for part in parts), transfers_of(whole)])
         ),
-        latecomers=_fold_latecomers(
-            joined([*(part.latecomers for part in parts), latecomers_of(whole)])
+        last_arrivals=_fold_last_arrivals(
+            joined([*(part.last_arrivals for part in parts), last_arrivals_of(whole)])
         ),
         messages=fold_messages(joined([part.messages for part in parts])),
         measures=_sorted(parts, "measures", "rank", "communicator", "code", "step"),
@@ -231,10 +231,10 @@ def transfers_of(whole: np.ndarray) -> np.ndarray:
     return rows
 
 
-def latecomers_of(whole: np.ndarray) -> np.ndarray:
+def last_arrivals_of(whole: np.ndarray) -> np.ndarray:
     """Return who came last to the collectives of which all ranks have told."""
     whole = whole.compress(np.isfinite(whole["shortest_s"]))
-    rows = np.zeros(len(whole), LATECOMER)
+    rows = np.zeros(len(whole), LAST_ARRIVAL)
     rows["rank"], rows["step"], rows["times"] = whole["last"], whole["step"], 1
     return rows
 
@@ -270,7 +270,7 @@ def _fold_transfers(rows: np.ndarray) -> np.ndarray:
     return folded
 
 
-def _fold_latecomers(rows: np.ndarray) -> np.ndarray:
+def _fold_last_arrivals(rows: np.ndarray) -> np.ndarray:
     if not len(rows):
         return rows
     rows = rows.take(np.lexsort((rows["step"], rows["rank"])))

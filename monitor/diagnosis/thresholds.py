@@ -74,7 +74,7 @@ class SlowThresholds:
     """If own times have grown by more at the same time, the machines are busy and not the network."""
     baseline: int = 10
     """Steps from which the own past is learnt; it learns nothing from steps that were found anomalous."""
-    crowd: float = 0.25
+    widespread_share: float = 0.25
     """Share of peers that may be slow at once; if more are, it is the job's business or its hardware differs: nobody is blamed."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import Deviations, History, deviations
+from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
 from keepstep.monitor.diagnosis.subjects import group_subject, node_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
 from keepstep.monitor.records import Communicator
@@ -30,7 +30,7 @@ def transfer_keys(communicator: np.ndarray, size_class: np.ndarray) -> np.ndarra
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class TransferInputs:
     """What transfer times are judged with.
 
     Args:
@@ -51,7 +51,7 @@ class Fabric:
 
 
 def find_slow_transfers(
-    history: History, fabric: Fabric, thresholds: SlowThresholds
+    history: StepSeries, fabric: TransferInputs, thresholds: SlowThresholds
 ) -> tuple[tuple[Verdict, ...], np.ndarray]:
     """Return verdicts on communicators, and which keys deviate."""
     if not len(history.keys):
@@ -80,7 +80,7 @@ def find_slow_transfers(
     return _best(verdicts), found.hot
 
 
-def _groups(keys: np.ndarray, fabric: Fabric) -> np.ndarray:
+def _groups(keys: np.ndarray, fabric: TransferInputs) -> np.ndarray:
     """Return for each key an id of (ranks, size class, within a node or across)."""
     distinct, index = np.unique(keys >> _CLASS_BITS, return_inverse=True)
     sizes = np.zeros(len(distinct), np.int64)
@@ -96,7 +96,9 @@ def _groups(keys: np.ndarray, fabric: Fabric) -> np.ndarray:
     return kinds
 
 
-def _localise(slow: Sequence[int], fast: Sequence[int], fabric: Fabric) -> tuple[Subject, float]:
+def _localise(
+    slow: Sequence[int], fast: Sequence[int], fabric: TransferInputs
+) -> tuple[Subject, float]:
     """Return whom all slow communicators and no fast one have in common, and how sure that is."""
     known = [
         set(fabric.communicators[identity].ranks)
@@ -132,10 +134,10 @@ def _verdict(
     confidence: float,
     slow: np.ndarray,
     worst: int,
-    history: History,
+    history: StepSeries,
     found: Deviations,
     cost_s: np.ndarray,
-    fabric: Fabric,
+    fabric: TransferInputs,
 ) -> Verdict:
     identity = int(history.keys[worst]) >> _CLASS_BITS
     known = fabric.communicators.get(identity)
@@ -175,7 +177,7 @@ def _best(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
 
 
 def _all_together(
-    history: History, fabric: Fabric, counts: np.ndarray, thresholds: SlowThresholds
+    history: StepSeries, fabric: TransferInputs, counts: np.ndarray, thresholds: SlowThresholds
 ) -> Verdict | None:
     """Judge a slowdown of all communicators against their own past."""
     changed = history.values - history.past

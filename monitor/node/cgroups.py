@@ -39,11 +39,11 @@ def find(
         if not controllers:
             for top in (mount, mount / "unified"):
                 if unified is None and (top / "cgroup.controllers").exists():
-                    unified = _below(top, path)
+                    unified = _path_under(top, path)
         elif "cpu" in names:
-            cpu = _first_below(mount, ("cpu", controllers, "cpu,cpuacct"), path)
+            cpu = _first_existing_under(mount, ("cpu", controllers, "cpu,cpuacct"), path)
         elif "memory" in names:
-            memory = _first_below(mount, ("memory",), path)
+            memory = _first_existing_under(mount, ("memory",), path)
     return CgroupFiles(unified, cpu, memory)
 
 
@@ -88,14 +88,14 @@ def _memory_files(files: CgroupFiles, second: str, first: str) -> list[Path]:
     return [*paths, files.memory / first] if files.memory is not None else paths
 
 
-def _first_below(mount: Path, names: tuple[str, ...], path: str) -> Path | None:
+def _first_existing_under(mount: Path, names: tuple[str, ...], path: str) -> Path | None:
     for name in names:
         if (mount / name).is_dir():
-            return _below(mount / name, path)
+            return _path_under(mount / name, path)
     return None
 
 
-def _below(top: Path, path: str) -> Path:
+def _path_under(top: Path, path: str) -> Path:
     inside = top / path.lstrip("/")
     return inside if inside.is_dir() else top
 

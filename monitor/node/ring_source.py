@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from keepstep.monitor.contracts import Reading
+from keepstep.monitor.contracts import RingReading
 from keepstep.monitor.records import JobRecords, Kind
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import OPERATIONS
@@ -39,7 +39,7 @@ class RingSource:
         self._newest: dict[tuple[str, bool], int] = {}
         self._needed: dict[tuple[str, bool], int] = {}
 
-    def read(self) -> Sequence[Reading]:
+    def read(self) -> Sequence[RingReading]:
         """Return every rank's ring as it is now: all of it at first, later what may have changed."""
         now_s = time.monotonic()
         if now_s >= self._sweep_due_s:
@@ -60,7 +60,7 @@ class RingSource:
         communicators = tuple(job.communicators.values())
         generation, size = self._rings.generation(), self._rings.world_size()
         return [
-            Reading(
+            RingReading(
                 told,
                 communicators,
                 processes[rank],
@@ -76,7 +76,7 @@ class RingSource:
         """Let all rings go."""
         self._rings.close()
 
-    def _has_missed(self, lanes: Mapping[tuple[str, bool], _Lane]) -> bool:
+    def _has_missed(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> bool:
         """Return whether in some lane what was read does not reach back to what was still under way, or new, at the last reading."""
         if self._count >= OPERATIONS:
             return False
@@ -85,7 +85,7 @@ class RingSource:
             for key, lane in lanes.items()
         )
 
-    def _wanted(self, lanes: Mapping[tuple[str, bool], _Lane]) -> int:
+    def _wanted(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> int:
         """Return how many records of each lane to look at next time, and remember where this reading ended."""
         wanted = _LEAST
         for key, lane in lanes.items():
@@ -99,7 +99,7 @@ class RingSource:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _LaneWindow:
     """What was read of one lane of a ring: how many records, the oldest and the newest stamp, and the first to be seen again."""
 
     count: int
@@ -108,7 +108,7 @@ class _Lane:
     needed: int
 
 
-def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, bool], _Lane]:
+def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, bool], _LaneWindow]:
     """Return the lanes read, by incarnation of the writer and whether they are of operations."""
     lanes = {}
     for told in job.ranks.values():
@@ -121,5 +121,7 @@ def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, 
             newest = int(here.max()) if len(here) else 0
             needed = int(under_way.min()) if len(under_way) else newest + 2
             oldest = int(here.min()) if len(here) else 0
-            lanes[incarnations[told.rank], operation] = _Lane(len(here), oldest, newest, needed)
+            lanes[incarnations[told.rank], operation] = _LaneWindow(
+                len(here), oldest, newest, needed
+            )
     return lanes

@@ -26,8 +26,8 @@ from keepstep.monitor.errors import (
     ProtocolViolation,
     SecretDiffers,
 )
-from keepstep.monitor.preflight.judgement import Examination, Finding, judge
-from keepstep.monitor.preflight.link_probe import Line, LinkResult
+from keepstep.monitor.preflight.judgement import NodeExamination, PreflightFinding, judge
+from keepstep.monitor.preflight.link_probe import LinkResult, ProbeConnection
 from keepstep.monitor.preflight.pairing import rounds
 from keepstep.monitor.preflight.selftests import disk, matmuls, memory_rate
 
@@ -39,20 +39,20 @@ _CLOSED, _DONE = -2, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Roster:
+class Participants:
     """Who takes part.
 
     Args:
         own: HOST:PORT under which the others know this doctor.
-        everybody: all addresses, own among them, in the order that all agree on.
+        addresses: all addresses, own among them, in the order that all agree on.
     """
 
     own: str
-    everybody: tuple[str, ...]
+    addresses: tuple[str, ...]
 
     @classmethod
-    def of(cls, own: str, peers: Sequence[str]) -> Roster:
-        """Return the roster of this doctor and its peers."""
+    def of(cls, own: str, peers: Sequence[str]) -> Participants:
+        """Return the participants of this doctor and its peers."""
         return cls(own, tuple(sorted({own, *peers})))
 
 
@@ -60,9 +60,9 @@ class Roster:
 class Outcome:
     """What all doctors found, and who is named."""
 
-    examinations: tuple[Examination, ...]
+    examinations: tuple[NodeExamination, ...]
     missing: Mapping[str, str]
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[PreflightFinding, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         """Return the outcome as JSON."""
@@ -89,7 +89,7 @@ class Doctor:
         self._changed = threading.Condition()
         self._round = _LOOPBACK_ROUND
         self._measured: set[int] = set()
-        self._lines: set[Line] = set()
+        self._connections: set[ProbeConnection] = set()
         self._result: dict[str, Any] | None = None
         self._asked_by: set[str] = set()
 
@@ -109,7 +109,7 @@ class Doctor:
         with self._changed:
             self._round = _CLOSED
             self._changed.notify_all()
-            for line in self._lines:
+            for line in self._connections:
                 line.interrupt()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -117,23 +117,23 @@ class Doctor:
         for thread in self._threads[1:]:
             thread.join()
 
-    def examine(self, roster: Roster, directory: Path) -> Outcome:
+    def examine(self, participants: Participants, directory: Path) -> Outcome:
         """Test this node, meet the others, and return what everybody found.
 
         Args:
-            roster: who takes part.
+            participants: who takes part.
             directory: where the disk is tested.
         """
-        own = self._test_self(roster, directory)
-        missing = self._wait_for(roster)
-        own = self._meet(roster, own, missing)
+        own = self._test_self(participants, directory)
+        missing = self._wait_for(participants)
+        own = self._probe_links(participants, own, missing)
         with self._changed:
             self._result = own.to_json()
             self._round = _DONE
             self._changed.notify_all()
-        return self._gather(roster, own, missing)
+        return self._gather(participants, own, missing)
 
-    def _test_self(self, roster: Roster, directory: Path) -> Examination:
+    def _test_self(self, participants: Participants, directory: Path) -> NodeExamination:
         errors: dict[str, str] = {}
         written = None
         try:
@@ -146,14 +146,14 @@ class Doctor:
             loopback = self._measure((host, self.port), _LOOPBACK_ROUND)
         except (MonitorUnreachable, ProtocolViolation) as error:
             errors["loopback"] = str(error)
-        return Examination(
-            roster.own, self._name, memory_rate(), written, matmuls(), loopback, {}, errors
+        return NodeExamination(
+            participants.own, self._name, memory_rate(), written, matmuls(), loopback, {}, errors
         )
 
-    def _wait_for(self, roster: Roster) -> dict[str, str]:
+    def _wait_for(self, participants: Participants) -> dict[str, str]:
         """Wait until every peer answers; return those that never did, with the reason. Peers may be started minutes later."""
         deadline_s = time.monotonic() + self._patience_s
-        waiting = [address for address in roster.everybody if address != roster.own]
+        waiting = [address for address in participants.addresses if address != participants.own]
         reasons: dict[str, str] = {}
         strangers: set[str] = set()
         while waiting:
@@ -177,19 +177,21 @@ class Doctor:
                 time.sleep(_RETRY_S)  # Nothing tells that a peer has begun to listen.
         return {address: reasons[address] for address in waiting}
 
-    def _meet(self, roster: Roster, own: Examination, missing: Mapping[str, str]) -> Examination:
+    def _probe_links(
+        self, participants: Participants, own: NodeExamination, missing: Mapping[str, str]
+    ) -> NodeExamination:
         """Take part in every round."""
-        place = roster.everybody.index(roster.own)
+        place = participants.addresses.index(participants.own)
         links: dict[str, LinkResult] = {}
         errors = dict(own.errors)
-        for number, pairs in enumerate(rounds(len(roster.everybody))):
+        for number, pairs in enumerate(rounds(len(participants.addresses))):
             with self._changed:
                 self._round = number
                 self._changed.notify_all()
             pair = next((pair for pair in pairs if place in pair), None)
             if pair is None:
                 continue
-            partner = roster.everybody[pair[1] if place == pair[0] else pair[0]]
+            partner = participants.addresses[pair[1] if place == pair[0] else pair[0]]
             if partner in missing:
                 errors[partner] = missing[partner]
             elif place == pair[0]:
@@ -204,18 +206,22 @@ class Doctor:
                     )
         return replace(own, links=links, errors=errors)
 
-    def _gather(self, roster: Roster, own: Examination, missing: dict[str, str]) -> Outcome:
+    def _gather(
+        self, participants: Participants, own: NodeExamination, missing: dict[str, str]
+    ) -> Outcome:
         """Ask everybody for what they found, and stay until everybody has asked."""
         found = [own]
         present = [
             address
-            for address in roster.everybody
-            if address != roster.own and address not in missing
+            for address in participants.addresses
+            if address != participants.own and address not in missing
         ]
         for address in present:
             try:
-                told = self._ask(address, {"ask": "result", "from": roster.own}, self._patience_s)
-                found.append(Examination.from_json(told["result"]))
+                told = self._ask(
+                    address, {"ask": "result", "from": participants.own}, self._patience_s
+                )
+                found.append(NodeExamination.from_json(told["result"]))
             except (MonitorUnreachable, ProtocolViolation) as error:
                 missing[address] = str(error)
             except (KeyError, TypeError) as error:
@@ -225,11 +231,11 @@ class Doctor:
         with self._changed:
             asking = set(present) - set(missing)
             self._changed.wait_for(lambda: asking <= self._asked_by, self._patience_s)
-        ordered = tuple(sorted(found, key=lambda one: roster.everybody.index(one.address)))
+        ordered = tuple(sorted(found, key=lambda one: participants.addresses.index(one.address)))
         return Outcome(ordered, missing, judge(ordered, missing))
 
     def _measure(self, address: tuple[str, int], number: int) -> LinkResult:
-        line = Line.connect(address, self._secret, _GREETING_S)
+        line = ProbeConnection.connect(address, self._secret, _GREETING_S)
         try:
             line.send({"ask": "measure", "round": number})
             if line.receive(self._patience_s).get("ready") is not True:
@@ -241,7 +247,7 @@ class Doctor:
             line.close()
 
     def _ask(self, address: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        line = Line.connect(_parse(address), self._secret, _GREETING_S)
+        line = ProbeConnection.connect(_parse(address), self._secret, _GREETING_S)
         try:
             line.send(question)
             return line.receive(timeout_s)
@@ -254,19 +260,19 @@ class Doctor:
                 connection, address = self._listener.accept()
             except OSError:
                 return  # Closed: the examination is over.
-            line = Line(connection, f"{address[0]}:{address[1]}")
+            line = ProbeConnection(connection, f"{address[0]}:{address[1]}")
             with self._changed:
                 if self._round == _CLOSED:
                     line.close()
                     return
-                self._lines.add(line)
+                self._connections.add(line)
                 thread = threading.Thread(
                     target=self._serve, args=(line,), name=f"doctor serves {line.peer}"
                 )
                 self._threads = [known for known in self._threads if known.is_alive()] + [thread]
                 thread.start()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, line: ProbeConnection) -> None:
         try:
             line.authenticate(self._secret, b"answerer", b"caller", _GREETING_S)
             self._answer(line, line.receive(_GREETING_S))
@@ -274,10 +280,10 @@ class Doctor:
             pass  # The one who asked knows, and says so in its result.
         finally:
             with self._changed:
-                self._lines.discard(line)
+                self._connections.discard(line)
             line.close()
 
-    def _answer(self, line: Line, question: Mapping[str, Any]) -> None:
+    def _answer(self, line: ProbeConnection, question: Mapping[str, Any]) -> None:
         match question:
             case {"ask": "greeting"}:
                 line.send({"name": self._name})

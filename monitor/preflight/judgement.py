@@ -27,7 +27,7 @@ LATENCY_RATIO = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Examination:
+class NodeExamination:
     """What one doctor found.
 
     Args:
@@ -55,7 +55,7 @@ class Examination:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Examination:
+    def from_json(cls, told: Mapping[str, Any]) -> NodeExamination:
         """Return what `to_json` told.
 
         Raises:
@@ -74,7 +74,7 @@ class Examination:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PreflightFinding:
     """Something that should be seen to before a job starts.
 
     Args:
@@ -88,7 +88,9 @@ class Finding:
     evidence: str
 
 
-def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Finding, ...]:
+def judge(
+    found: Sequence[NodeExamination], missing: Mapping[str, str]
+) -> tuple[PreflightFinding, ...]:
     """Return who is named, and why.
 
     Args:
@@ -97,7 +99,8 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
     """
     names = names_of(found)
     findings = [
-        Finding(address, "does not answer", reason) for address, reason in sorted(missing.items())
+        PreflightFinding(address, "does not answer", reason)
+        for address, reason in sorted(missing.items())
     ]
     for one in found:
         findings += _defects(one, names, missing)
@@ -106,9 +109,9 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
         for outlier in outliers(values, LEAST_SHARE, low_is_bad=low_is_bad):
             if what in _NETWORK:
                 slow.add(outlier.name)
-            value, median = _told(outlier.value, unit), _told(outlier.median, unit)
+            value, median = _format_value(outlier.value, unit), _format_value(outlier.median, unit)
             findings.append(
-                Finding(
+                PreflightFinding(
                     names[outlier.name],
                     f"{'slow' if low_is_bad else 'long'} {what}",
                     f"{value}, the median of {len(values)} nodes is {median}; {outlier.sigmas:.0f} times the noise",
@@ -120,7 +123,7 @@ def judge(found: Sequence[Examination], missing: Mapping[str, str]) -> tuple[Fin
 _NETWORK = ("sending", "receiving", "latency")
 
 
-def names_of(found: Sequence[Examination]) -> dict[str, str]:
+def names_of(found: Sequence[NodeExamination]) -> dict[str, str]:
     """Return each address's name; with the address, where names are not unique."""
     taken = [one.name for one in found]
     return {
@@ -129,13 +132,13 @@ def names_of(found: Sequence[Examination]) -> dict[str, str]:
 
 
 def _defects(
-    one: Examination, names: Mapping[str, str], missing: Mapping[str, str]
-) -> list[Finding]:
+    one: NodeExamination, names: Mapping[str, str], missing: Mapping[str, str]
+) -> list[PreflightFinding]:
     findings = []
     for matmul in one.matmuls:
         if not matmul.is_right:
             findings.append(
-                Finding(
+                PreflightFinding(
                     names[one.address],
                     "wrong matrix product",
                     f"{matmul.device} multiplies wrongly",
@@ -143,18 +146,22 @@ def _defects(
             )
         if not matmul.is_repeatable:
             sentence = f"{matmul.device} gives other bits when it multiplies the same again"
-            findings.append(Finding(names[one.address], "product does not repeat", sentence))
+            findings.append(
+                PreflightFinding(names[one.address], "product does not repeat", sentence)
+            )
     for concerned, reason in one.errors.items():
         if concerned in names:
             findings.append(
-                Finding(f"{names[one.address]} -> {names[concerned]}", "link failed", reason)
+                PreflightFinding(
+                    f"{names[one.address]} -> {names[concerned]}", "link failed", reason
+                )
             )
         elif concerned not in missing:
-            findings.append(Finding(names[one.address], f"{concerned} failed", reason))
+            findings.append(PreflightFinding(names[one.address], f"{concerned} failed", reason))
     return findings
 
 
-def _rates(found: Sequence[Examination]) -> dict[tuple[str, str], float]:
+def _rates(found: Sequence[NodeExamination]) -> dict[tuple[str, str], float]:
     """Return the rate of every link and direction that was measured."""
     rates: dict[tuple[str, str], float] = {}
     for one in found:
@@ -164,7 +171,7 @@ def _rates(found: Sequence[Examination]) -> dict[tuple[str, str], float]:
     return rates
 
 
-def _comparable(found: Sequence[Examination]) -> list[tuple[str, dict[str, float], str, bool]]:
+def _comparable(found: Sequence[NodeExamination]) -> list[tuple[str, dict[str, float], str, bool]]:
     """Return what nodes are compared by: what, each node's value, its unit, and whether less is worse."""
     addresses = [one.address for one in found]
     rates = _rates(found)
@@ -194,8 +201,8 @@ def _comparable(found: Sequence[Examination]) -> list[tuple[str, dict[str, float
 
 
 def _single_links(
-    found: Sequence[Examination], names: Mapping[str, str], slow: set[str]
-) -> list[Finding]:
+    found: Sequence[NodeExamination], names: Mapping[str, str], slow: set[str]
+) -> list[PreflightFinding]:
     """Name links that are slow between nodes that are not."""
     rates = {pair: rate for pair, rate in _rates(found).items() if slow.isdisjoint(pair)}
     latencies = {
@@ -209,22 +216,22 @@ def _single_links(
         usual = statistics.median(rates.values())
         for (sender, receiver), rate in sorted(rates.items()):
             if rate < LINK_SHARE * usual:
-                sentence = f"{_told(rate, 'B/s')}, the median of all links is {_told(usual, 'B/s')}"
+                sentence = f"{_format_value(rate, 'B/s')}, the median of all links is {_format_value(usual, 'B/s')}"
                 findings.append(
-                    Finding(f"{names[sender]} -> {names[receiver]}", "slow link", sentence)
+                    PreflightFinding(f"{names[sender]} -> {names[receiver]}", "slow link", sentence)
                 )
     if len(latencies) > 2:
         usual = statistics.median(latencies.values())
         for (one, other), latency_s in sorted(latencies.items()):
             if latency_s > LATENCY_RATIO * usual:
-                sentence = f"{_told(latency_s, 's')} there and back, the median of all links is {_told(usual, 's')}"
+                sentence = f"{_format_value(latency_s, 's')} there and back, the median of all links is {_format_value(usual, 's')}"
                 findings.append(
-                    Finding(f"{names[one]} -> {names[other]}", "long latency", sentence)
+                    PreflightFinding(f"{names[one]} -> {names[other]}", "long latency", sentence)
                 )
     return findings
 
 
-def _clocks(found: Sequence[Examination], names: Mapping[str, str]) -> list[Finding]:
+def _clocks(found: Sequence[NodeExamination], names: Mapping[str, str]) -> list[PreflightFinding]:
     """Name the nodes whose wall clock is far from that of most."""
     ahead: dict[str, list[float]] = {}
     for one in found:
@@ -232,7 +239,7 @@ def _clocks(found: Sequence[Examination], names: Mapping[str, str]) -> list[Find
             ahead.setdefault(peer, []).append(link.clock_offset_s)
             ahead.setdefault(one.address, []).append(-link.clock_offset_s)
     return [
-        Finding(
+        PreflightFinding(
             names[address],
             "clock is off",
             f"its wall clock is {statistics.median(offsets):+.2f} s from the others'",
@@ -242,7 +249,7 @@ def _clocks(found: Sequence[Examination], names: Mapping[str, str]) -> list[Find
     ]
 
 
-def _told(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     if unit == "s":
         return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.1f} ms"
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):

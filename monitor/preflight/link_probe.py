@@ -48,7 +48,7 @@ class LinkResult:
     clock_error_s: float
 
 
-class Line:
+class ProbeConnection:
     """A connection between doctors. `close` ends it."""
 
     def __init__(self, connection: socket.socket, peer: str) -> None:
@@ -57,7 +57,7 @@ class Line:
         self._socket = connection
 
     @classmethod
-    def connect(cls, address: tuple[str, int], secret: bytes, timeout_s: float) -> Line:
+    def connect(cls, address: tuple[str, int], secret: bytes, timeout_s: float) -> ProbeConnection:
         """Connect and authenticate both ways.
 
         Raises:
@@ -88,9 +88,9 @@ class Line:
         nonce = secrets.token_bytes(_NONCE_NBYTES)
         try:
             self._socket.sendall(nonce)
-            theirs = self._exactly(_NONCE_NBYTES)
+            theirs = self._receive_exactly(_NONCE_NBYTES)
             self._socket.sendall(_proof(key, us, theirs))
-            proof = self._exactly(hashlib.sha256().digest_size)
+            proof = self._receive_exactly(hashlib.sha256().digest_size)
         except OSError as error:
             raise MonitorUnreachable(f"the doctor at {self.peer} did not greet: {error}") from error
         if not hmac.compare_digest(proof, _proof(key, them, nonce)):
@@ -117,12 +117,12 @@ class Line:
         """
         self._socket.settimeout(timeout_s)
         try:
-            (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+            (length,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size))
             if length > _MOST_NBYTES:
                 raise ProtocolViolation(
                     f"{self.peer} sends a message of {length} bytes; is it a doctor?"
                 )
-            told = json.loads(self._exactly(length))
+            told = json.loads(self._receive_exactly(length))
         except OSError as error:
             raise MonitorUnreachable(
                 f"the doctor at {self.peer} is gone or silent: {error}"
@@ -143,11 +143,11 @@ class Line:
         try:
             pings = [self._ping() for _ in range(PINGS)]
             began_s = time.perf_counter()
-            self._pour(TRANSFER_NBYTES)
-            self._exactly(1)
+            self._send_bulk(TRANSFER_NBYTES)
+            self._receive_exactly(1)
             sent_s = time.perf_counter() - began_s
             began_s = time.perf_counter()
-            self._drain(TRANSFER_NBYTES)
+            self._receive_bulk(TRANSFER_NBYTES)
             received_s = time.perf_counter() - began_s
         except OSError as error:
             raise MonitorUnreachable(
@@ -171,11 +171,11 @@ class Line:
         self._socket.settimeout(timeout_s)
         try:
             for _ in range(PINGS):
-                self._exactly(1)
+                self._receive_exactly(1)
                 self._socket.sendall(_WALL.pack(time.time()))
-            self._drain(TRANSFER_NBYTES)
+            self._receive_bulk(TRANSFER_NBYTES)
             self._socket.sendall(b"!")
-            self._pour(TRANSFER_NBYTES)
+            self._send_bulk(TRANSFER_NBYTES)
         except OSError as error:
             raise MonitorUnreachable(
                 f"the link from {self.peer} failed while it was measured: {error}"
@@ -196,15 +196,15 @@ class Line:
         """Return the seconds there and back, and the other's clock minus ours, as if both ways took equally long."""
         wall_s, began_s = time.time(), time.perf_counter()
         self._socket.sendall(b"?")
-        (theirs_s,) = _WALL.unpack(self._exactly(_WALL.size))
+        (theirs_s,) = _WALL.unpack(self._receive_exactly(_WALL.size))
         took_s = time.perf_counter() - began_s
         return took_s, theirs_s - (wall_s + took_s / 2)
 
-    def _pour(self, nbytes: int) -> None:
+    def _send_bulk(self, nbytes: int) -> None:
         for _ in range(nbytes // len(_CHUNK)):
             self._socket.sendall(_CHUNK)
 
-    def _drain(self, nbytes: int) -> None:
+    def _receive_bulk(self, nbytes: int) -> None:
         into = memoryview(bytearray(len(_CHUNK)))
         left = nbytes
         while left:
@@ -213,7 +213,7 @@ class Line:
                 raise ConnectionError("the connection ended early")
             left -= count
 
-    def _exactly(self, nbytes: int) -> bytes:
+    def _receive_exactly(self, nbytes: int) -> bytes:
         buffer = bytearray(nbytes)
         view = memoryview(buffer)
         filled = 0

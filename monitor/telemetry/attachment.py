@@ -33,7 +33,7 @@ from keepstep.monitor.records import Ending
 from keepstep.monitor.telemetry.native import NativeRecorder
 from keepstep.monitor.telemetry.phases import AutomaticPhases
 from keepstep.monitor.telemetry.recorder import Recorder
-from keepstep.monitor.telemetry.ring import Identity, process_started
+from keepstep.monitor.telemetry.ring import WorkerIdentity, process_started
 
 _log = logging.getLogger(__name__)
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
@@ -47,7 +47,7 @@ _attached: Attachment | None = None
 class Attachment:
     """The recorder of this process with its hooks."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: WorkerIdentity) -> None:
         try:
             native: NativeRecorder | None = NativeRecorder()
         except RecorderUnavailable as error:
@@ -78,7 +78,7 @@ class Attachment:
     ) -> None:
         """Note that the process ends by an exception; a person who interrupts it is none."""
         if issubclass(kind, Exception) and self.process == os.getpid():
-            self.recorder.ends(Ending.FAILED if is_of_communication(error) else Ending.RAISED)
+            self.recorder.set_ending(Ending.FAILED if is_of_communication(error) else Ending.RAISED)
         self._former_hook(kind, error, trace)
 
 
@@ -121,7 +121,7 @@ def attach(
                 "monitor.attach: which rank is this? Set RANK, call it after init_process_group, or pass rank=."
             )
         _attached = Attachment(
-            Identity(
+            WorkerIdentity(
                 identity.job if job is None else job,
                 found,
                 identity.node if node is None else node,
@@ -168,13 +168,13 @@ def current() -> Recorder | None:
     return None if _attached is None else _attached.recorder
 
 
-def identify(environment: Mapping[str, str]) -> Identity:
+def identify(environment: Mapping[str, str]) -> WorkerIdentity:
     """Return who this worker is; with rank -1 if nothing tells."""
     is_initialized = dist.is_available() and dist.is_initialized()
     rank = _first_number(environment, _RANKS)
     size = _first_number(environment, _SIZES)
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
-    return Identity(
+    return WorkerIdentity(
         job=environment.get("KEEPSTEP_JOB")
         or (run if run != "none" else environment.get("SLURM_JOB_ID") or "default"),
         rank=dist.get_rank() if is_initialized else -1 if rank is None else rank,

@@ -8,8 +8,8 @@ it holds without assumptions on delays, but for the clocks' drift, which is allo
 bound as well, so stages of a pipeline are aligned though they share no collective (as NTP does it, after Cristian, 1989).
 
 What is likely: all leave an all-reduce, all-gather, all-to-all or barrier nearly together, some a bit later. The differences of two nodes'
-leaving times crowd around the difference of their clocks, with tails to both sides; the middle of the shortest
-interval that holds an eighth of them, found by halving (after Bickel's half-sample mode), is where they crowd, also when one of the
+leaving times half_sample_mode around the difference of their clocks, with tails to both sides; the middle of the shortest
+interval that holds an eighth of them, found by halving (after Bickel's half-sample mode), is where they half_sample_mode, also when one of the
 two is usually late. It is the estimate, unless the certain bounds exclude it.
 """
 
@@ -48,7 +48,7 @@ class ClockOffset:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _SharedOperations:
     """Operations of one communicator: entering and leaving times, [operation, node]; NaN where they bound nothing."""
 
     nodes: Integers
@@ -83,7 +83,7 @@ def estimate_clocks(
         return {}
     index = {name: number for number, name in enumerate(names)}
     origin = index[reference] if reference is not None else 0
-    meetings = _meetings(ranks, index)
+    meetings = _shared_operations(ranks, index)
     bounds = _bounds(meetings, len(names))
     above, below = _shortest(bounds, origin), _shortest(bounds.T, origin)
     likely = _likely(meetings, bounds, origin)
@@ -100,8 +100,8 @@ def estimate_clocks(
     return clocks
 
 
-def crowd(values: Floats) -> float:
-    """Return the middle of where values crowd: of the shortest half of the shortest half of the shortest half.
+def half_sample_mode(values: Floats) -> float:
+    """Return the middle of where values half_sample_mode: of the shortest half of the shortest half of the shortest half.
 
     Of a one-sided tail it finds the beginning, where a mean or median is drawn into the tail.
     """
@@ -117,7 +117,9 @@ def crowd(values: Floats) -> float:
     return float((ordered[0] + ordered[-1]) / 2)
 
 
-def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> list[_Meeting]:
+def _shared_operations(
+    ranks: Mapping[int, RankRecords], index: Mapping[str, int]
+) -> list[_SharedOperations]:
     """Bring together what the ranks told of the same operations."""
     told: dict[tuple[int, ...], list[tuple[int, Floats]]] = defaultdict(list)
     for rank, one in ranks.items():
@@ -148,10 +150,10 @@ def _meetings(ranks: Mapping[int, RankRecords], index: Mapping[str, int]) -> lis
                 int(way[first])
             ]
             told[int(called["communicator"][first]), *pair].append((index[one.node], columns))
-    return [meeting for parts in told.values() if (meeting := _meet(parts)) is not None]
+    return [meeting for parts in told.values() if (meeting := _arrange_shared(parts)) is not None]
 
 
-def _meet(parts: list[tuple[int, Floats]]) -> _Meeting | None:
+def _arrange_shared(parts: list[tuple[int, Floats]]) -> _SharedOperations | None:
     """Arrange what ranks told of one communicator (or pair) by operation and node."""
     nodes, column = np.unique([node for node, _ in parts], return_inverse=True)
     if len(nodes) < 2:
@@ -171,10 +173,10 @@ def _meet(parts: list[tuple[int, Floats]]) -> _Meeting | None:
     np.minimum.at(left, (row, at), np.where(np.isnan(values[:, 1]), np.inf, values[:, 1]))
     entered[np.isinf(entered)] = np.nan
     left[np.isinf(left)] = np.nan
-    return _Meeting(nodes, entered, left, np.isin(unique % _CODES, _TOGETHER))
+    return _SharedOperations(nodes, entered, left, np.isin(unique % _CODES, _TOGETHER))
 
 
-def _bounds(meetings: list[_Meeting], count: int) -> Floats:
+def _bounds(meetings: list[_SharedOperations], count: int) -> Floats:
     """Return, for each pair (a, b) of nodes, the most that b's offset may exceed a's; infinite if nothing says so."""
     bounds = np.full((count, count), np.inf)
     for meeting in meetings:
@@ -201,7 +203,7 @@ def _shortest(lengths: Floats, origin: int) -> Floats:
     return found
 
 
-def _likely(meetings: list[_Meeting], bounds: Floats, origin: int) -> Floats:
+def _likely(meetings: list[_SharedOperations], bounds: Floats, origin: int) -> Floats:
     """Return each node's likely offset, along the tree of tightest pairs; NaN where no pair bounds both ways."""
     count = len(bounds)
     widths = bounds + bounds.T
@@ -222,7 +224,9 @@ def _likely(meetings: list[_Meeting], bounds: Floats, origin: int) -> Floats:
     return offsets
 
 
-def _likely_difference(meetings: list[_Meeting], bounds: Floats, known: int, node: int) -> float:
+def _likely_difference(
+    meetings: list[_SharedOperations], bounds: Floats, known: int, node: int
+) -> float:
     """Return by how much one node's offset likely exceeds another's."""
     found = []
     for meeting in meetings:
@@ -233,4 +237,4 @@ def _likely_difference(meetings: list[_Meeting], bounds: Floats, known: int, nod
             found.append(differences[~np.isnan(differences)])
     differences = np.concatenate(found) if found else np.empty(0)
     low, high = -bounds[node, known], bounds[known, node]
-    return crowd(differences) if len(differences) else float((low + high) / 2)
+    return half_sample_mode(differences) if len(differences) else float((low + high) / 2)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from keepstep.monitor.errors import RingUnreadable
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
-from keepstep.monitor.telemetry.ring import Identity
+from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import Records, RingReader
 
@@ -52,7 +52,7 @@ class JobRings:
             # In this order: a process that was dead before its records were read tells nothing more.
             is_alive = reader.is_alive()
             records = reader.last(count)
-            if not is_alive and _last_sign_s(reader, records) < newest.process_started_s:
+            if not is_alive and _last_alive_s(reader, records) < newest.process_started_s:
                 continue
             self._present.append(reader)
             ranks[reader.identity.rank] = RankRecords(
@@ -120,13 +120,13 @@ class JobRings:
                 known.close()
 
 
-def _are_of_one_launch(one: Identity, other: Identity) -> bool:
+def _are_of_one_launch(one: WorkerIdentity, other: WorkerIdentity) -> bool:
     """Return whether generation and number of ranks agree, where both are known; who lives through generations leaves a ring for each."""
     sizes = {one.world_size, other.world_size} - {0}
     return one.generation == other.generation and len(sizes) <= 1
 
 
-def _last_sign_s(reader: RingReader, records: Records) -> float:
+def _last_alive_s(reader: RingReader, records: Records) -> float:
     """Return when, at least, a process was still alive, in monotonic seconds."""
     times = (
         [float(records[name].max()) for name in ("enqueued_s", "ended_s")] if len(records) else []

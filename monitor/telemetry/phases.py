@@ -38,7 +38,7 @@ from keepstep.monitor.telemetry.recorder import Recorder
 
 _SHORT_COLLECTION_S = 1e-3
 # Calls of a model that generates token by token are one record until then, so that they do not flush out the ring.
-_SIGN_OF_LIFE_S = 0.25
+_HEARTBEAT_S = 0.25
 _OLDEST_GENERATION = 2
 _NONE = -1
 
@@ -128,7 +128,7 @@ class AutomaticPhases:
                 self._end_evaluation()
                 self._forward = self._recorder.begin(Phase.FORWARD)
                 return
-            if time.monotonic() - self._evaluation_began_s >= _SIGN_OF_LIFE_S:
+            if time.monotonic() - self._evaluation_began_s >= _HEARTBEAT_S:
                 self._end_evaluation()
             self._begin_evaluation()
             self._returned = module.register_forward_hook(self._after_evaluated, always_call=True)
@@ -167,7 +167,7 @@ class AutomaticPhases:
 
     def _after_optimizer(self, *_: object) -> None:
         self._recorder.end(self._optimizer)
-        self._recorder.updated()
+        self._recorder.optimizer_stepped()
         if self._depth == 0:
             self._arm()
 
@@ -182,4 +182,4 @@ class AutomaticPhases:
                 self._recorder.end(self._collection)
                 self._collection = _NONE
         elif (now_s := time.monotonic()) - self._collection_began_s >= _SHORT_COLLECTION_S:
-            self._recorder.note(Phase.GARBAGE_COLLECTION, self._collection_began_s, now_s)
+            self._recorder.record_phase(Phase.GARBAGE_COLLECTION, self._collection_began_s, now_s)

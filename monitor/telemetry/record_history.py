@@ -60,7 +60,7 @@ class RankState:
     created_at_s: float = 0.0
 
 
-def is_left_over(state: RankState, newest: RankState | None) -> bool:
+def is_stale(state: RankState, newest: RankState | None) -> bool:
     """Return whether a rank is of an earlier launch or generation than the newest, whose ranks are of another number, and has died.
 
     A node that a job left, or that its next launch does without, has no newer rings that would tell. Generations do not: torchrun
@@ -77,7 +77,7 @@ def newest_of(states: Iterable[RankState]) -> RankState | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class ChangedRecords:
     """Records that are new or have changed, and when each was thought to have ended before (0.0: it had not, or is new)."""
 
     records: np.ndarray
@@ -87,7 +87,7 @@ class Changed:
         return len(self.records)
 
 
-class _Lane:
+class _RecordLane:
     """The newest `capacity` records of one lane of a ring, by stamp, with the number of the reading that last changed each.
 
     They lie in buffers of twice the capacity and are moved to the front when those are full, so taking in what is new costs what is new. Stamps
@@ -115,10 +115,10 @@ class _Lane:
     def _begin(self) -> int:
         return max(0, self._end - self._capacity)
 
-    def merge(self, fresh: np.ndarray, number: int) -> Changed:
+    def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
         """Take in records in the order of their stamps; all of the lane, or some."""
         if not len(fresh):
-            return Changed(fresh, np.empty(0))
+            return ChangedRecords(fresh, np.empty(0))
         begin, end = self._begin, self._end
         stamps, kept = np.ascontiguousarray(fresh["stamp"]), self._stamps[begin:end]
         place = np.searchsorted(kept, stamps)
@@ -138,7 +138,9 @@ class _Lane:
             self._append(added[-self._capacity :], number)
             if not is_later:
                 self._sort()
-        return Changed(joined([newer, added]), np.concatenate([before, np.zeros(len(added))]))
+        return ChangedRecords(
+            joined([newer, added]), np.concatenate([before, np.zeros(len(added))])
+        )
 
     def _append(self, added: np.ndarray, number: int) -> None:
         if self._end + len(added) > len(self._records):
@@ -162,8 +164,8 @@ class RankHistory:
 
     def __init__(self, state: RankState, capacity: int) -> None:
         self.state = state
-        self._operations = _Lane(capacity)
-        self._marks = _Lane(capacity)
+        self._operations = _RecordLane(capacity)
+        self._marks = _RecordLane(capacity)
         self._sorted: np.ndarray | None = None
 
     @property
@@ -174,7 +176,7 @@ class RankHistory:
             self._sorted = both.take(np.argsort(both["enqueued_s"], kind="stable"))
         return self._sorted
 
-    def merge(self, fresh: np.ndarray, number: int) -> Changed:
+    def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
         """Take in records, all or only some of those in the ring; return those that are new or have changed."""
         operation = fresh["kind"] == Kind.OPERATION
         parts = []
@@ -185,7 +187,7 @@ class RankHistory:
             if len(mine) > 1 and not (mine["stamp"][:-1] < mine["stamp"][1:]).all():
                 mine = mine.take(np.unique(mine["stamp"], return_index=True)[1])
             parts.append(lane.merge(mine, number))
-        changed = Changed(
+        changed = ChangedRecords(
             joined([part.records for part in parts]),
             np.concatenate([part.ended_before_s for part in parts]),
         )
@@ -213,7 +215,7 @@ class RankHistory:
         return both.take(np.argsort(both["enqueued_s"], kind="stable"))
 
 
-class History:
+class RecordHistory:
     """All ranks' newest records and the process groups they name."""
 
     def __init__(self, capacity: int) -> None:
@@ -229,7 +231,7 @@ class History:
         self.number += 1
         return self.number
 
-    def merge(self, state: RankState, fresh: np.ndarray) -> Changed:
+    def merge(self, state: RankState, fresh: np.ndarray) -> ChangedRecords:
         """Take in what a rank told; return the records that are new or have changed.
 
         A new incarnation of a rank begins with nothing: its positions, and perhaps its node and its clock, are others.
@@ -273,7 +275,7 @@ class History:
             del self.communicators[identity]
             del self._communicators_at[identity]
 
-    def heard_since(self, number: int) -> Iterator[RankHistory]:
+    def updated_since(self, number: int) -> Iterator[RankHistory]:
         """Yield the ranks that were heard of after reading `number`, by rank."""
         for rank in sorted(self.ranks):
             if self._heard[rank] > number:
@@ -297,11 +299,11 @@ class History:
         )
 
 
-def thin(records: np.ndarray, budget: int) -> np.ndarray:
+def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
     """Return at most about `budget` finished operations, the same ones on all ranks, and everything that is not a finished operation.
 
     Operations stay whose number is a multiple of the least power of two that keeps within the budget. Numbers are the same on all ranks of
-    a group and powers of two divide each other, so what ranks keep coincides even if they thin differently: collectives stay comparable.
+    a group and powers of two divide each other, so what ranks keep coincides even if they sample_operations differently: collectives stay comparable.
     The newest operation of each group stays too, for it tells how far the rank has come.
     """
     finished = (records["kind"] == Kind.OPERATION) & (records["ended_s"] > 0)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from keepstep.monitor.records import Communicator, Ending, Kind, Measure, Phase
-from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring import Ring, WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import create_ring
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ class Recorder:
         native: records operations; None where it is not to be had, then there are phases and measures only.
     """
 
-    def __init__(self, identity: Identity, native: NativeRecorder | None) -> None:
+    def __init__(self, identity: WorkerIdentity, native: NativeRecorder | None) -> None:
         self._native = native
         self._open(identity)
 
-    def _open(self, identity: Identity) -> None:
+    def _open(self, identity: WorkerIdentity) -> None:
         self.identity = identity
         self.ring: Ring = create_ring(identity)
         self._communicators: set[int] = set()
@@ -53,7 +53,7 @@ class Recorder:
         if self._native is not None:
             self._native.open(self.ring, self.describe)
 
-    def reopen(self, identity: Identity) -> None:
+    def reopen(self, identity: WorkerIdentity) -> None:
         """Go on in a new ring: a worker that survives into another generation has other ranks beside it, and numbers from 1."""
         former = self.ring
         self._open(identity)
@@ -108,14 +108,14 @@ class Recorder:
         """Mark the end of a phase."""
         self.ring.marks.end(position, time.monotonic())
 
-    def note(self, phase: Phase, began_s: float, ended_s: float) -> None:
+    def record_phase(self, phase: Phase, began_s: float, ended_s: float) -> None:
         """Record a phase that is over."""
         step = self.ring.step
         self.ring.marks.begin(
             Kind.PHASE, phase, number=step, step=step, enqueued_s=began_s, ended_s=ended_s
         )
 
-    def updated(self) -> None:
+    def optimizer_stepped(self) -> None:
         """Say that an optimizer has run. If another one runs before the next forward or backward pass, the step lasts until then."""
         if self._counts_itself and self._step_position >= 0:
             self._updated_s = time.monotonic()
@@ -159,7 +159,7 @@ class Recorder:
             self._native.close()
         self.ring.finish(self._ending)
 
-    def ends(self, ending: Ending) -> None:
+    def set_ending(self, ending: Ending) -> None:
         """Say why the process ends."""
         self._ending = ending
         self.ring.finish(ending)

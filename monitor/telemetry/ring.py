@@ -88,7 +88,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class WorkerIdentity:
     """Whose ring it is.
 
     Args:
@@ -107,7 +107,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class RingSizes:
     """How much a ring holds. Capacities of lanes are powers of two, at least 256."""
 
     operations: int = OPERATIONS
@@ -189,7 +189,7 @@ class Lane:
 class Ring:
     """A worker's own ring, mapped for writing. `marks` is written from here; `operations` by native code, or from here if that is not used."""
 
-    def __init__(self, path: Path, memory: mmap.mmap, sizes: Sizes) -> None:
+    def __init__(self, path: Path, memory: mmap.mmap, sizes: RingSizes) -> None:
         self.path = path
         self.sizes = sizes
         self._memory = memory
@@ -198,13 +198,13 @@ class Ring:
         self.marks = Lane(memory, marks)
 
     @classmethod
-    def create(cls, path: Path, identity: Identity, sizes: Sizes | None = None) -> Ring:
+    def create(cls, path: Path, identity: WorkerIdentity, sizes: RingSizes | None = None) -> Ring:
         """Make a new file at `path`, which must not exist. Mode 0600.
 
         Raises:
             RingUnwritable: no room in shared memory, or no right to write there.
         """
-        sizes = sizes or Sizes()
+        sizes = sizes or RingSizes()
         try:
             memory = _new_file(path, sizes.nbytes)
         except OSError as error:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from keepstep.monitor.errors import RingUnreadable, RingUnwritable
 from keepstep.monitor.records import Ending
-from keepstep.monitor.telemetry.ring import Identity, Ring, Sizes
+from keepstep.monitor.telemetry.ring import Ring, RingSizes, WorkerIdentity
 from keepstep.monitor.telemetry.ring_reader import RingReader
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def ring_paths(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
-def create_ring(identity: Identity, sizes: Sizes | None = None) -> Ring:
+def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Ring:
     """Make this worker's ring, in the place of whatever a former worker of the same rank left.
 
     Raises:
@@ -80,7 +80,7 @@ def create_ring(identity: Identity, sizes: Sizes | None = None) -> Ring:
         # Named by time as well, for a process killed while it was here would leave a name that a later one with its id could not take.
         unfinished = directory / f".rank-{identity.rank:05d}.{os.getpid()}.{time.monotonic_ns()}"
         ring = Ring.create(unfinished, identity, sizes)
-        _say_whose(path, identity)
+        _warn_if_in_use(path, identity)
         os.rename(unfinished, path)
     except OSError as error:
         raise RingUnwritable(
@@ -90,7 +90,7 @@ def create_ring(identity: Identity, sizes: Sizes | None = None) -> Ring:
     return ring
 
 
-def _say_whose(path: Path, identity: Identity) -> None:
+def _warn_if_in_use(path: Path, identity: WorkerIdentity) -> None:
     """Warn if the ring that is about to be replaced is in use: two jobs that bear one name take each other's."""
     try:
         reader = RingReader(path)

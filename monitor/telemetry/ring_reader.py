@@ -30,9 +30,9 @@ from keepstep.monitor.telemetry.ring import (
     STATE_OFFSET,
     STEP_OFFSET,
     VERSION,
-    Identity,
     Region,
-    Sizes,
+    RingSizes,
+    WorkerIdentity,
     process_started,
     ranks_of,
 )
@@ -43,7 +43,7 @@ _U64 = struct.Struct("@Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LaneRecords:
     """What a lane holds from some position on.
 
     Args:
@@ -121,7 +121,7 @@ class RingReader:
             )
         lanes = [LANE.unpack_from(self._memory, at) for at in (72, 96, 120)]
         try:
-            sizes = Sizes(lanes[0][1], lanes[1][1], lanes[2][1])
+            sizes = RingSizes(lanes[0][1], lanes[1][1], lanes[2][1])
         except ValueError as error:
             raise RingUnreadable(f"{self.path} is damaged: {error}") from error
         offsets = [region.offset for region in sizes.regions]
@@ -135,7 +135,7 @@ class RingReader:
         self.process: int = process
         self.process_started: int = started
         self.created_s: float = created_s
-        self.identity = Identity(
+        self.identity = WorkerIdentity(
             self._name(JOB_OFFSET), rank, self._name(NODE_OFFSET), generation, world_size
         )
         operations, marks, self._table = sizes.regions
@@ -207,18 +207,18 @@ class LaneReader:
         """Return the last `count` records that are whole, oldest first; fewer if there are not as many."""
         return self.since(self.position - count).records
 
-    def since(self, position: int) -> Part:
+    def since(self, position: int) -> LaneRecords:
         """Return the whole records from `position` on."""
         end = self.position
         first = max(position, end - self._region.capacity, 0)
         if first >= end:
-            return Part(np.empty(0, RECORD), end, 0)
+            return LaneRecords(np.empty(0, RECORD), end, 0)
         expected = 2 * np.arange(first, end, dtype=np.uint64) + 2
         before = self._copy("stamp", first, end)
         records = self._copy(None, first, end)
         after = self._copy("stamp", first, end)
         whole = (before == expected) & (records["stamp"] == expected) & (after == expected)
-        return Part(
+        return LaneRecords(
             records.compress(whole), end, end - max(position, 0) - int(np.count_nonzero(whole))
         )
 

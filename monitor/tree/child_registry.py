@@ -13,7 +13,7 @@ from keepstep.monitor.tree.summary import Summary
 
 
 @dataclass(slots=True)
-class _Known:
+class _ChildRecord:
     """What a daemon told: where to go on, its ranks and nodes, and when it last answered."""
 
     incarnation: str = ""
@@ -23,33 +23,35 @@ class _Known:
     answered_at_s: float = float("-inf")
 
 
-class Below:
+class ChildRegistry:
     """See the module. Daemons are known by their URLs."""
 
     def __init__(self) -> None:
         self.missing: dict[str, str] = {}
         """Daemons that do not answer, or not as they should, with the reason; those further down are named by the way to them."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _ChildRecord] = {}
 
     def cursor(self, url: str) -> tuple[str, int]:
         """Return what to ask a daemon for: news since which number, if it still is that incarnation."""
-        known = self._known.setdefault(url, _Known())
+        known = self._known.setdefault(url, _ChildRecord())
         return known.incarnation, known.number
 
-    def heard(self, url: str, summary: Summary, ranks: Sequence[int], now_s: float) -> bool:
+    def record_answer(self, url: str, summary: Summary, ranks: Sequence[int], now_s: float) -> bool:
         """Note that a daemon answered, and which ranks are its own; return whether it is the one that answered before."""
-        known = self._known.setdefault(url, _Known())
+        known = self._known.setdefault(url, _ChildRecord())
         is_same = known.incarnation == summary.incarnation
         self._found(url)
         self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
         nodes = tuple(facts.node for facts in summary.nodes)
-        self._known[url] = _Known(summary.incarnation, summary.number, tuple(ranks), nodes, now_s)
+        self._known[url] = _ChildRecord(
+            summary.incarnation, summary.number, tuple(ranks), nodes, now_s
+        )
         return is_same
 
-    def missed(self, url: str, reason: str) -> None:
+    def record_failure(self, url: str, reason: str) -> None:
         """Note that a daemon did not answer."""
         self.missing[url] = reason
-        self._known.setdefault(url, _Known())
+        self._known.setdefault(url, _ChildRecord())
 
     def release(self, urls: Sequence[str]) -> set[str]:
         """Forget the daemons that are not among `urls`, and return them."""
@@ -63,14 +65,14 @@ class Below:
         """Return each daemon's nodes."""
         return {url: known.nodes for url, known in self._known.items()}
 
-    def lately(self, since_s: float) -> tuple[set[int], set[str]]:
+    def active_since(self, since_s: float) -> tuple[set[int], set[str]]:
         """Return the ranks and the nodes of those that have answered since then."""
         known = [one for one in self._known.values() if one.answered_at_s > since_s]
         return {rank for one in known for rank in one.ranks}, {
             node for one in known for node in one.nodes
         }
 
-    def of_rank(self, rank: int) -> str | None:
+    def url_of_rank(self, rank: int) -> str | None:
         """Return the daemon that told of a rank; None if none did."""
         return next((url for url, known in self._known.items() if rank in known.ranks), None)
 

@@ -12,7 +12,7 @@ import aiohttp
 from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.node.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
 from keepstep.monitor.secret import bearer_token
-from keepstep.monitor.tree.node_clocks import Clock, encode_clocks
+from keepstep.monitor.tree.node_clocks import NodeClock, encode_clocks
 from keepstep.monitor.tree.summary import MAX_NBYTES, Summary, decode
 
 _TIMEOUT_S = 5.0
@@ -38,7 +38,7 @@ class Children:
         data = await self._get(f"{url.rstrip('/')}/v1/summary?{query}", _TIMEOUT_S, MAX_NBYTES)
         return decode(data)
 
-    async def tell_clocks(self, url: str, clocks: Mapping[str, Clock]) -> None:
+    async def send_clocks(self, url: str, clocks: Mapping[str, NodeClock]) -> None:
         """Tell the daemon at `url` how far clocks of nodes are off the job's.
 
         Raises:

@@ -22,7 +22,7 @@ _AT_LEAST_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class NodeClock:
     """What to add to a node's monotonic clock to have the job's, and how far that may be off, in seconds."""
 
     offset_s: float
@@ -38,25 +38,25 @@ class NodeClocks:
 
     def __init__(self, here: str) -> None:
         self._here = here
-        self._told: Mapping[str, Clock] = {}
+        self._told: Mapping[str, NodeClock] = {}
         self._told_at_s = 0.0
         self._behind_s: dict[str, float] = {}
 
-    def of(self, node: str, now_s: float) -> Clock:
+    def of(self, node: str, now_s: float) -> NodeClock:
         """Return how far a node's clock is off the job's: as told last, and less sure with time."""
-        clock = self._told.get(node, Clock(0.0, math.inf))
-        return Clock(clock.offset_s, clock.error_s + DRIFT * (now_s - self._told_at_s))
+        clock = self._told.get(node, NodeClock(0.0, math.inf))
+        return NodeClock(clock.offset_s, clock.error_s + DRIFT * (now_s - self._told_at_s))
 
-    def take(self, clocks: Mapping[str, Clock], now_s: float) -> None:
+    def update(self, clocks: Mapping[str, NodeClock], now_s: float) -> None:
         """Take these to be the nodes' clocks from now on."""
         self._told, self._told_at_s = clocks, now_s
 
-    def heard(self, node: str, behind_s: float) -> None:
+    def record_delay(self, node: str, delay_s: float) -> None:
         """Note by how much news of a node that runs ranks lie behind the clock here."""
-        before_s = self._behind_s.get(node, behind_s)
+        before_s = self._behind_s.get(node, delay_s)
         # The promptest tell best.
         self._behind_s[node] = (
-            min(behind_s, before_s) if abs(behind_s - before_s) < RESTARTED_S else behind_s
+            min(delay_s, before_s) if abs(delay_s - before_s) < RESTARTED_S else delay_s
         )
 
     def keep_only(self, nodes: Collection[str]) -> None:
@@ -64,9 +64,9 @@ class NodeClocks:
         for node in set(self._behind_s) - set(nodes):
             del self._behind_s[node]
 
-    def agreed(
-        self, reference: str, measured: Mapping[str, Clock], now_s: float
-    ) -> dict[str, Clock]:
+    def resolve(
+        self, reference: str, measured: Mapping[str, NodeClock], now_s: float
+    ) -> dict[str, NodeClock]:
         """Return each node's clock: as measured now, else as it was known, else as far as its news lie behind; nothing if there is no other node.
 
         Args:
@@ -79,17 +79,17 @@ class NodeClocks:
         if reference != self._here and reference not in self._behind_s:
             # It has left meanwhile, and what refers to it says nothing of the clock here.
             reference, measured = self._here, {}
-        clocks = {self._here: Clock(0.0, 0.0)}
+        clocks = {self._here: NodeClock(0.0, 0.0)}
         shift_s = 0.0 if reference == self._here else self._kept(reference, now_s).offset_s
         for node in self._behind_s:
             if node in measured:
-                clocks[node] = Clock(measured[node].offset_s + shift_s, measured[node].error_s)
+                clocks[node] = NodeClock(measured[node].offset_s + shift_s, measured[node].error_s)
             else:
                 clocks[node] = self._kept(node, now_s)
         return clocks
 
-    def _kept(self, node: str, now_s: float) -> Clock:
-        rough = Clock(self._behind_s[node], math.inf)
+    def _kept(self, node: str, now_s: float) -> NodeClock:
+        rough = NodeClock(self._behind_s[node], math.inf)
         known = self.of(node, now_s) if node in self._told else rough
         # A machine that was started anew counts from nothing.
         return known if abs(known.offset_s - rough.offset_s) < RESTARTED_S else rough
@@ -106,7 +106,7 @@ def pause_s(every_s: float, took_s: float, *, is_complete: bool) -> float:
     return max(every_s if is_complete else every_s / 5, min(took_s / _SHARE, _AT_LEAST_EVERY_S))
 
 
-def encode_clocks(clocks: Mapping[str, Clock]) -> bytes:
+def encode_clocks(clocks: Mapping[str, NodeClock]) -> bytes:
     """Return clocks by node as JSON."""
     told = {
         node: [clock.offset_s, clock.error_s if math.isfinite(clock.error_s) else None]
@@ -115,7 +115,7 @@ def encode_clocks(clocks: Mapping[str, Clock]) -> bytes:
     return json.dumps(told).encode()
 
 
-def decode_clocks(data: bytes) -> dict[str, Clock]:
+def decode_clocks(data: bytes) -> dict[str, NodeClock]:
     """Return what `encode_clocks` made bytes of.
 
     Raises:
@@ -135,7 +135,7 @@ def decode_clocks(data: bytes) -> dict[str, Clock]:
                 "these are no clocks: an offset or its error is not a finite number"
             )
         clocks = {
-            node: Clock(offset_s, math.inf if error_s is None else float(error_s))
+            node: NodeClock(offset_s, math.inf if error_s is None else float(error_s))
             for node, (offset_s, error_s) in parts.items()
         }
     except (ValueError, TypeError, AttributeError) as error:

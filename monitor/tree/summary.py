@@ -18,7 +18,7 @@ import numpy as np
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import RECORD, VERSION, Communicator, Ending
-from keepstep.monitor.telemetry.record_history import History, RankState, thin
+from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
 from keepstep.monitor.tree.digest_relay import Outbox, as_bytes, counts, from_bytes
 
 _HEAD = struct.Struct(">4sI")
@@ -72,7 +72,7 @@ class Summary:
 
 
 def summarize(
-    history: History,
+    history: RecordHistory,
     outbox: Outbox,
     nodes: Mapping[str, NodeFacts],
     missing: Mapping[str, str],
@@ -85,7 +85,10 @@ def summarize(
         incarnation,
         history.number,
         tuple(sorted(history.ranks)),
-        tuple((kept.state, thin(kept.since(since), budget)) for kept in history.heard_since(since)),
+        tuple(
+            (kept.state, sample_operations(kept.since(since), budget))
+            for kept in history.updated_since(since)
+        ),
         history.communicators_since(since),
         tuple(nodes.values()),
         outbox.since(since),

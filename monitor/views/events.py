@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.verdicts import Syndrome
-from keepstep.monitor.watch.verdict_log import HANGS, Entry
+from keepstep.monitor.watch.verdict_log import HANGS, VerdictEntry
 
 _LIMIT_NBYTES = 64 * 2**20
 _SERVICE = "keepstep-monitor"
@@ -84,11 +84,11 @@ class EventFile:
             rest = rest[written:]
             self._is_torn = bool(rest)
 
-    def opened(self, entry: Entry) -> None:
+    def opened(self, entry: VerdictEntry) -> None:
         """Tell of a verdict that began to hold."""
-        self.write("keepstep.verdict.opened", *_telling(entry), entry.opened_at_s)
+        self.write("keepstep.verdict.opened", *_describe(entry), entry.opened_at_s)
 
-    def closed(self, entry: Entry) -> None:
+    def closed(self, entry: VerdictEntry) -> None:
         """Tell of a verdict that is over."""
         verdict = entry.verdict
         ended_s = entry.told_at_s if entry.closed_at_s is None else entry.closed_at_s
@@ -97,7 +97,9 @@ class EventFile:
         )
         self.write("keepstep.verdict.closed", _INFO, body, _attributes(entry), ended_s)
 
-    def stacks(self, entry: Entry, rank: int, stacks: Mapping[str, Any], wall_s: float) -> None:
+    def stacks(
+        self, entry: VerdictEntry, rank: int, stacks: Mapping[str, Any], wall_s: float
+    ) -> None:
         """Tell what the threads of a suspect were doing."""
         attributes = {
             "keepstep.verdict.number": entry.number,
@@ -106,7 +108,7 @@ class EventFile:
         }
         self.write("keepstep.verdict.stacks", _INFO, f"stacks of rank {rank}", attributes, wall_s)
 
-    def acted(self, action: Action, outcome: str, wall_s: float) -> None:
+    def acted(self, action: EnforcementAction, outcome: str, wall_s: float) -> None:
         """Tell what the policy did about a verdict, or had people told."""
         attributes = {
             "keepstep.action": str(action.kind),
@@ -137,10 +139,10 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def found(entry: Entry) -> dict[str, Any]:
+def found(entry: VerdictEntry) -> dict[str, Any]:
     """Return what tells of a verdict that was reached after the fact, as one that began to hold is told."""
     return _record(
-        "keepstep.verdict.opened", *_telling(entry), entry.opened_at_s, {"service.name": _SERVICE}
+        "keepstep.verdict.opened", *_describe(entry), entry.opened_at_s, {"service.name": _SERVICE}
     )
 
 
@@ -166,14 +168,14 @@ def _record(
     }
 
 
-def _telling(entry: Entry) -> tuple[tuple[int, str], str, dict[str, Any]]:
+def _describe(entry: VerdictEntry) -> tuple[tuple[int, str], str, dict[str, Any]]:
     """Return severity, body and attributes of a verdict."""
     verdict = entry.verdict
     body = f"{verdict.subject}: {verdict.syndrome}. {'; '.join(verdict.evidence)}".strip()
     return _ERROR if verdict.syndrome in _GRAVE else _WARN, body, _attributes(entry)
 
 
-def _attributes(entry: Entry) -> dict[str, Any]:
+def _attributes(entry: VerdictEntry) -> dict[str, Any]:
     verdict = entry.verdict
     told = {
         "keepstep.verdict.number": entry.number,

@@ -14,30 +14,30 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from keepstep.monitor.contracts import Story
+from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.node.node_series import metrics_from_json, node_series
 from keepstep.monitor.records import Ending
 from keepstep.monitor.verdicts import Syndrome
-from keepstep.monitor.views.pages import told_story
+from keepstep.monitor.views.pages import job_status_json
 from keepstep.monitor.watch.watch import Watch
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(watch: Watch, job: str, story: Story | None) -> bytes:
+def exposition(watch: Watch, job: str, job_status: JobStatus | None) -> bytes:
     """Return everything in Prometheus' text format. Called on the thread that owns the watch."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(watch, job, story))
+    registry.register(_Collector(watch, job, job_status))
     return generate_latest(registry)
 
 
 class _Collector(Collector):
     """Makes the families anew at every scrape: there is nothing to keep up to date in between, and what is gone is gone."""
 
-    def __init__(self, watch: Watch, job: str, story: Story | None) -> None:
+    def __init__(self, watch: Watch, job: str, job_status: JobStatus | None) -> None:
         self._watch = watch
         self._job = job
-        self._story = story
+        self._job_status = job_status
 
     def collect(self) -> Iterator[Metric]:
         yield from self._monitor()
@@ -74,7 +74,7 @@ class _Collector(Collector):
             "Daemons below that do not answer.",
             labels=["job", "node"],
         )
-        missing.add_metric([self._job, self._watch.node], len(self._watch.below.missing))
+        missing.add_metric([self._job, self._watch.node], len(self._watch.child_registry.missing))
         yield missing
 
     def _ranks(self) -> Iterator[Metric]:
@@ -147,20 +147,27 @@ class _Collector(Collector):
         yield _gauge(
             "keepstep_job_ranks", "Ranks that are watched.", self._job, len(self._watch.ranks())
         )
-        story, told = self._story, told_story(self._watch, self._story)
-        if story is None or told is None:
+        job_status, told = self._job_status, job_status_json(self._watch, self._job_status)
+        if job_status is None or told is None:
             return
         yield _gauge(
-            "keepstep_job_generation", "Current generation of the job.", self._job, story.generation
+            "keepstep_job_generation",
+            "Current generation of the job.",
+            self._job,
+            job_status.generation,
         )
         recoveries = CounterMetricFamily(
             "keepstep_job_recoveries", "Changes of generation.", labels=["job"]
         )
-        recoveries.add_metric([self._job], len(story.recoveries))
+        recoveries.add_metric([self._job], len(job_status.recoveries))
         yield recoveries
         for name, help_text, value in (
-            ("keepstep_job_snapshot_step", "Newest step committed in memory.", story.snapshot_step),
-            ("keepstep_job_checkpoint_step", "Newest step in storage.", story.checkpoint_step),
+            (
+                "keepstep_job_snapshot_step",
+                "Newest step committed in memory.",
+                job_status.snapshot_step,
+            ),
+            ("keepstep_job_checkpoint_step", "Newest step in storage.", job_status.checkpoint_step),
         ):
             if value is not None:
                 yield _gauge(name, help_text, self._job, value)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.monitor.contracts import Story
+from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.records import Operation, Phase
 from keepstep.monitor.watch.goodput import goodput
-from keepstep.monitor.watch.step_times import Span
+from keepstep.monitor.watch.step_times import TimelineSpan
 from keepstep.monitor.watch.watch import Watch, activity
 
 _UNHEARD_S = 5.0
@@ -23,14 +23,14 @@ _MOST_RANKS = 4096
 
 
 def overview(
-    watch: Watch, job: str, story: Story | None, recorded: Callable[[], Sequence[str]]
+    watch: Watch, job: str, job_status: JobStatus | None, recorded: Callable[[], Sequence[str]]
 ) -> dict[str, Any]:
     """Return who is there, what each rank is doing, and what verdicts hold or held.
 
     Args:
         watch: that is asked.
         job: its name.
-        story: what the job's runtime knows.
+        job_status: what the job's runtime knows.
         recorded: tells the jobs that are recorded on this node; asked where no rank of this one is.
     """
     now_s = time.time()
@@ -44,7 +44,7 @@ def overview(
     for told in ranks:
         table = watch.tables[told["rank"]]
         told["last_step"], told["last_step_s"] = table.last_step, table.last_step_s or None
-        told["unheard_s"] = watch.unheard_s(told["rank"])
+        told["unheard_s"] = watch.silence_s(told["rank"])
         told["state"] = (
             "gone"
             if not told["is_alive"]
@@ -62,20 +62,20 @@ def overview(
         "monitor_cpu_s": own.monitor_cpu_s if own else 0.0,
         "faults": dict(watch.faults),
         "ranks_total": total,
-        "absence": None if total else absence(job, recorded()),
+        "absence": None if total else no_ranks_text(job, recorded()),
         "ranks": ranks,
         "nodes": [
             {**asdict(facts), "age_s": max(0.0, now_s - facts.wall_s)}
             for facts in watch.nodes.values()
         ],
-        "missing": dict(watch.below.missing),
+        "missing": dict(watch.child_registry.missing),
         "typical_step_s": watch.typical_step_s(),
         "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
-        "story": told_story(watch, story),
+        "job_status": job_status_json(watch, job_status),
     }
 
 
-def absence(job: str, recorded: Sequence[str]) -> str:
+def no_ranks_text(job: str, recorded: Sequence[str]) -> str:
     """Return what to say where no rank of a job is heard of: its name may be another."""
     others = (
         f"recorded on this node: {', '.join(recorded)}"
@@ -85,13 +85,15 @@ def absence(job: str, recorded: Sequence[str]) -> str:
     return f"no rank of job {job} is heard of yet; {others}"
 
 
-def told_story(watch: Watch, story: Story | None) -> dict[str, Any] | None:
+def job_status_json(watch: Watch, job_status: JobStatus | None) -> dict[str, Any] | None:
     """Return what the job's runtime knows, with the account of its time; None if keepstep does not run the job."""
-    if story is None:
+    if job_status is None:
         return None
-    account = goodput(story.recoveries, story.began_at_s, time.time(), watch.typical_step_s())
+    account = goodput(
+        job_status.recoveries, job_status.began_at_s, time.time(), watch.typical_step_s()
+    )
     return {
-        **asdict(story),
+        **asdict(job_status),
         "goodput": {"wall_s": account.wall_s, "share": account.share, "parts": account.parts},
     }
 
@@ -134,7 +136,7 @@ def step_timeline(
     }
 
 
-def _span(span: Span, begin_s: float) -> dict[str, Any]:
+def _span(span: TimelineSpan, begin_s: float) -> dict[str, Any]:
     return {
         "kind": span.kind,
         "name": span.name,

@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from keepstep.monitor.contracts import Story
+from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import is_authorized, is_loopback
-from keepstep.monitor.tree.node_clocks import Clock, decode_clocks
+from keepstep.monitor.tree.node_clocks import NodeClock, decode_clocks
 from keepstep.monitor.tree.summary import encode
 from keepstep.monitor.views.exporter import CONTENT_TYPE, exposition
 from keepstep.monitor.views.pages import delay_matrices, heat, overview, step_timeline
@@ -41,8 +41,8 @@ class Backend(Protocol):
 
     job: str
 
-    async def ask(self, question: Callable[[Watch], _Result]) -> _Result:
-        """Have a question answered on the thread that owns the watch."""
+    async def on_watch(self, function: Callable[[Watch], _Result]) -> _Result:
+        """Have a function answered on the thread that owns the watch."""
 
     def recorded(self) -> Sequence[str]:
         """Return the jobs that are recorded on this node."""
@@ -50,11 +50,11 @@ class Backend(Protocol):
     async def stacks(self, rank: int) -> dict[str, Any]:
         """Return the stacks of a rank, on whichever node it is."""
 
-    async def take_clocks(self, clocks: Mapping[str, Clock]) -> None:
+    async def update_clocks(self, clocks: Mapping[str, NodeClock]) -> None:
         """Hear how far nodes' clocks are off the job's, here and below."""
 
     @property
-    def story(self) -> Story | None:
+    def job_status(self) -> JobStatus | None:
         """What the job's runtime told last."""
 
 
@@ -96,20 +96,22 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
             _number(request, "budget", 256, 1 << 20),
         )
         # Encoded there too: what a summary refers to changes with the next reading.
-        data = await backend.ask(lambda watch: encode(watch.summary(incarnation, since, budget)))
+        data = await backend.on_watch(
+            lambda watch: encode(watch.summary(incarnation, since, budget))
+        )
         return web.Response(body=data, content_type="application/octet-stream")
 
     async def clocks(request: web.Request) -> web.Response:
         try:
-            await backend.take_clocks(decode_clocks(await request.read()))
+            await backend.update_clocks(decode_clocks(await request.read()))
         except ProtocolViolation as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         return web.Response(status=204)
 
     async def tell_overview(_: web.Request) -> web.Response:
         return _json(
-            await backend.ask(
-                lambda watch: overview(watch, backend.job, backend.story, backend.recorded)
+            await backend.on_watch(
+                lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded)
             )
         )
 
@@ -120,12 +122,12 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
         )
         phase = _phase(request.query.get("phase", "step"))
         return _json(
-            await backend.ask(lambda watch: heat(watch, max(1, columns), max(1, rows), phase))
+            await backend.on_watch(lambda watch: heat(watch, max(1, columns), max(1, rows), phase))
         )
 
     async def tell_delays(request: web.Request) -> web.Response:
         rows = _number(request, "rows", 32, 128)
-        return _json(await backend.ask(lambda watch: delay_matrices(watch, max(1, rows))))
+        return _json(await backend.on_watch(lambda watch: delay_matrices(watch, max(1, rows))))
 
     async def tell_step(request: web.Request) -> web.Response:
         name = request.match_info["step"]
@@ -140,13 +142,15 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
             ranks = [kept.state.rank for kept in watch.ranks()][first : first + count]
             return step_timeline(watch, step, ranks, limit)
 
-        return _json(await backend.ask(tell))
+        return _json(await backend.on_watch(tell))
 
     async def tell_stacks(request: web.Request) -> web.Response:
         return _json(await backend.stacks(int(request.match_info["rank"])))
 
     async def metrics(_: web.Request) -> web.Response:
-        data = await backend.ask(lambda watch: exposition(watch, backend.job, backend.story))
+        data = await backend.on_watch(
+            lambda watch: exposition(watch, backend.job, backend.job_status)
+        )
         return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE})
 
     async def page(_: web.Request) -> web.FileResponse:

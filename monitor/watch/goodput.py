@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from keepstep.monitor.contracts import Recovery
+from keepstep.monitor.contracts import RecoveryStatus
 
 KEPT = "steps that were kept"
 REDONE = "steps done again"
@@ -17,7 +17,7 @@ FIRST = "first step after"
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class WallTimeBreakdown:
     """Seconds of wall time by what they went into; `share` is that of kept steps. The parts add up to the whole."""
 
     wall_s: float
@@ -30,9 +30,9 @@ class Account:
 
 
 def goodput(
-    recoveries: Sequence[Recovery], began_at_s: float, now_s: float, step_s: float | None
-) -> Account:
-    """Account for the time from `began_at_s` to `now_s`, wall-clock seconds.
+    recoveries: Sequence[RecoveryStatus], began_at_s: float, now_s: float, step_s: float | None
+) -> WallTimeBreakdown:
+    """WallTimeBreakdown for the time from `began_at_s` to `now_s`, wall-clock seconds.
 
     Steps that a recovery lost took `step_s` each, for they lie before what is still on record; with None they count as
     nothing. The first step after a recovery counts as one typical step kept, and what it took beyond that as `FIRST`.
@@ -62,4 +62,4 @@ def goodput(
         # Overlapping recoveries were counted twice: the shares are kept, and nothing was gained.
         parts = {name: seconds * wall_s / lost_s for name, seconds in parts.items()}
     parts[KEPT] = max(0.0, wall_s - sum(parts.values()))
-    return Account(wall_s, parts)
+    return WallTimeBreakdown(wall_s, parts)

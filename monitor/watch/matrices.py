@@ -16,7 +16,7 @@ from keepstep.monitor.records import Kind, Operation, RankRecords
 
 
 @dataclass(frozen=True, slots=True)
-class Delays:
+class DelayMatrices:
     """Mean seconds between pairs.
 
     Args:
@@ -30,7 +30,7 @@ class Delays:
     transfer: np.ndarray
 
 
-def delays(ranks: Mapping[int, RankRecords], rows: int, newest: int = 512) -> Delays:
+def delays(ranks: Mapping[int, RankRecords], rows: int, newest: int = 512) -> DelayMatrices:
     """Return the matrices over the `newest` finished operations of each rank, with at most `rows` rows of neighbouring ranks."""
     order = sorted(ranks)
     per_row = max(1, -(-len(order) // rows))
@@ -39,7 +39,7 @@ def delays(ranks: Mapping[int, RankRecords], rows: int, newest: int = 512) -> De
     )
     row_of = {rank: row for row, members in enumerate(grouped) for rank in members}
     table = _operations([ranks[rank] for rank in order], newest)
-    return Delays(
+    return DelayMatrices(
         grouped, _waiting(table, row_of, len(grouped)), _transfer(table, row_of, len(grouped))
     )
 

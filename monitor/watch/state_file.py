@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from keepstep.monitor.diagnosis.policy import Case, PolicyState
+from keepstep.monitor.diagnosis.policy import EnforcementState, PolicyCase
 from keepstep.monitor.verdicts import Verdict
 from keepstep.monitor.watch.verdict_log import VerdictLog
 
@@ -20,14 +20,14 @@ _LOG = logging.getLogger("keepstep.monitor")
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class SavedState:
     """The log, and a policy's state of which the budget is kept, and what people were told: what stands is seen anew."""
 
     log: VerdictLog = field(default_factory=VerdictLog)
-    policy: PolicyState = field(default_factory=PolicyState)
+    policy: EnforcementState = field(default_factory=EnforcementState)
 
 
-def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
+def load_state(path: Path | None, now_s: float, wall_s: float) -> SavedState:
     """Return what an earlier daemon kept; nothing if there is none or it cannot be used.
 
     Args:
@@ -36,11 +36,11 @@ def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
         wall_s: the wall clock at the same time.
     """
     if path is None:
-        return Remembered()
+        return SavedState()
     try:
         told = json.loads(path.read_text())
         spent = told["spent"]
-        policy = PolicyState(
+        policy = EnforcementState(
             replaced=tuple(
                 (min(now_s, now_s - wall_s + at_s), str(node)) for at_s, node in spent["replaced"]
             ),
@@ -48,7 +48,7 @@ def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
                 (min(now_s, now_s - wall_s + at_s), int(rank)) for at_s, rank in spent["restarted"]
             ),
             cases={
-                (verdict.subject, verdict.syndrome): Case(
+                (verdict.subject, verdict.syndrome): PolicyCase(
                     verdict, now_s, now_s, alerted_s=min(now_s, now_s - wall_s + at_s)
                 )
                 for at_s, verdict in (
@@ -56,20 +56,20 @@ def recall(path: Path | None, now_s: float, wall_s: float) -> Remembered:
                 )
             },
         )
-        return Remembered(VerdictLog.from_json(told), policy)
+        return SavedState(VerdictLog.from_json(told), policy)
     except FileNotFoundError:
-        return Remembered()
+        return SavedState()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _LOG.warning(
             "the state in %s cannot be used (%s); beginning with an empty log of verdicts",
             path,
             error,
         )
-        return Remembered()
+        return SavedState()
 
 
-def keep(path: Path, remembered: Remembered, now_s: float, wall_s: float) -> None:
-    """Replace the file; whoever reads it sees the old or the new one whole. Arguments as for `recall`.
+def save_state(path: Path, remembered: SavedState, now_s: float, wall_s: float) -> None:
+    """Replace the file; whoever reads it sees the old or the new one whole. Arguments as for `load_state`.
 
     Raises:
         OSError: it cannot be written.

@@ -21,7 +21,7 @@ from keepstep.monitor.records import (
     Phase,
     RankRecords,
 )
-from keepstep.monitor.telemetry.record_history import Changed
+from keepstep.monitor.telemetry.record_history import ChangedRecords
 
 _PHASES = len(Phase)
 _STUCK = 3.0
@@ -39,7 +39,7 @@ class StepTable:
         self.last_step = 0
         self.last_step_s = 0.0
 
-    def feed(self, changed: Changed) -> None:
+    def feed(self, changed: ChangedRecords) -> None:
         """Take in records that are new or have changed; only phases that have ended count, and what one was prolonged by."""
         records = changed.records
         counted = (records["kind"] == Kind.PHASE) & (records["ended_s"] > 0) & (records["step"] > 0)
@@ -120,7 +120,7 @@ def typical_step_s(tables: Mapping[int, StepTable], steps: int = 50) -> float | 
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """One bar of a timeline: what, from when to when by the job's clock (`end_s` None: still under way), and what to tell of it."""
 
     kind: str
@@ -183,7 +183,7 @@ def timeline(
     limit: int,
     *,
     to_the_end: bool = False,
-) -> dict[int, tuple[Span, ...]]:
+) -> dict[int, tuple[TimelineSpan, ...]]:
     """Return what every rank did in one step: phases, and the `limit` longest operations of each rank in order of time.
 
     With `to_the_end` also what ranks that are in a later step have under way there.
@@ -200,7 +200,7 @@ def _spans(
     step: int,
     limit: int,
     to_the_end: bool,
-) -> tuple[Span, ...]:
+) -> tuple[TimelineSpan, ...]:
     records = told.records
     later = (
         (records["step"] > step) & (records["ended_s"] <= 0)
@@ -219,14 +219,14 @@ def _spans(
     return tuple(sorted(spans, key=lambda span: (span.kind != "phase", span.begin_s)))
 
 
-def _phase_span(record: np.void, offset_s: float) -> Span:
+def _phase_span(record: np.void, offset_s: float) -> TimelineSpan:
     name = _name(Phase, int(record["code"]))
-    return Span("phase", name, record["enqueued_s"] + offset_s, _end(record, offset_s), {})
+    return TimelineSpan("phase", name, record["enqueued_s"] + offset_s, _end(record, offset_s), {})
 
 
 def _operation_span(
     record: np.void, communicators: Mapping[int, Communicator], offset_s: float
-) -> Span:
+) -> TimelineSpan:
     group = communicators.get(int(record["communicator"]))
     facts: dict[str, str | int] = {
         "group": group.name if group else f"{int(record['communicator']):08x}",
@@ -241,7 +241,9 @@ def _operation_span(
     if record["started_s"] > record["enqueued_s"]:
         facts["queued_us"] = int((record["started_s"] - record["enqueued_s"]) * 1e6)
     name = _name(Operation, int(record["code"]))
-    return Span("operation", name, record["enqueued_s"] + offset_s, _end(record, offset_s), facts)
+    return TimelineSpan(
+        "operation", name, record["enqueued_s"] + offset_s, _end(record, offset_s), facts
+    )
 
 
 def _end(record: np.void, offset_s: float) -> float | None:

@@ -21,7 +21,7 @@ HANGS = frozenset({Syndrome.COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_HANG,
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class VerdictEntry:
     """One verdict through its life. Times are wall-clock seconds since the epoch.
 
     Args:
@@ -56,7 +56,7 @@ class Entry:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Entry:
+    def from_json(cls, told: Mapping[str, Any]) -> VerdictEntry:
         """Return what `to_json` told."""
         return cls(
             int(told["number"]),
@@ -73,11 +73,11 @@ class Entry:
 class VerdictLog:
     """The newest entries, oldest first, and how many there were ever, by syndrome."""
 
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[VerdictEntry, ...] = ()
     opened: Mapping[Syndrome, int] = field(default_factory=dict)
 
     @property
-    def holding(self) -> tuple[Entry, ...]:
+    def holding(self) -> tuple[VerdictEntry, ...]:
         """The entries that are not over."""
         return tuple(entry for entry in self.entries if entry.closed_at_s is None)
 
@@ -101,20 +101,20 @@ class VerdictLog:
     def from_json(cls, told: Mapping[str, Any]) -> VerdictLog:
         """Return what `to_json` told."""
         opened = {Syndrome(name): int(count) for name, count in told["opened"].items()}
-        return cls(tuple(map(Entry.from_json, told["entries"])), opened)
+        return cls(tuple(map(VerdictEntry.from_json, told["entries"])), opened)
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class VerdictChanges:
     """What a turn changed: entries that opened and entries that are over."""
 
-    opened: tuple[Entry, ...] = ()
-    closed: tuple[Entry, ...] = ()
+    opened: tuple[VerdictEntry, ...] = ()
+    closed: tuple[VerdictEntry, ...] = ()
 
 
 def advance(
     log: VerdictLog, verdicts: Sequence[Verdict], now_s: float, wall_s: float
-) -> tuple[VerdictLog, Changes]:
+) -> tuple[VerdictLog, VerdictChanges]:
     """Fold the verdicts of one turn into the log.
 
     Args:
@@ -126,8 +126,8 @@ def advance(
     said: dict[tuple[Subject, Syndrome], Verdict] = {
         (told.subject, told.syndrome): told for told in verdicts
     }
-    entries: list[Entry] = []
-    closed: list[Entry] = []
+    entries: list[VerdictEntry] = []
+    closed: list[VerdictEntry] = []
     for entry in log.entries:
         if entry.closed_at_s is None:
             again = said.pop((entry.verdict.subject, entry.verdict.syndrome), None)
@@ -139,16 +139,18 @@ def advance(
         entries.append(entry)
     number = max((entry.number for entry in log.entries), default=0)
     opened = [
-        Entry(number + place, told, wall_s - max(0.0, now_s - told.since_s), wall_s, wall_s)
+        VerdictEntry(number + place, told, wall_s - max(0.0, now_s - told.since_s), wall_s, wall_s)
         for place, told in enumerate(said.values(), 1)
     ]
     counts = dict(log.opened)
     for entry in opened:
         counts[entry.verdict.syndrome] = counts.get(entry.verdict.syndrome, 0) + 1
-    return VerdictLog(_newest([*entries, *opened]), counts), Changes(tuple(opened), tuple(closed))
+    return VerdictLog(_newest([*entries, *opened]), counts), VerdictChanges(
+        tuple(opened), tuple(closed)
+    )
 
 
-def _newest(entries: list[Entry]) -> tuple[Entry, ...]:
+def _newest(entries: list[VerdictEntry]) -> tuple[VerdictEntry, ...]:
     """Drop the oldest entries that are over, until not too many are left."""
     surplus = len(entries) - _KEPT
     kept = []

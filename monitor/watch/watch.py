@@ -18,37 +18,37 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from keepstep.monitor.contracts import Diagnosis, JobReader, Probe, Reading
-from keepstep.monitor.diagnosis.digest import FORGETFUL, Memory, digest
+from keepstep.monitor.contracts import Diagnosis, JobReader, Probe, RingReading
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.tables import EMPTY, Digest
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.node.node_series import metrics_from_json, metrics_to_json
 from keepstep.monitor.records import JobRecords, Kind, Phase, RankRecords
 from keepstep.monitor.telemetry.record_history import (
-    History,
     RankHistory,
     RankState,
-    is_left_over,
+    RecordHistory,
+    is_stale,
     newest_of,
 )
-from keepstep.monitor.tree.child_registry import Below
+from keepstep.monitor.tree.child_registry import ChildRegistry
 from keepstep.monitor.tree.digest_relay import Inbox, Outbox, without
-from keepstep.monitor.tree.node_clocks import Clock, NodeClocks
+from keepstep.monitor.tree.node_clocks import NodeClock, NodeClocks
 from keepstep.monitor.tree.summary import NodeFacts, Summary, summarize
 from keepstep.monitor.verdicts import Verdict
-from keepstep.monitor.watch.matrices import Delays, delays
+from keepstep.monitor.watch.matrices import DelayMatrices, delays
 from keepstep.monitor.watch.step_times import (
     HeatMap,
-    Span,
     StepTable,
+    TimelineSpan,
     heat_map,
     newest_step,
     stand_still_in,
     timeline,
     typical_step_s,
 )
-from keepstep.monitor.watch.verdict_log import Changes, VerdictLog, advance
+from keepstep.monitor.watch.verdict_log import VerdictChanges, VerdictLog, advance
 
 _LOG = logging.getLogger("keepstep.monitor")
 _Result = TypeVar("_Result")
@@ -56,7 +56,7 @@ _FAULT = "the monitor's %s failed (%d times so far); monitoring goes on without 
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WatchLimits:
     """What a watch keeps and tells at most.
 
     Args:
@@ -73,7 +73,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class DiagnosisRound:
     """What one diagnosis brought.
 
     Args:
@@ -87,7 +87,7 @@ class Turn:
 
     verdicts: tuple[Verdict, ...]
     now_s: float
-    changes: Changes
+    changes: VerdictChanges
     generation: int = 0
     nodes: Mapping[int, str] = field(default_factory=dict)
     step_s: float = 0.0
@@ -110,7 +110,7 @@ class Watch:
         reader: JobReader | None,
         probe: Probe,
         diagnosis: Diagnosis | None,
-        limits: Limits | None = None,
+        limits: WatchLimits | None = None,
         log: VerdictLog | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,19 +120,19 @@ class Watch:
         self.faults: dict[str, int] = {}
         self.tables: dict[int, StepTable] = {}
         self.nodes: dict[str, NodeFacts] = {}
-        self.below = Below()
-        self._limits = limits or Limits()
+        self.child_registry = ChildRegistry()
+        self._limits = limits or WatchLimits()
         self._reader = reader
         self._probe = probe
         self._diagnosis = diagnosis
         self._clocks = NodeClocks(node)
-        self._history = History(self._limits.records)
-        self._heard_at_s: dict[int, float] = {}
+        self._history = RecordHistory(self._limits.records)
+        self._received_at_s: dict[int, float] = {}
         self._local: tuple[int, ...] = ()
         self._told: list[Digest] = []
         self._digested = 0
         self._past: Any = None
-        self._memory: Memory = FORGETFUL
+        self._memory: DigestState = EMPTY_DIGEST_STATE
         self._incarnations: dict[int, str] = {}
         self._inbox, self._outbox = Inbox(), Outbox()
         self._processes: frozenset[tuple[int, str]] = frozenset()
@@ -145,17 +145,15 @@ class Watch:
         self._history.begin()
         if self._reader is not None:
             reader = self._reader
-            nothing: tuple[Reading, ...] = ()
+            nothing: tuple[RingReading, ...] = ()
             readings = self.guarded("reader", lambda: tuple(reader.read()), nothing)
             states = [self._state(reading) for reading in readings]
             newest = self._newest(states)
             told = [
-                pair
-                for pair in zip(states, readings, strict=True)
-                if not is_left_over(pair[0], newest)
+                pair for pair in zip(states, readings, strict=True) if not is_stale(pair[0], newest)
             ]
             for state, reading in told:
-                self._hear(state, reading.records.records)
+                self._merge_rank(state, reading.records.records)
                 self._history.learn(reading.communicators)
             self._local = tuple(state.rank for state, _ in told)
         workers = {rank: self._history.ranks[rank].state.pid for rank in self._local}
@@ -196,16 +194,18 @@ class Watch:
         ranks = {rank: job.ranks[rank] for rank in node_of}
         return JobRecords(ranks, job.communicators), self.node if self.node in nodes else min(nodes)
 
-    def agree(self, reference: str, measured: Mapping[str, Clock]) -> Mapping[str, Clock]:
+    def resolve_clocks(
+        self, reference: str, measured: Mapping[str, NodeClock]
+    ) -> Mapping[str, NodeClock]:
         """Return each node's clock, given what could be measured; nothing if there are no other nodes.
 
         Digests are made where the rings are, so the nodes have to be told.
         """
-        return self._clocks.agreed(reference, measured, self._now_s())
+        return self._clocks.resolve(reference, measured, self._now_s())
 
-    def set_clocks(self, clocks: Mapping[str, Clock]) -> None:
+    def set_clocks(self, clocks: Mapping[str, NodeClock]) -> None:
         """Take from now on the nodes' clocks to be so far off the job's."""
-        self._clocks.take(clocks, self._now_s())
+        self._clocks.update(clocks, self._now_s())
 
     def digest(self) -> None:
         """Bring together what this node's ranks and the daemons below told since the last time, for diagnosis here or above.
@@ -221,19 +221,19 @@ class Watch:
                 self._told.append(one)
             self._outbox.add(number, one)
 
-    def hear(self, url: str, summary: Summary) -> None:
+    def receive(self, url: str, summary: Summary) -> None:
         """Take in what the daemon at `url` told."""
         self._history.begin()
         newest = self._newest([state for state, _ in summary.ranks])
-        twice = {state.rank for state, _ in summary.ranks if self._knows_better(state)}
-        left = {state.rank for state, _ in summary.ranks if is_left_over(state, newest)}
+        twice = {state.rank for state, _ in summary.ranks if self._is_superseded(state)}
+        left = {state.rank for state, _ in summary.ranks if is_stale(state, newest)}
         unwanted = twice | left
         for state, records in summary.ranks:
             if state.rank not in unwanted:
-                self._hear(state, records)
+                self._merge_rank(state, records)
         self._history.learn(summary.communicators)
         self.nodes.update({facts.node: facts for facts in summary.nodes})
-        if not self.below.heard(
+        if not self.child_registry.record_answer(
             url, summary, [rank for rank in summary.present if rank not in unwanted], self._now_s()
         ):
             self._inbox.drop(url)
@@ -241,21 +241,21 @@ class Watch:
         if both := (twice - left).intersection(self._local):
             named = ", ".join(map(str, sorted(both)))
             reason = f"tells of ranks that are read here too ({named}); start one of the two with --gather-only"
-            self.below.missed(url, reason)
+            self.child_registry.record_failure(url, reason)
         self._forget()
 
-    def miss(self, url: str, reason: str) -> None:
+    def record_failure(self, url: str, reason: str) -> None:
         """Note that the daemon at `url` did not answer."""
-        self.below.missed(url, reason)
+        self.child_registry.record_failure(url, reason)
         self._forget()
 
     def release(self, urls: Sequence[str]) -> None:
         """Forget the daemons that are not among `urls`: they are no longer below this one."""
-        for url in self.below.release(urls):
+        for url in self.child_registry.release(urls):
             self._inbox.drop(url)
         self._forget()
 
-    def diagnose(self) -> Turn | None:
+    def diagnose(self) -> DiagnosisRound | None:
         """Draw conclusions from what was heard; None if this watch only relays, or diagnosis failed."""
         if self._diagnosis is None:
             return None
@@ -291,7 +291,7 @@ class Watch:
         living = [state.generation for state in states if state.is_alive]
         generation = max(living or (state.generation for state in states), default=0)
         current = {state.rank: state.node for state in states if state.generation == generation}
-        return Turn(
+        return DiagnosisRound(
             tuple(verdicts), now_s, changes, generation, current, self.typical_step_s() or 0.0
         )
 
@@ -302,7 +302,7 @@ class Watch:
             self._history,
             self._outbox,
             self.nodes,
-            self.below.missing,
+            self.child_registry.missing,
             self.incarnation,
             asked,
             budget,
@@ -337,19 +337,19 @@ class Watch:
         group = self._history.communicators.get(identity)
         return group.name if group else f"{identity:08x}"
 
-    def place_of(self, rank: int) -> tuple[int | None, str | None]:
+    def locate_rank(self, rank: int) -> tuple[int | None, str | None]:
         """Return the process that is this rank, if it is on this node, else the URL of the daemon below that knows it."""
         if rank in self._local:
             return self._history.ranks[rank].state.pid, None
-        return None, self.below.of_rank(rank)
+        return None, self.child_registry.url_of_rank(rank)
 
-    def keep_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
+    def record_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
         """Keep the stacks of a suspect with the verdict."""
         self.log = self.log.with_stacks(number, rank, dict(stacks))
 
-    def unheard_s(self, rank: int) -> float:
+    def silence_s(self, rank: int) -> float:
         """Return how long ago a new reading of a rank's ring was heard of."""
-        return self._now_s() - self._heard_at_s[rank]
+        return self._now_s() - self._received_at_s[rank]
 
     def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
         """Return times of steps or of one part of them, ranks by steps."""
@@ -359,13 +359,13 @@ class Watch:
         """Return the median of the newest steps' seconds."""
         return typical_step_s(self.tables)
 
-    def delays(self, rows: int) -> Delays:
+    def delays(self, rows: int) -> DelayMatrices:
         """Return who waits for whom."""
         return delays(self.job().ranks, rows)
 
     def timeline(
         self, step: int | None, ranks: Sequence[int], limit: int
-    ) -> tuple[int, float, dict[int, tuple[Span, ...]]]:
+    ) -> tuple[int, float, dict[int, tuple[TimelineSpan, ...]]]:
         """Return what the given ranks did in a step (None: that of `newest_step`), and up to when that is told, by the job's clock."""
         job = self.job()
         chosen = step if step is not None else newest_step(job.ranks) or 0
@@ -400,12 +400,12 @@ class Watch:
             is_plain = isinstance(error, MonitorError | OSError)
             _LOG.error(_FAULT + ": %s", part, count, error, exc_info=None if is_plain else error)
 
-    def _hear(self, state: RankState, records: np.ndarray) -> None:
+    def _merge_rank(self, state: RankState, records: np.ndarray) -> None:
         if state.node != self.node:
-            self._clocks.heard(state.node, self._now_s() - state.read_at_s)
+            self._clocks.record_delay(state.node, self._now_s() - state.read_at_s)
         known = self._history.ranks.get(state.rank)
         if known is None or known.state.read_at_s != state.read_at_s:
-            self._heard_at_s[state.rank] = self._now_s()
+            self._received_at_s[state.rank] = self._now_s()
         changed = self._history.merge(state, records)
         if known is not None and known is not self._history.ranks[state.rank]:
             # Its steps begin anew, often with a new generation of the job. Digests of the old ones would be taken for it.
@@ -414,7 +414,7 @@ class Watch:
             self.tables[state.rank] = StepTable(self._limits.steps)
         self.tables[state.rank].feed(changed)
 
-    def _state(self, reading: Reading) -> RankState:
+    def _state(self, reading: RingReading) -> RankState:
         told = reading.records
         return RankState(
             told.rank,
@@ -438,7 +438,7 @@ class Watch:
         self._inbox.clear()
         self._outbox.clear()
 
-    def _knows_better(self, state: RankState) -> bool:
+    def _is_superseded(self, state: RankState) -> bool:
         """Return whether a rank is read on this node itself, or what is told of it is of a dead process and another node has a living one.
 
         A rank that moved to another node with a new generation leaves its old ring where it was.
@@ -458,7 +458,7 @@ class Watch:
         local = [self._history.ranks[rank] for rank in self._local]
         incarnations = {kept.state.rank: kept.state.incarnation for kept in local}
         if any(self._incarnations.get(rank, told) != told for rank, told in incarnations.items()):
-            self._memory = FORGETFUL  # Positions have begun anew.
+            self._memory = EMPTY_DIGEST_STATE  # Positions have begun anew.
         self._incarnations = incarnations
         clock = self._clocks.of(self.node, self._now_s())
         ranks = [
@@ -480,21 +480,21 @@ class Watch:
 
     def _forget(self) -> None:
         """Forget ranks and nodes that nobody tells of any more, and ranks that a newer launch has left over."""
-        ranks, nodes = self.below.lately(self._now_s() - self._limits.forget_s)
+        ranks, nodes = self.child_registry.active_since(self._now_s() - self._limits.forget_s)
         ranks.update(self._local)
         nodes.add(self.node)
         newest = self._newest(())
         gone = {
             rank
             for rank, kept in self._history.ranks.items()
-            if rank not in ranks or is_left_over(kept.state, newest)
+            if rank not in ranks or is_stale(kept.state, newest)
         }
         if gone:
             self._history.keep_only(self._history.ranks.keys() - gone)
             self._local = tuple(rank for rank in self._local if rank not in gone)
             for rank in gone:
                 self.tables.pop(rank, None)
-                self._heard_at_s.pop(rank, None)
+                self._received_at_s.pop(rank, None)
             # What they told before would be taken for news of ranks that are there.
             self._drop_digests()
         for name in set(self.nodes) - nodes:

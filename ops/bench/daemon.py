@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from keepstep.monitor.records import Communicator, Kind, Operation, Phase
-from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring import Ring, WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import create_ring
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,8 @@ def write(rings: list[Ring], operations: int, stop: threading.Event) -> None:
 def measure(ranks: int, operations: int, seconds: float, *, relay: bool) -> float:
     """Return the share of one processor that the daemon uses."""
     rings = [
-        create_ring(Identity("bench", rank, "node-a", world_size=ranks)) for rank in range(ranks)
+        create_ring(WorkerIdentity("bench", rank, "node-a", world_size=ranks))
+        for rank in range(ranks)
     ]
     for ring in rings:
         ring.add_communicator(Communicator(7, "world", tuple(range(ranks))))

@@ -44,8 +44,14 @@ sys.path.insert(0, str(ROOT))
 import click  # noqa: E402
 
 from keepstep.elastic.store.ports import ReservedPort  # noqa: E402
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, diagnose  # noqa: E402
-from keepstep.monitor.diagnosis.policy import ActionKind, Mode, Policy, PolicyState, decide  # noqa: E402
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose  # noqa: E402
+from keepstep.monitor.diagnosis.policy import (  # noqa: E402
+    ActionKind,
+    EnforcementPolicy,
+    EnforcementState,
+    Mode,
+    decide,
+)
 from keepstep.monitor.diagnosis.thresholds import Thresholds  # noqa: E402
 from keepstep.monitor.node.probes import NodeProbe  # noqa: E402
 from keepstep.monitor.telemetry.clocks import align  # noqa: E402
@@ -152,9 +158,11 @@ class Watcher:
     def __init__(self, directory: Path, ranks: int) -> None:
         self.rings = JobRings(directory)
         self.probes = [NodeProbe(f"node-{rank}") for rank in range(ranks)]
-        self.past = NO_PAST
-        self.state = PolicyState()
-        self.policy = Policy(mode=Mode.REPLACE, replacements=100, restarts=100, fleet_share=1.0)
+        self.past = NO_DIAGNOSIS_STATE
+        self.state = EnforcementState()
+        self.policy = EnforcementPolicy(
+            mode=Mode.REPLACE, replacements=100, restarts=100, fleet_share=1.0
+        )
         self.nodes = {rank: f"node-{rank}" for rank in range(ranks)}
         self.acted: list[tuple[int, ...]] = []
         self.step = 0

@@ -27,8 +27,13 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 from traces import NODE, Fault, Shape, Simulation, mixture  # noqa: E402
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose  # noqa: E402
-from keepstep.monitor.diagnosis.digest import FORGETFUL, Memory, digest  # noqa: E402
+from keepstep.monitor.diagnosis.conclusion import (  # noqa: E402
+    NO_DIAGNOSIS_STATE,
+    DiagnosisState,
+    conclude,
+    diagnose,
+)
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest  # noqa: E402
 from keepstep.monitor.diagnosis.tables import Digest, merge  # noqa: E402
 from keepstep.monitor.diagnosis.thresholds import Thresholds  # noqa: E402
 from keepstep.monitor.records import JobRecords, joined  # noqa: E402
@@ -143,7 +148,7 @@ def accuracy(shape: Shape, count: int, seed: int, console: Console) -> dict[str,
 def inject(shape: Shape, fault: Fault, seed: int) -> Trial:
     """Follow one job from its start through a fault; stop at the right verdict, or when it should long have come."""
     job = Simulation(shape, fault, seed)
-    past, verdicts = NO_PAST, ()
+    past, verdicts = NO_DIAGNOSIS_STATE, ()
     wrong: set[str] = set()
     ring: list[np.ndarray] = []
     began_s = now_s = 0.0
@@ -226,7 +231,7 @@ def false_alarms(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
     if not steps:
         return {"healthy_steps": 0, "false_alarms": None}
     job = Simulation(shape, None, seed + 77)
-    past: Past = NO_PAST
+    past: DiagnosisState = NO_DIAGNOSIS_STATE
     told: set[str] = set()
     ring: list[np.ndarray] = []
     for step, records, now_s in job.steps():
@@ -251,9 +256,9 @@ def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
     per node, and is told as `cpu_nodes`. One node's own digest is measured apart, as `cpu_per_node`.
     """
     job = Simulation(shape, None, seed + 99)
-    past: Past = NO_PAST
-    memory: dict[int, Memory] = {}
-    alone: Memory = FORGETFUL
+    past: DiagnosisState = NO_DIAGNOSIS_STATE
+    memory: dict[int, DigestState] = {}
+    alone: DigestState = EMPTY_DIGEST_STATE
     ring: list[np.ndarray] = []
     spent = {"top": 0.0, "nodes": 0.0, "one": 0.0}
     from_s = until_s = 0.0
@@ -302,12 +307,14 @@ def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def racks(seen: JobRecords, memory: dict[int, Memory]) -> list[Digest]:
+def racks(seen: JobRecords, memory: dict[int, DigestState]) -> list[Digest]:
     """Return the digests of 256 nodes at a time."""
     ranks, parts = list(seen.ranks.values()), []
     for first in range(0, len(ranks), 256 * NODE):
         memory[first], part = digest(
-            ranks[first : first + 256 * NODE], seen.communicators, memory.get(first, FORGETFUL)
+            ranks[first : first + 256 * NODE],
+            seen.communicators,
+            memory.get(first, EMPTY_DIGEST_STATE),
         )
         parts.append(part)
     return parts

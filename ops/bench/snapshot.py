@@ -31,10 +31,11 @@ import click
 import numpy as np
 from rich.console import Console
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.erasure import Combination, parity_rows
-from keepstep.checkpoint.server.limits import Limits
+from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotProcess
-from keepstep.elastic.rendezvous.records import Generation, Member, SnapshotId
+from keepstep.elastic.rendezvous.records import Generation, Member
 
 ROOT = Path(__file__).parents[2]
 NODES = 2
@@ -76,7 +77,13 @@ class Nodes:
             place = self.directory / f"node{rank}"
             place.mkdir()
             server = await SnapshotProcess.start(
-                f"n{rank}", 1, place, "127.0.0.1", secret, partial(self.on_event, rank), Limits()
+                f"n{rank}",
+                1,
+                place,
+                "127.0.0.1",
+                secret,
+                partial(self.on_event, rank),
+                RateLimits(),
             )
             stack.push_async_callback(server.close)
             self.servers.append(server)

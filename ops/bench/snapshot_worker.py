@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 
@@ -78,7 +78,7 @@ class Trainer:
         initialize(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = tuple(torch.randint(0, 256, (SAMPLES // WORLD, CONTEXT)) for _ in range(2))
-        self.capturer = Capturer(self.model, [self.optimizer])
+        self.capturer = LiveStateReader(self.model, [self.optimizer])
         self.client = SnapshotClient(SERVER, bytes.fromhex(os.environ["SECRET"]))
         self.snapshotter: Snapshotter | None = None
         # Its cache of staging buffers is kept from save to save; what it would do beyond that needs a GPU.

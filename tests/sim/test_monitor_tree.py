@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from keepstep.monitor.contracts import Reading
+from keepstep.monitor.contracts import RingReading
 from keepstep.monitor.daemon.assembly import diagnose
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.tree.summary import decode, encode
@@ -49,7 +49,7 @@ class Renewed:
     ) -> None:
         self.first, self.second, self.from_s, self.now_s = first, second, from_s, now_s
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[RingReading]:
         if self.now_s() < self.from_s:
             return self.first.read()
         return [replace(one, incarnation="second", generation=2) for one in self.second.read()]
@@ -120,13 +120,13 @@ class Tree:
 
     def call(self, below: str, above: str) -> None:
         if self.random.random() < self.disorder.lost_calls:
-            self.watches[above].miss(below, "it did not answer")
+            self.watches[above].record_failure(below, "it did not answer")
             return
         told = self.watches[below].summary(*self.watches[above].below.cursor(below), 256)
         if self.random.random() < self.disorder.lost_calls:
-            self.watches[above].miss(below, "its answer was lost")
+            self.watches[above].record_failure(below, "its answer was lost")
             return
-        self.watches[above].hear(below, decode(encode(told)))
+        self.watches[above].receive(below, decode(encode(told)))
 
     def restart(self) -> None:
         if self.random.random() < self.disorder.restarts:

@@ -17,37 +17,38 @@ import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory import snapshot_table as retention
-from keepstep.checkpoint.memory.snapshot_table import Shelf, Snapshot
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
 from keepstep.elastic.rendezvous import decide as rendezvous
 from keepstep.elastic.rendezvous import rank_assignment as succession
 from keepstep.elastic.rendezvous.actions import (
-    Abandon,
     Action,
+    CancelPersist,
     Close,
     Commit,
     Finish,
     Open,
-    Remember,
+    RecordRecovery,
 )
-from keepstep.elastic.rendezvous.decide import Deliberation, Policy, decide
+from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
 from keepstep.elastic.rendezvous.records import (
+    Failure,
     Generation,
     Member,
+    NodePhase,
     NodeRecord,
-    Phase,
     SnapshotCommit,
-    SnapshotId,
-    Trouble,
     group_of,
 )
-from keepstep.elastic.rendezvous.view import Joined, View
+from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 PLENTY = 2**40
 POLICIES = [
-    Policy(1, 3, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9),
-    Policy(1, 4, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=2),
-    Policy(1, 5, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=1, group_size=3),
-    Policy(1, 3, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=0),
+    RendezvousPolicy(1, 3, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9),
+    RendezvousPolicy(1, 4, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=2),
+    RendezvousPolicy(
+        1, 5, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=1, group_size=3
+    ),
+    RendezvousPolicy(1, 3, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9, parity=0),
 ]
 
 
@@ -64,29 +65,29 @@ def must(holds: bool, rule: str) -> None:
 class Memory:
     """A node's snapshot server: buffers by number with what was last written there, and whose blocks its parity has."""
 
-    shelf: Shelf = field(default_factory=Shelf)
+    snapshot_table: SnapshotTable = field(default_factory=SnapshotTable)
     buffers: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
     pulled: dict[SnapshotId, set[str]] = field(default_factory=dict)
     workers: dict[int, SnapshotId] = field(default_factory=dict)
 
     def write(self, snapshot: SnapshotId, rank: int) -> None:
         """Have a rank copy and seal its part."""
-        name = Snapshot(snapshot.generation, snapshot.step)
-        self.shelf, held = retention.begin(self.shelf, name, rank, 100, PLENTY)
+        name = SnapshotId(snapshot.generation, snapshot.step)
+        self.snapshot_table, held = retention.begin(self.snapshot_table, name, rank, 100, PLENTY)
         self.buffers[held.buffer] = (snapshot, rank)
-        self.shelf = retention.seal(self.shelf, name, rank)
+        self.snapshot_table = retention.seal(self.snapshot_table, name, rank)
 
     def sealed(self, ranks: int) -> set[SnapshotId]:
         return {
             SnapshotId(s.generation, s.step)
-            for s, done in self.shelf.sealed().items()
+            for s, done in self.snapshot_table.sealed().items()
             if len(done) == ranks
         }
 
     def is_intact(self, snapshot: SnapshotId, member: Member) -> bool:
         """Whether every shard is sealed, and its buffer still has what was written for it."""
-        name = Snapshot(snapshot.generation, snapshot.step)
-        held = [self.shelf.shards.get((name, rank)) for rank in member.ranks]
+        name = SnapshotId(snapshot.generation, snapshot.step)
+        held = [self.snapshot_table.shards.get((name, rank)) for rank in member.ranks]
         return all(
             shard is not None and shard.sealed and self.buffers[shard.buffer] == (snapshot, rank)
             for shard, rank in zip(held, member.ranks, strict=True)
@@ -94,13 +95,13 @@ class Memory:
 
 
 class Simulation:
-    def __init__(self, seed: int, policy: Policy | None = None) -> None:
+    def __init__(self, seed: int, policy: RendezvousPolicy | None = None) -> None:
         self.random = random.Random(seed)
         self.policy = policy or POLICIES[seed % len(POLICIES)]
         self.now_s = 0.0
         self.view = View(revision=1)
         self.old_views = [self.view]
-        self.deliberations: dict[str, Deliberation] = {}
+        self.leader_states: dict[str, LeaderState] = {}
         self.names = 0
         self.memory: dict[str, Memory] = {}
         self.cut_off: set[str] = set()
@@ -118,7 +119,7 @@ class Simulation:
         """Write a record under the condition that its node's key is still the one it created."""
         joined = self.view.nodes.get(record.node)
         if joined is not None and joined.record != record:
-            self.write(nodes={**self.view.nodes, record.node: Joined(record, joined.created)})
+            self.write(nodes={**self.view.nodes, record.node: JoinedNode(record, joined.created)})
 
     def join(self) -> None:
         self.names += 1
@@ -126,7 +127,7 @@ class Simulation:
         domain = self.random.choice(["", "a", "b"])
         record = NodeRecord(name, "h", 2, "h:1", "tcp:h:2", 5, self.names, "d", domain, warm=True)
         self.memory[name] = Memory()
-        self.write(nodes={**self.view.nodes, name: Joined(record, self.view.revision + 1)})
+        self.write(nodes={**self.view.nodes, name: JoinedNode(record, self.view.revision + 1)})
 
     def declare_gone(self, name: str) -> None:
         self.write(
@@ -158,7 +159,7 @@ class Simulation:
         """Have a node fetch one block for its parity of one of its snapshots, if whoever has it is reached."""
         memory = self.memory[name]
         for snapshot in memory.sealed(2):
-            if snapshot.generation != memory.shelf.generation:
+            if snapshot.generation != memory.snapshot_table.generation:
                 continue
             missing = self.peers(name, snapshot) - memory.pulled.setdefault(snapshot, set())
             for peer in self.random.sample(sorted(missing), min(1, len(missing))):
@@ -176,24 +177,28 @@ class Simulation:
             return
         if self.view.snapshot is not None:
             committed = self.view.snapshot.snapshot
-            memory.shelf = retention.commit(
-                memory.shelf, Snapshot(committed.generation, committed.step)
+            memory.snapshot_table = retention.commit(
+                memory.snapshot_table, SnapshotId(committed.generation, committed.step)
             )
         if generation.generation > record.generation:
             self.enter(record, generation, memory)
-        elif self.view.is_closing or record.trouble:
+        elif self.view.is_closing or record.failure:
             if record.generation == generation.generation:
-                self.write_node(replace(record, phase=Phase.DRAINED, **self.holdings(name)))
-        elif record.phase is Phase.STARTING:
-            self.write_node(replace(record, phase=Phase.RUNNING))
-        elif record.phase is Phase.RUNNING:
+                self.write_node(replace(record, phase=NodePhase.DRAINED, **self.holdings(name)))
+        elif record.phase is NodePhase.STARTING:
+            self.write_node(replace(record, phase=NodePhase.RUNNING))
+        elif record.phase is NodePhase.RUNNING:
             self.train(name, record, generation)
 
     def enter(self, record: NodeRecord, generation: Generation, memory: Memory) -> None:
-        memory.shelf = retention.open_generation(memory.shelf, generation.generation)
+        memory.snapshot_table = retention.open_generation(
+            memory.snapshot_table, generation.generation
+        )
         resume = generation.resume
         back_to = resume.snapshot if resume else SnapshotId(generation.generation, -1)
-        memory.shelf = retention.commit(memory.shelf, Snapshot(back_to.generation, back_to.step))
+        memory.snapshot_table = retention.commit(
+            memory.snapshot_table, SnapshotId(back_to.generation, back_to.step)
+        )
         if generation.member(record.node) is None:
             return
         step = resume.snapshot.step if resume else 0
@@ -204,8 +209,8 @@ class Simulation:
             replace(
                 record,
                 generation=generation.generation,
-                phase=Phase.STARTING,
-                trouble=None,
+                phase=NodePhase.STARTING,
+                failure=None,
                 step=step,
                 **self.holdings(record.node),
             )
@@ -219,7 +224,7 @@ class Simulation:
         is_new = committed is None or committed.snapshot.generation < generation.generation
         known = -1 if is_new or committed is None else committed.snapshot.step
         # Ranks take the same snapshots: here by taking every one, and the first as soon as they have resumed.
-        is_taken = (Snapshot(last.generation, last.step), rank) in memory.shelf.shards
+        is_taken = (SnapshotId(last.generation, last.step), rank) in memory.snapshot_table.shards
         waits = last.step > max(known, 0) or (is_new and last.step > 0 and not is_taken)
         following = last if waits else replace(last, step=last.step + 1)
         try:
@@ -239,9 +244,9 @@ class Simulation:
         if name is None:
             return
         decision = decide(
-            self.policy, view, self.deliberations.get(name, Deliberation()), self.now_s, self.now_s
+            self.policy, view, self.leader_states.get(name, LeaderState()), self.now_s, self.now_s
         )
-        self.deliberations[name] = decision.deliberation
+        self.leader_states[name] = decision.leader_state
         if decision.action is not None and self.may_act(name, view):
             self.perform(decision.action, view)
 
@@ -267,15 +272,15 @@ class Simulation:
             case Commit(commit):
                 self.check_commit(commit)
                 self.write(snapshot=commit)
-            case Remember(history):
+            case RecordRecovery(history):
                 self.write(history=history)
-            case Finish() | Abandon():
+            case Finish() | CancelPersist():
                 raise AssertionError(f"nothing ends this job: {action}")
 
     def check_commit(self, commit: SnapshotCommit) -> None:
         """Whichever holders of each group are lost from here on, up to the parity: what the others have is enough."""
         must(
-            commit.snapshot.generation == self.view.number,
+            commit.snapshot.generation == self.view.generation_number,
             "only the present generation's snapshots are committed",
         )
         before = self.commits.setdefault(commit.snapshot, commit)
@@ -292,7 +297,9 @@ class Simulation:
                 must(pulled >= self.peers(member.node, commit.snapshot), "a holder has its parity")
 
     def check_open(self, generation: Generation, seen: View) -> None:
-        must(generation.generation == self.view.number + 1, "the generation grows by one")
+        must(
+            generation.generation == self.view.generation_number + 1, "the generation grows by one"
+        )
         must(
             self.policy.min_nodes <= len(generation.members) <= self.policy.max_nodes,
             "min to max nodes",
@@ -311,7 +318,7 @@ class Simulation:
                 if member.node in self.view.nodes:
                     record = self.view.nodes[member.node].record
                     must(
-                        record.generation == old.generation and record.phase is Phase.DRAINED,
+                        record.generation == old.generation and record.phase is NodePhase.DRAINED,
                         "all have drained",
                     )
         if generation.resume is not None:
@@ -321,7 +328,7 @@ class Simulation:
 
     def check_resume(self, resume: SnapshotCommit, seen: View) -> None:
         """What is to be resumed from is there, or can be rebuilt, if nobody has been lost since the leader looked."""
-        orphans = {adoption.rank for adoption in resume.adoptions}
+        orphans = {adoption.rank for adoption in resume.shard_rebuilds}
         for group in {member.group for member in resume.holders}:
             members = [member for member in resume.holders if member.group == group]
             lost = [member for member in members if orphans & set(member.ranks)]
@@ -367,10 +374,10 @@ class Simulation:
             record = self.view.nodes[self.random.choice(present)].record
             if (
                 self.view.generation
-                and record.generation == self.view.number
-                and record.phase is not Phase.DRAINED
+                and record.generation == self.view.generation_number
+                and record.phase is not NodePhase.DRAINED
             ):
-                self.write_node(replace(record, trouble=Trouble("worker", "killed", self.now_s, 0)))
+                self.write_node(replace(record, failure=Failure("worker", "killed", self.now_s, 0)))
         elif present and kind < 0.9:
             self.write_node(
                 replace(self.view.nodes[self.random.choice(present)].record, leaving=True)
@@ -399,7 +406,7 @@ class Simulation:
         assert generation is not None
         members = [self.view.nodes.get(member.node) for member in generation.members]
         must(
-            all(joined and joined.record.phase is Phase.RUNNING for joined in members),
+            all(joined and joined.record.phase is NodePhase.RUNNING for joined in members),
             "and all of it runs",
         )
         must(
@@ -433,7 +440,7 @@ def counts_on_parity_that_is_not_complete(monkeypatch: pytest.MonkeyPatch) -> No
 
     def wrong(view: View, commit: SnapshotCommit) -> bool:
         nodes = {
-            n: Joined(replace(j.record, protected=j.record.sealed), j.created)
+            n: JoinedNode(replace(j.record, protected=j.record.sealed), j.created)
             for n, j in view.nodes.items()
         }
         return right(replace(view, nodes=nodes), commit)
@@ -467,9 +474,9 @@ def a_stale_leader_goes_back_behind_commits(monkeypatch: pytest.MonkeyPatch) -> 
 def a_snapshot_begins_before_the_last_one_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = retention.begin
 
-    def wrong(shelf: Shelf, snapshot: Snapshot, *rest: Any) -> Any:
-        kept = {key: held for key, held in shelf.shards.items() if key[1] != rest[0]}
-        return right(retention._keep(shelf, kept), snapshot, *rest)
+    def wrong(snapshot_table: SnapshotTable, snapshot: SnapshotId, *rest: Any) -> Any:
+        kept = {key: held for key, held in snapshot_table.shards.items() if key[1] != rest[0]}
+        return right(retention._retain_only(snapshot_table, kept), snapshot, *rest)
 
     monkeypatch.setattr(retention, "begin", wrong)
 
@@ -484,16 +491,18 @@ def commits_an_older_generations_snapshot(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def opens_before_all_have_drained(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = rendezvous._reopen
+    right = rendezvous._open_next_generation
 
-    def wrong(policy: Policy, view: View, old: Generation, *rest: Any) -> Any:
+    def wrong(policy: RendezvousPolicy, view: View, old: Generation, *rest: Any) -> Any:
         nodes = {
-            n: Joined(replace(j.record, phase=Phase.DRAINED, generation=old.generation), j.created)
+            n: JoinedNode(
+                replace(j.record, phase=NodePhase.DRAINED, generation=old.generation), j.created
+            )
             for n, j in view.nodes.items()
         }
         return right(policy, replace(view, nodes=nodes), old, *rest)
 
-    monkeypatch.setattr(rendezvous, "_reopen", wrong)
+    monkeypatch.setattr(rendezvous, "_open_next_generation", wrong)
 
 
 BROKEN: list[Callable[[pytest.MonkeyPatch], None]] = [

@@ -1,4 +1,4 @@
-// What is told in words and tables: verdicts, the job's story, ranks, nodes.
+// What is told in words and tables: verdicts, the job's status, ranks, nodes.
 import { bytes, clock, make, percent, ranks, seconds } from "./format.js";
 
 const GRAVE = new Set(["communication hang", "non-communication hang", "mismatched collectives", "dead process", "device error", "silent data corruption", "loss not finite"]);
@@ -77,7 +77,7 @@ export function drawFacts(told) {
     ...(unheard ? [["ranks not heard of", `${unheard}`]] : []),
     ["nodes", `${told.nodes.length}`],
   ];
-  if (told.story) facts.push(["generation", `${told.story.generation}`], ["goodput", percent(told.story.goodput.share)]);
+  if (told.job_status) facts.push(["generation", `${told.job_status.generation}`], ["goodput", percent(told.job_status.goodput.share)]);
   document.getElementById("facts").replaceChildren(...facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
@@ -124,11 +124,11 @@ function story(told, now) {
 export function drawStory(told) {
   const place = document.getElementById("story");
   const head = make("div", { class: "head" }, make("h2", {}, "The job: goodput, membership, snapshots"));
-  if (!told.story) {
+  if (!told.job_status) {
     once("story", null, () => place.replaceChildren(head, make("div", { class: "empty" }, "Not a keepstep job, or its coordinator is not known here: membership, recoveries and snapshots are told by keepstep's own runtime.")));
     return;
   }
-  once("story", [told.story, Math.round(told.now_s)], () => place.replaceChildren(head, story(told.story, told.now_s)));
+  once("story", [told.job_status, Math.round(told.now_s)], () => place.replaceChildren(head, story(told.job_status, told.now_s)));
 }
 
 export function drawRanks(told) {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.memory_source import Holder
-from keepstep.checkpoint.memory.wire import Message, Wire
+from keepstep.checkpoint.memory.wire import Connection, Message
 
 SECRET = b"s" * 32
 
@@ -36,7 +36,7 @@ class Server:
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(SECRET.hex().encode() + b"\n")
-        self.control = Wire(ours, "server")
+        self.control = Connection(ours, "server")
         self.heard: list[Message] = []
         self.address = self.hear("serving")["address"]
         self.local = f"unix:{directory / 'snapshots.sock'}"
@@ -154,7 +154,7 @@ class Cluster:
     def commit(self, step: int, note: Callable[[int], None] = lambda _: None) -> None:
         """Commit a snapshot once all protect it, as the leader does; the commit is noted before the nodes are told."""
         for server in self.living:
-            while [self.generation, step] not in server.ask(verb="settle")["protected"]:
+            while [self.generation, step] not in server.ask(verb="finish_protection")["protected"]:
                 # A server whose peer is gone tries again: it does not know yet that this generation is over.
                 if self.is_broken.wait(0.01):
                     raise SnapshotUnavailable("a node is gone")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.capture import LiveStateReader
 from tests.integration.checkpoint.tied import Tied, trained
 
 
@@ -44,11 +44,11 @@ def fill_empty_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
 def test_a_capture_follows_tensors_that_were_replaced(change: Any, key: str) -> None:
     model, optimizer = trained(0)
     model.norm.register_buffer("later", None)
-    capturer = Capturer(model, [optimizer])
+    capturer = LiveStateReader(model, [optimizer])
     first = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
     assert first["model/embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
     assert key not in first or first[key][0] != 7
     change(model, optimizer)
-    capturer.forget_moved()
+    capturer.invalidate_if_moved()
     again = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
     assert again[key].tolist() == [7.0] * 6

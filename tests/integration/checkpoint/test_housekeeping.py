@@ -17,7 +17,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.format import REMOVED, StoredStep
-from keepstep.checkpoint.stored.housekeeping import collect, copy, remove
+from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import Storage, open_storage
@@ -74,7 +74,7 @@ def test_a_removed_step_that_is_being_written_again_is_not_collected(url: str) -
     part = write_part(
         storage, STEP, plan, [0], lambda key, box: np.full((4, 1), 7, np.uint8), name=0
     )
-    assert collect(url, now=NOW_S) == ()
+    assert collect_garbage(url, now=NOW_S) == ()
     publish(storage, STEP, [part], plan.tensors, {})
     filled = {"x": torch.zeros(4, dtype=torch.uint8)}
     assert checkpoint.load(url, filled) == 1
@@ -86,7 +86,9 @@ def test_a_removed_step_that_is_being_copied_to_is_not_collected(url: str) -> No
     checkpoint.save(source, {"x": torch.ones(4)}, step=1)
     collected = []
     copy(
-        StoredCheckpoint.open(source), url, lambda nbytes: collected.append(collect(url, now=NOW_S))
+        StoredCheckpoint.open(source),
+        url,
+        lambda nbytes: collected.append(collect_garbage(url, now=NOW_S)),
     )
     assert collected == [()]
     StoredCheckpoint.open(url).verify()
@@ -96,7 +98,7 @@ def test_a_mark_that_a_writer_takes_away_meanwhile_is_as_none(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "open_storage", lambda url: ResumedStorage(open_storage(url)))
-    assert collect(url, now=NOW_S) == ()
+    assert collect_garbage(url, now=NOW_S) == ()
 
 
 def test_copying_never_harms_another_checkpoint_of_the_step() -> None:
@@ -121,8 +123,8 @@ def test_a_copy_can_be_repeated() -> None:
 @pytest.mark.parametrize("mark", [b"", b'{"at_s": ', b"[]", b'{"at_s": null}'])
 def test_a_mark_that_was_cut_short_is_made_anew(url: str, mark: bytes) -> None:
     open_storage(url).write(MARK, [mark])
-    assert collect(url, now=NOW_S) == ()
-    assert collect(url, now=NOW_S + GRACE_S) == (STEP.directory,)
+    assert collect_garbage(url, now=NOW_S) == ()
+    assert collect_garbage(url, now=NOW_S + GRACE_S) == (STEP.directory,)
     assert open_storage(url).names() == []
 
 

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from keepstep.checkpoint.live.capture import Capturer
+from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster
 from tests.integration.checkpoint.test_layout_changes import (
     Block,
@@ -53,7 +53,7 @@ def save(rank: int, root: str, layout: str, servers: Sequence[str], generation: 
         torch.save(held, f"{root}/held.pt")
     with contextlib.closing(SnapshotClient(servers[rank], SECRET)) as client:
         snapshotter = Snapshotter(client, generation, rank, torch.device("cpu"))
-        live = Capturer(model, [optimizer]).capture()
+        live = LiveStateReader(model, [optimizer]).capture()
         snapshotter.start(3, live.tensors, live.documents)
         snapshotter.wait()
         snapshotter.close()
@@ -71,10 +71,10 @@ def load(
     torch.manual_seed(1)
     model = sharded(layout, Block())
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
-    source = MemorySnapshot(Snapshot(generation, 3), holders, SECRET, rank=rank)
+    source = MemorySource(SnapshotId(generation, 3), holders, SECRET, rank=rank)
     with contextlib.closing(source):
         allocate(model, [optimizer], source.tensors)
-        restore(Capturer(model, [optimizer]).capture(), source)
+        restore(LiveStateReader(model, [optimizer]).capture(), source)
         restore_options(model, [optimizer], source.documents)
     held = torch.load(f"{root}/held.pt")
     got = everything(model, optimizer)

@@ -18,8 +18,8 @@ from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
 RANKS_PER_NODE = 2
@@ -54,9 +54,9 @@ def check(
     holders: Sequence[Holder],
     shards: Sequence[torch.Tensor],
     only: Collection[int] = (),
-) -> MemorySnapshot:
+) -> MemorySource:
     """Read everything back (or only these ranks' shards) and compare it bit for bit."""
-    source = MemorySnapshot(Snapshot(cluster.generation, step), holders, SECRET, rank=0)
+    source = MemorySource(SnapshotId(cluster.generation, step), holders, SECRET, rank=0)
     with contextlib.closing(source):
         for rank, shard in enumerate(shards):
             if only and rank not in only:
@@ -164,7 +164,7 @@ def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> 
     shards = random_shards(7)
     for position in range(3):
         take(cluster, 1, position, shards)
-    held = [server.ask(verb="settle")["protected"] for server in cluster.living]
+    held = [server.ask(verb="finish_protection")["protected"] for server in cluster.living]
     assert held == [[], [], [], []]
     take(cluster, 1, 3, shards)
     for server in cluster.living:
@@ -208,7 +208,7 @@ def test_what_is_rebuilt_from_a_damaged_block_is_refused(cluster: Cluster) -> No
     assert survivor is not None
     # A stray write into a survivor's memory: its own shard, of which the lost node's was made to be rebuilt.
     with contextlib.closing(SnapshotClient(survivor.local, SECRET)) as client:
-        arena = client.open(Snapshot(generation, 1), RANKS_PER_NODE)
+        arena = client.open(SnapshotId(generation, 1), RANKS_PER_NODE)
         os.pwrite(arena.descriptor, b"\xff" * 4000, 0)
         arena.close()
     cluster.kill(0)

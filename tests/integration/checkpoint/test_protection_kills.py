@@ -17,15 +17,10 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_adoptions
-from keepstep.elastic.rendezvous.records import (
-    Generation,
-    Member,
-    NodeRecord,
-    SnapshotCommit,
-    SnapshotId,
-)
-from keepstep.elastic.rendezvous.view import Joined, View
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_shard_rebuilds
+from keepstep.elastic.rendezvous.records import Generation, Member, NodeRecord, SnapshotCommit
+from keepstep.elastic.rendezvous.view import JoinedNode, View
 from tests.integration.checkpoint.servers import Cluster
 from tests.integration.checkpoint.test_protection import check, take
 
@@ -91,7 +86,7 @@ def view_after(
     for position, server in enumerate(cluster.nodes):
         if server is None:
             continue
-        held = server.ask(verb="settle")
+        held = server.ask(verb="finish_protection")
         sealed = [
             SnapshotId(*name) for name, ranks in held["sealed"] if len(ranks) == RANKS_PER_NODE
         ]
@@ -100,7 +95,7 @@ def view_after(
             f"n{position}", "h", RANKS_PER_NODE, "a", server.address, 1, 1, "d",
             sealed=tuple(sealed), protected=tuple(protected),
         )  # fmt: skip
-        nodes[record.node] = Joined(record, position + 1)
+        nodes[record.node] = JoinedNode(record, position + 1)
     snapshot = (
         SnapshotCommit(SnapshotId(cluster.generation, committed), members, parity)
         if committed
@@ -138,7 +133,9 @@ def test_killed_at_any_instant_the_rest_resume_a_whole_step(
     assert resume is not None
     assert resume.snapshot.step >= max(training.committed, training.completed - 1)
     survivors = [member for n, member in enumerate(members) if n not in doomed]
-    adopted = {adoption.rank for adoption in with_adoptions(resume, view, survivors).adoptions}
+    adopted = {
+        adoption.rank for adoption in with_shard_rebuilds(resume, view, survivors).shard_rebuilds
+    }
     assert adopted == {rank for n in doomed for rank in members[n].ranks}
     step = resume.snapshot.step
     check(cluster, step, cluster.rebuild(step, addresses), state(schedule, step))

@@ -158,7 +158,7 @@ def test_a_fault_at_every_third_request_changes_nothing(s3: str, kind: str) -> N
 def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
-    storage = replace(storage, patience_s=1.0)
+    storage = replace(storage, request_timeout_s=1.0)
     data = bytes(range(256))
     for number, act in enumerate([
         lambda: storage.write("a", [data]),
@@ -183,7 +183,7 @@ def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3:
 def test_a_request_that_is_only_slow_is_answered_though_it_was_sent_again(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
-    storage = replace(storage, patience_s=1.0)
+    storage = replace(storage, request_timeout_s=1.0)
     for act in (lambda: storage.write("a", [b"onetwo"]), lambda: storage.read("a")):
         Proxy.faults.set("slow")
         act()
@@ -195,7 +195,7 @@ def test_a_request_that_is_only_slow_is_answered_though_it_was_sent_again(s3: st
 def test_many_bytes_are_given_more_time_with_every_attempt(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
-    storage = replace(storage, patience_s=0.1)
+    storage = replace(storage, request_timeout_s=0.1)
     Proxy.faults.set("stall")
     # 1/8 s at the rate that is assumed, 4/8 s, 16/8 s, and 0.1 s each.
     with pytest.raises(

@@ -25,8 +25,8 @@ from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.checkpoint.memory.memory_source import Holder, MemorySnapshot
-from keepstep.checkpoint.memory.snapshot_table import Snapshot
+from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Server
 
 SHAPE = (12, 5)
@@ -96,7 +96,7 @@ def test_any_box_is_read_back_from_here_and_from_elsewhere(
         )
         for rank in range(RANKS)
     ]
-    source = MemorySnapshot(Snapshot(number, 3), holders, SECRET, rank=0)
+    source = MemorySource(SnapshotId(number, 3), holders, SECRET, rank=0)
     with contextlib.closing(source):
         into = torch.zeros(box.shape)
         source.read([BoxRequest("w", box, as_bytes(into))])
@@ -161,7 +161,7 @@ def test_a_snapshot_that_another_rank_has_torn_is_given_up(server: Server, gener
     take(server, generation, 1, 0, data, box)
     with contextlib.closing(SnapshotClient(server.local, SECRET)) as client:
         snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"))
-        snapshotter.start(2, [LiveTensor("w", SHAPE, box, data)], {}, gives_up=True)
+        snapshotter.start(2, [LiveTensor("w", SHAPE, box, data)], {}, discard_uncommitted=True)
         snapshotter.wait()
         snapshotter.close()
     assert server.ask(verb="holdings")["sealed"] == [[[generation, 2], [0]]]
@@ -203,7 +203,7 @@ def test_a_wrong_question_is_answered_with_an_error(server: Server) -> None:
     client = SnapshotClient(server.address, SECRET)
     with contextlib.closing(client):
         with pytest.raises(SnapshotUnavailable, match="is not held here"):
-            client.index(Snapshot(1, 999), 0)
+            client.index(SnapshotId(1, 999), 0)
         with pytest.raises(SnapshotUnavailable, match="unknown verb"):
             client._ask(verb="sing", snapshot=[1, 1])
         assert isinstance(client.holdings(), dict)
@@ -213,9 +213,9 @@ def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
     server: Server, generation: int
 ) -> None:
     code = (
-        "import sys, os; from keepstep.checkpoint.memory.client import SnapshotClient; from keepstep.checkpoint.memory.snapshot_table import Snapshot\n"
+        "import sys, os; from keepstep.checkpoint.memory.client import SnapshotClient; from keepstep.checkpoint.memory.snapshot_table import SnapshotId\n"
         f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
-        f"number, arena = client.begin(Snapshot({generation}, 1), 0, 4096)\n"
+        f"number, arena = client.begin(SnapshotId({generation}, 1), 0, 4096)\n"
         "arena.buffer[:100] = b'x' * 100\n"
         "print('begun', flush=True); sys.stdin.read()\n"
     )
@@ -229,7 +229,7 @@ def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
     assert server.ask(verb="holdings")["sealed"] == []
     data, box = halves(torch.full(SHAPE, 2.0))[0]
     take(server, generation, 1, 0, data, box)
-    source = MemorySnapshot(Snapshot(generation, 1), [Holder(server.local, (0,))], SECRET, rank=0)
+    source = MemorySource(SnapshotId(generation, 1), [Holder(server.local, (0,))], SECRET, rank=0)
     with contextlib.closing(source):
         into = torch.zeros(6, 5)
         source.read([BoxRequest("w", Box((0, 0), (6, 5)), as_bytes(into))])

@@ -35,7 +35,7 @@ def storage(url: str) -> Storage:
 
 def test_what_is_written_is_read(storage: Storage) -> None:
     storage.write("a/b", [b"one", memoryview(b"two")])
-    storage.settle(["a/b"])
+    storage.flush(["a/b"])
     assert storage.read("a/b") == storage.read("a/b", nbytes=1) == b"onetwo"
     assert storage.exists("a/b")
     storage.write("a/b", [b"again"])
@@ -46,14 +46,14 @@ def test_what_is_written_is_read(storage: Storage) -> None:
 
 def test_an_object_gets_a_second_name_only_if_its_bytes_are_the_same(storage: Storage) -> None:
     storage.write("a/b", [b"one", b"two"])
-    assert not storage.repeat("a/b", "c/b", [b"onetwO"])
-    assert not storage.repeat("a/b", "c/b", [b"onetw"])
-    assert not storage.repeat("a/b", "c/b", [b"onetwos"])
-    assert not storage.repeat("a/none", "c/b", [b"onetwo"])
+    assert not storage.link_identical("a/b", "c/b", [b"onetwO"])
+    assert not storage.link_identical("a/b", "c/b", [b"onetw"])
+    assert not storage.link_identical("a/b", "c/b", [b"onetwos"])
+    assert not storage.link_identical("a/none", "c/b", [b"onetwo"])
     assert not storage.exists("c/b")
-    if storage.repeats:
-        assert storage.repeat("a/b", "c/b", [memoryview(b"onet"), b"wo"])
-        storage.settle(["c/b"])
+    if storage.supports_links:
+        assert storage.link_identical("a/b", "c/b", [memoryview(b"onet"), b"wo"])
+        storage.flush(["c/b"])
         storage.delete_directory("a")
         assert storage.read("c/b") == b"onetwo"
 

@@ -20,9 +20,9 @@ from keepstep.elastic.rendezvous.view import Keys, View, from_listing
 from keepstep.elastic.store.blocking import BlockingStore
 from keepstep.elastic.store.contract import Put
 from keepstep.elastic.store.embedded import EmbeddedEtcd
-from keepstep.monitor.diagnosis.policy import Action, ActionKind
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.errors import RecorderUnavailable
-from keepstep.monitor.telemetry.ring import Identity
+from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
@@ -66,7 +66,7 @@ def members(view: View) -> list[str]:
     return [member.node for member in view.generation.members] if view.generation else []
 
 
-def identity_of(path: Path) -> Identity:
+def identity_of(path: Path) -> WorkerIdentity:
     reader = RingReader(path)
     assert reader.is_alive()
     assert reader.step > 0
@@ -111,7 +111,7 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
     def is_named(view: View) -> bool:
         return any(
             (one.ranks, one.node, one.syndrome) == ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
-            for one in view.held_verdicts
+            for one in view.current_verdicts
         )
 
     running = LocalCluster(
@@ -136,12 +136,12 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
         assert view.history.recoveries[1].reason.startswith(
             "rank 1 on b is restarted: non-communication hang"
         )
-        assert view.held_verdicts == ()
+        assert view.current_verdicts == ()
         assert view.restarts == {}
         # Both record on, the one that survived as well as the one in whose place a spare is.
         assert [identity_of(path) for path in ring_paths(rings / "job")] == [
-            Identity("job", 0, "a", generation=2, world_size=2),
-            Identity("job", 1, "b", generation=2, world_size=2),
+            WorkerIdentity("job", 0, "a", generation=2, world_size=2),
+            WorkerIdentity("job", 1, "b", generation=2, world_size=2),
         ]
         enough.touch()
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], (
@@ -229,7 +229,7 @@ def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_pl
         running.start("a", "--monitor")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b", "--monitor")
-        running.wait_until(lambda view: view.number == 1, 60)
+        running.wait_until(lambda view: view.generation_number == 1, 60)
         running.start("c", "--monitor")
         # Nothing but the monitor ends the loops.
         view = running.wait_until(
@@ -280,7 +280,7 @@ def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(
         Subject("rank", (1,), "a"), Syndrome.NON_COMMUNICATION_HANG, 0.0, ("rank 1 never arrived",), 0.95, math.inf,
         Advice.RESTART_WORKER,
     )  # fmt: skip
-    restart = Action(ActionKind.RESTART_WORKER, hang.subject, hang, "", ranks=(1,))
+    restart = EnforcementAction(ActionKind.RESTART_WORKER, hang.subject, hang, "", ranks=(1,))
 
     def put(name: str, record: Record) -> None:
         store.commit((), (Put(keys.single(name), record.encode()),))
@@ -293,7 +293,7 @@ def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(
     assert view().verdicts is None
     assert not verdicts.enforce(restart, 1)
     verdicts.publish([hang], 2, 10.0)
-    assert [one.subject for one in view().held_verdicts] == ["rank 1 on a"]
+    assert [one.subject for one in view().current_verdicts] == ["rank 1 on a"]
     assert verdicts.enforce(restart, 2)
     assert [one.rank for one in view().restarts_on("a")] == [1]
     # Once a generation ends, its dead are the runtime's business.

@@ -146,7 +146,7 @@ def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(
         running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 6, 120)
         running.kill("b")
         # Its shards are being rebuilt, or just have been.
-        running.wait_until(lambda view: view.number == 2, 60)
+        running.wait_until(lambda view: view.generation_number == 2, 60)
         running.kill("c")
         assert running.wait("a", 120) == 0, running.output()
     disturbed = last_run_of_each_step(tmp_path)
@@ -178,7 +178,7 @@ def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Pat
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
     assert view.history.recoveries[1].source == "memory"
-    assert view.history.recoveries[1].broke
+    assert view.history.recoveries[1].after_failure
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
@@ -285,7 +285,9 @@ def test_evicted_node_hands_over_leaves_and_is_seen_to_have_left(tmp_path: Path)
         before = json.loads(keepstep("status", "--once", "--json"))
         assert (before["world_size"], [node["node"] for node in before["nodes"]]) == (4, ["a", "b"])
         keepstep("evict", "b", "--reason", "its fan is loud")
-        view = running.wait_until(lambda view: view.number == 2 and "b" not in view.nodes, 60)
+        view = running.wait_until(
+            lambda view: view.generation_number == 2 and "b" not in view.nodes, 60
+        )
         assert view.generation is not None
         assert view.generation.reason == "evicted b: its fan is loud"
         assert running.wait("b", 60) != 0
@@ -316,7 +318,7 @@ def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Pa
         tree = [psutil.Process(running.agents["b"].pid), *running.workers_of("b")]
         for process in tree:
             process.suspend()
-        running.wait_until(lambda view: view.number == 2 and step_of(view) > 0, 60)
+        running.wait_until(lambda view: view.generation_number == 2 and step_of(view) > 0, 60)
         assert running.wait("a", 120) == 0, running.output()
         # What was declared gone wakes up, finds itself fenced out, and changes nothing.
         for process in tree:
@@ -342,6 +344,6 @@ def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(
         running.kill("b")
         running.start("b", "--lease-ttl", "60")
         view = running.wait_until(
-            lambda view: view.number >= 3 and view.generation.world_size == 4, 60
+            lambda view: view.generation_number >= 3 and view.generation.world_size == 4, 60
         )
         assert "b" in view.nodes

@@ -1,13 +1,13 @@
-"""Parts for daemons under test: what a probe, a diagnosis, a publisher, an enforcer and a story teller may be."""
+"""Parts for daemons under test: what a probe, a diagnosis, a publisher, an enforcer and a job status source may be."""
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from keepstep.monitor.contracts import Member, Story
+from keepstep.monitor.contracts import JobStatus, MemberStatus
 from keepstep.monitor.daemon.daemon import Settings
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
-from keepstep.monitor.diagnosis.policy import Action
+from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.records import Communicator
 from keepstep.monitor.verdicts import Verdict
@@ -67,9 +67,9 @@ class Publisher:
 
 class Enforcer:
     def __init__(self) -> None:
-        self.asked: list[tuple[Action, int]] = []
+        self.asked: list[tuple[EnforcementAction, int]] = []
 
-    def enforce(self, action: Action, generation: int) -> bool:
+    def enforce(self, action: EnforcementAction, generation: int) -> bool:
         self.asked.append((action, generation))
         return True
 
@@ -81,12 +81,12 @@ class Teller:
     def __init__(self, generation: int) -> None:
         self.generation = generation
 
-    def story(self) -> Story:
+    def job_status(self) -> JobStatus:
         members = (
-            Member("a", "running", (0, 1, 2, 3), 5, 0),
-            Member("b", "running", (4, 5, 6, 7), 5, 0),
+            MemberStatus("a", "running", (0, 1, 2, 3), 5, 0),
+            MemberStatus("b", "running", (4, 5, 6, 7), 5, 0),
         )
-        return Story(0.0, self.generation, members, ())
+        return JobStatus(0.0, self.generation, members, ())
 
     def close(self) -> None:
         pass

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from keepstep.monitor.daemon.daemon import Daemon, Parts, Settings
+from keepstep.monitor.daemon.daemon import Daemon, DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 
 SECRET = b"a secret of this test"
 
 
 @asynccontextmanager
-async def running(settings: Settings, parts: Parts) -> AsyncIterator[str]:
+async def running(settings: Settings, parts: DaemonComponents) -> AsyncIterator[str]:
     daemon = Daemon(settings, parts)
     task = asyncio.create_task(daemon.run())
     try:

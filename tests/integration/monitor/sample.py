@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from keepstep.monitor.contracts import Member, Reading, Recovery, Story
+from keepstep.monitor.contracts import JobStatus, MemberStatus, RecoveryStatus, RingReading
 from keepstep.monitor.records import (
     DTYPES,
     RECORD,
@@ -156,7 +156,7 @@ class SampleReader:
         self.pids = pids or {}
         self.closed = False
 
-    def read(self) -> list[Reading]:
+    def read(self) -> list[RingReading]:
         now_s = self.clock()
         found = []
         for rank, whole in self.whole.items():
@@ -164,7 +164,9 @@ class SampleReader:
             shown = whole[max(0, until - self.kept) : until].copy()
             shown["ended_s"][shown["ended_s"] > now_s] = 0.0
             told = RankRecords(rank, self.node, shown, now_s)
-            found.append(Reading(told, (self.group,), self.pids.get(rank, os.getpid()), "first"))
+            found.append(
+                RingReading(told, (self.group,), self.pids.get(rank, os.getpid()), "first")
+            )
         return found
 
     def close(self) -> None:
@@ -189,26 +191,26 @@ def verdict(
 
 
 class SampleTeller:
-    """The story of a job that lost a node and took it in again."""
+    """The status of a job that lost a node and took it in again."""
 
     def __init__(self, began_at_s: float, step: int = 240) -> None:
         self.began_at_s, self.step, self.closed = began_at_s, step, False
 
-    def story(self) -> Story:
+    def job_status(self) -> JobStatus:
         lost_s, back_s = self.began_at_s + 40, self.began_at_s + 75
-        return Story(
+        return JobStatus(
             self.began_at_s,
             3,
             tuple(
-                Member(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20)
+                MemberStatus(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20)
                 for n, name in enumerate("abcd")
             ),
             (
-                Recovery(
+                RecoveryStatus(
                     2, "node-c: its connection closed", 6,
                     lost_s, lost_s + 0.02, lost_s + 0.2, lost_s + 0.55, lost_s + 0.9, 118, 1, "memory, parity",
                 ),
-                Recovery(
+                RecoveryStatus(
                     3, "node-c joins", 8,
                     back_s, back_s + 0.03, back_s + 0.3, back_s + 0.8, back_s + 1.2, 205, 0, "memory, peers' memory",
                 ),

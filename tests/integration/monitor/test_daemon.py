@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.monitor.contracts import Reading, Story
-from keepstep.monitor.daemon.daemon import Parts
-from keepstep.monitor.diagnosis.policy import ActionKind, Mode, Policy
+from keepstep.monitor.contracts import JobStatus, RingReading
+from keepstep.monitor.daemon.daemon import DaemonComponents
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementPolicy, Mode
 from keepstep.monitor.errors import MonitorError, RuntimeUnreachable
 from keepstep.monitor.node.probes import NodeProbe
 from keepstep.monitor.secret import bearer_token
@@ -28,7 +28,10 @@ def test_one_daemon_shows_ranks_steps_and_delays() -> None:
     async def check() -> None:
         reader = SampleReader(PLAN, time.monotonic() - 10)
         async with running(
-            settings(), Parts(Probe(), reader, Says(), teller=SampleTeller(time.time() - 100))
+            settings(),
+            DaemonComponents(
+                Probe(), reader, Says(), job_status_source=SampleTeller(time.time() - 100)
+            ),
         ) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [rank["rank"] for rank in told["ranks"]] == list(range(8))
@@ -46,7 +49,10 @@ def test_one_daemon_shows_ranks_steps_and_delays() -> None:
 
             async def has_story() -> bool:
                 found = await (await get(url, "/v1/overview")).json()
-                return found["story"] is not None and 0 < found["story"]["goodput"]["share"] < 1
+                return (
+                    found["job_status"] is not None
+                    and 0 < found["job_status"]["goodput"]["share"] < 1
+                )
 
             await until(has_story)
         assert reader.closed
@@ -58,7 +64,7 @@ def test_late_rank_is_the_column_that_stands_out() -> None:
     async def check() -> None:
         plan = Plan(ranks=6, steps=100, step_s=0.1, slow={4: 1.6}, slow_link=(1, 2))
         async with running(
-            settings(), Parts(Probe(), SampleReader(plan, time.monotonic() - 10))
+            settings(), DaemonComponents(Probe(), SampleReader(plan, time.monotonic() - 10))
         ) as url:
             told = await (await get(url, "/v1/delays")).json()
             waits = [sum(row[j] or 0 for row in told["waiting"]) for j in range(6)]
@@ -79,7 +85,9 @@ def test_late_rank_is_the_column_that_stands_out() -> None:
 )
 def test_whoever_lacks_the_token_learns_nothing(path: str) -> None:
     async def check() -> None:
-        async with running(settings(), Parts(Probe(), SampleReader(PLAN, time.monotonic()))) as url:
+        async with running(
+            settings(), DaemonComponents(Probe(), SampleReader(PLAN, time.monotonic()))
+        ) as url:
             assert (await get(url, path)).status == 200
             for token in (
                 "",
@@ -94,7 +102,7 @@ def test_whoever_lacks_the_token_learns_nothing(path: str) -> None:
 
 def test_page_without_token_is_for_loopback_by_name_only() -> None:
     async def check() -> None:
-        async with running(settings(opens_to_loopback=True), Parts(Probe())) as url:
+        async with running(settings(opens_to_loopback=True), DaemonComponents(Probe())) as url:
             assert (await get(url, "/v1/overview", "")).status == 200
             # Another site's page whose name was made to resolve to this machine still says its own name.
             port = url.rpartition(":")[2]
@@ -105,7 +113,9 @@ def test_page_without_token_is_for_loopback_by_name_only() -> None:
             status, _ = await process.communicate()
             assert status == b"401"
         with pytest.raises(MonitorError, match="loopback only"):
-            async with running(settings(host="0.0.0.0", opens_to_loopback=True), Parts(Probe())):
+            async with running(
+                settings(host="0.0.0.0", opens_to_loopback=True), DaemonComponents(Probe())
+            ):
                 pass
 
     asyncio.run(check())
@@ -115,11 +125,11 @@ def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_othe
     tmp_path: Path,
 ) -> None:
     async def check() -> None:
-        enforcer, publisher, teller = Enforcer(), Publisher(), Teller(generation=1)
+        enforcer, publisher, job_status_source = Enforcer(), Publisher(), Teller(generation=1)
         says = Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(
+        parts = DaemonComponents(
             Probe(), SampleReader(PLAN, time.monotonic() - 5), says,
-            publisher=publisher, teller=teller, policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+            publisher=publisher, job_status_source=job_status_source, policy=EnforcementPolicy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
         )  # fmt: skip
         async with running(settings(events=tmp_path / "events.jsonl"), parts):
 
@@ -129,7 +139,7 @@ def test_policy_acts_on_the_generation_that_the_verdict_speaks_of_and_on_no_othe
             await until(has_concluded)
             # The rings, which count no generations, are not of the first.
             assert (enforcer.asked, publisher.published) == ([], [])
-            teller.generation = 0
+            job_status_source.generation = 0
 
             async def has_asked() -> bool:
                 return bool(enforcer.asked)
@@ -149,10 +159,10 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Away(Teller):
-        def story(self) -> Story:
+        def job_status(self) -> JobStatus:
             if self.generation < 0:
                 raise RuntimeUnreachable("no answer from etcd at h:1")
-            return super().story()
+            return super().job_status()
 
     def told(kind: ActionKind) -> list[str]:
         return [
@@ -162,10 +172,10 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
         ]
 
     async def check() -> None:
-        enforcer, publisher, teller = Enforcer(), Publisher(), Away(generation=-1)
-        parts = Parts(
+        enforcer, publisher, job_status_source = Enforcer(), Publisher(), Away(generation=-1)
+        parts = DaemonComponents(
             Probe(), SampleReader(PLAN, time.monotonic() - 5), Says(verdict(2, since_s=time.monotonic() - 4)),
-            publisher=publisher, teller=teller, policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+            publisher=publisher, job_status_source=job_status_source, policy=EnforcementPolicy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
         )  # fmt: skip
         async with running(settings(), parts) as url:
 
@@ -175,7 +185,7 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
             await until(has_alerted)
             assert "rank 2 on node-a" in told(ActionKind.ALERT)[0]
             assert (enforcer.asked, publisher.published) == ([], [])
-            teller.generation = 0
+            job_status_source.generation = 0
 
             async def has_asked() -> bool:
                 return bool(enforcer.asked)
@@ -183,7 +193,7 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
             await until(has_asked)
             # Its name for the node, and its places hold on when it is away again.
             assert enforcer.asked[0][0].subject.node == "a"
-            teller.generation = -1
+            job_status_source.generation = -1
 
             async def says_so() -> bool:
                 return caplog.text.count("until it answers") == 2
@@ -199,14 +209,14 @@ def test_people_are_told_of_a_hang_while_the_runtime_is_away_and_it_acts_once_it
 
 def test_what_an_earlier_run_left_behind_is_not_done_to_the_next() -> None:
     class Next(Teller):
-        def story(self) -> Story:
-            return replace(super().story(), began_at_s=time.time() - 2)
+        def job_status(self) -> JobStatus:
+            return replace(super().job_status(), began_at_s=time.time() - 2)
 
     async def check() -> None:
         enforcer, says = Enforcer(), Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(
+        parts = DaemonComponents(
             Probe(), SampleReader(PLAN, time.monotonic() - 5), says,
-            teller=Next(generation=0), policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+            job_status_source=Next(generation=0), policy=EnforcementPolicy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
         )  # fmt: skip
         async with running(settings(), parts):
 
@@ -228,7 +238,7 @@ def test_what_an_earlier_run_left_behind_is_not_done_to_the_next() -> None:
 
 def test_a_dead_rank_of_a_later_generation_of_an_earlier_run_deafens_nobody() -> None:
     class Left(SampleReader):
-        def read(self) -> list[Reading]:
+        def read(self) -> list[RingReading]:
             *others, last = super().read()
             records = replace(last.records, is_alive=False)
             return [
@@ -238,9 +248,9 @@ def test_a_dead_rank_of_a_later_generation_of_an_earlier_run_deafens_nobody() ->
 
     async def check() -> None:
         enforcer, says = Enforcer(), Says(verdict(2, since_s=time.monotonic()))
-        parts = Parts(
+        parts = DaemonComponents(
             Probe(), Left(PLAN, time.monotonic() - 5), says,
-            teller=Teller(generation=1), policy=Policy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
+            job_status_source=Teller(generation=1), policy=EnforcementPolicy(Mode.RESTART, sustained_s=0.0), enforcer=enforcer,
         )  # fmt: skip
         async with running(settings(), parts):
 
@@ -257,7 +267,9 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
         publisher = Publisher()
         kept = settings(events=tmp_path / "events.jsonl", state=tmp_path / "state.json")
         says = Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says, publisher=publisher)
+        parts = DaemonComponents(
+            Probe(), SampleReader(PLAN, time.monotonic() - 5), says, publisher=publisher
+        )
         async with running(kept, parts) as url:
 
             async def has_stacks() -> bool:
@@ -268,7 +280,7 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
         assert publisher.published == [says.verdicts]
         assert publisher.closed
         async with running(
-            kept, Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5), says)
+            kept, DaemonComponents(Probe(), SampleReader(PLAN, time.monotonic() - 5), says)
         ) as url:
             told = await (await get(url, "/v1/overview")).json()
             assert [entry["number"] for entry in told["verdicts"]] == [1]
@@ -286,12 +298,12 @@ def test_verdict_is_published_written_and_kept_over_a_restart(tmp_path: Path) ->
 
 
 def test_a_budget_that_is_spent_is_spent_over_a_restart_of_the_daemon_too(tmp_path: Path) -> None:
-    rules = Policy(Mode.RESTART, sustained_s=0.0, restarts=1)
+    rules = EnforcementPolicy(Mode.RESTART, sustained_s=0.0, restarts=1)
 
     async def asked(rank: int) -> list[tuple[ActionKind, tuple[int, ...]]]:
         """Return what a daemon that finds this rank hanging asks for until it has concluded often enough."""
         enforcer, says = Enforcer(), Says(verdict(rank, since_s=time.monotonic() - 4))
-        parts = Parts(
+        parts = DaemonComponents(
             Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=rules, enforcer=enforcer
         )
         async with running(settings(state=tmp_path / "state.json"), parts):
@@ -317,7 +329,7 @@ def test_parts_that_fail_blind_only_themselves() -> None:
         def read(self) -> Any:
             raise OSError("no such ring")
 
-        def story(self) -> Any:
+        def job_status(self) -> Any:
             raise RuntimeError("no coordinator")
 
         def close(self) -> None:
@@ -328,17 +340,20 @@ def test_parts_that_fail_blind_only_themselves() -> None:
 
     async def check() -> None:
         failing: Any = Failing()
-        async with running(settings(), Parts(Probe(), None, diagnosis, teller=failing)) as url:
+        async with running(
+            settings(), DaemonComponents(Probe(), None, diagnosis, job_status_source=failing)
+        ) as url:
 
             async def counted() -> bool:
                 told = await (await get(url, "/v1/overview")).json()
                 return (
-                    told["faults"].get("diagnosis", 0) > 1 and told["faults"].get("story", 0) >= 1
+                    told["faults"].get("diagnosis", 0) > 1
+                    and told["faults"].get("job_status", 0) >= 1
                 )
 
             await until(counted)
         reader: Any = Failing()
-        async with running(settings(), Parts(Probe(), reader, Says())) as url:
+        async with running(settings(), DaemonComponents(Probe(), reader, Says())) as url:
 
             async def read_failed() -> bool:
                 return (await (await get(url, "/v1/overview")).json())["faults"].get(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.verdicts import Syndrome
 from tests.integration.monitor.browser import CHROMIUM, DRIVER, Browser, browser
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 DRAWN = "return document.body.dataset.drawn === 'yes'"
 
 
-def visit(parts: Parts, look: Callable[[Browser, str], None], **more: bool) -> None:
+def visit(parts: DaemonComponents, look: Callable[[Browser, str], None], **more: bool) -> None:
     """Serve a job and look at its page."""
 
     async def serve() -> None:
@@ -79,7 +79,12 @@ def test_hang_is_the_first_thing_one_sees_and_its_step_is_shown(tmp_path: Path) 
         assert (tmp_path / "page.png").stat().st_size > 20_000
 
     reader = SampleReader(Plan(ranks=4, steps=60, step_s=0.2, hang=(2, 41)), time.monotonic() - 20)
-    visit(Parts(Probe(), reader, Says(verdict(2)), teller=SampleTeller(time.time() - 200)), look)
+    visit(
+        DaemonComponents(
+            Probe(), reader, Says(verdict(2)), job_status_source=SampleTeller(time.time() - 200)
+        ),
+        look,
+    )
 
 
 def test_slow_rank_is_told_by_its_cell_and_matrices_and_steps_can_be_chosen() -> None:
@@ -110,7 +115,7 @@ def test_slow_rank_is_told_by_its_cell_and_matrices_and_steps_can_be_chosen() ->
     reader = SampleReader(
         Plan(ranks=6, steps=900, step_s=0.1, slow={4: 1.6}), time.monotonic() - 15
     )
-    visit(Parts(Probe(), reader, Says()), look)
+    visit(DaemonComponents(Probe(), reader, Says()), look)
 
 
 def test_page_lives_with_updates_in_light_and_dark() -> None:
@@ -131,7 +136,7 @@ def test_page_lives_with_updates_in_light_and_dark() -> None:
         assert set(fetched) == {url}
 
     visit(
-        Parts(
+        DaemonComponents(
             Probe(),
             SampleReader(Plan(), time.monotonic() - 5),
             Says(verdict(1, Syndrome.DATA_STALL)),
@@ -152,7 +157,7 @@ def test_page_without_token_asks_for_it_and_opens_with_it() -> None:
         page.until(DRAWN)
         assert not page.run("return document.getElementById('board').hidden")
 
-    visit(Parts(Probe(), SampleReader(Plan(), time.monotonic() - 5), Says()), look)
+    visit(DaemonComponents(Probe(), SampleReader(Plan(), time.monotonic() - 5), Says()), look)
 
 
 def test_empty_daemon_says_what_is_missing() -> None:
@@ -165,7 +170,7 @@ def test_empty_daemon_says_what_is_missing() -> None:
         )
         assert page.complaints() == []
 
-    visit(Parts(Probe(), None, Says()), look)
+    visit(DaemonComponents(Probe(), None, Says()), look)
 
 
 def test_ranks_that_are_not_heard_of_any_more_are_not_said_to_be_alive() -> None:
@@ -177,4 +182,9 @@ def test_ranks_that_are_not_heard_of_any_more_are_not_said_to_be_alive() -> None
         assert "not heard of for" in page.text("#ranks")
 
     now_s = time.monotonic()
-    visit(Parts(Probe(), SampleReader(Plan(ranks=2), now_s - 5, clock=lambda: now_s), Says()), look)
+    visit(
+        DaemonComponents(
+            Probe(), SampleReader(Plan(ranks=2), now_s - 5, clock=lambda: now_s), Says()
+        ),
+        look,
+    )

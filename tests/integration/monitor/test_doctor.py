@@ -19,8 +19,8 @@ from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.cli.doctor import show
 from keepstep.monitor.errors import MonitorUnreachable, SecretDiffers
 from keepstep.monitor.preflight.doctor import Doctor, Outcome
-from keepstep.monitor.preflight.judgement import Examination
-from keepstep.monitor.preflight.link_probe import Line, LinkResult
+from keepstep.monitor.preflight.judgement import NodeExamination
+from keepstep.monitor.preflight.link_probe import LinkResult, ProbeConnection
 from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult, is_product
 
 ROOT = Path(__file__).parents[3]
@@ -181,7 +181,7 @@ def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(
         doctor("a", addresses[0], addresses, secret_file, "--patience", "2") as process,
     ):
         connection, _ = listener.accept()
-        stranger = Line(connection, "a")
+        stranger = ProbeConnection(connection, "a")
         with pytest.raises(SecretDiffers):
             stranger.authenticate(b"quite another secret", b"answerer", b"caller", 20.0)
         stranger.close()
@@ -196,7 +196,7 @@ def test_table_fits_80_columns_and_tells_nodes_of_one_name_apart(
     monkeypatch.setenv("COLUMNS", "80")
     link = LinkResult(1e-4, 12.3e9, 12.3e9, 0.0012, 1e-5)
     found = tuple(
-        Examination(
+        NodeExamination(
             address,
             "vm",
             12.3e9,
@@ -281,7 +281,7 @@ def test_proof_cannot_be_sent_back_to_its_maker() -> None:
     """Whoever only reflects what a doctor sends is not taken for one."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        line = object.__new__(Line)
+        line = object.__new__(ProbeConnection)
         line.peer, line._socket = "mirror", ours
 
         def reflect() -> None:

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.daemon.daemon import Parts
-from keepstep.monitor.diagnosis.policy import Policy
+from keepstep.monitor.daemon.daemon import DaemonComponents
+from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.views.events import EventFile
-from keepstep.monitor.watch.verdict_log import Entry
+from keepstep.monitor.watch.verdict_log import VerdictEntry
 from tests.integration.monitor.parts import PLAN, Probe, Says, settings
 from tests.integration.monitor.running import get, running, until
 from tests.integration.monitor.sample import SampleReader, verdict
 
-ENTRY = Entry(1, verdict(2), 1.0, 2.0, 3.0)
+ENTRY = VerdictEntry(1, verdict(2), 1.0, 2.0, 3.0)
 
 
 def names(path: Path) -> list[str]:
@@ -30,8 +30,11 @@ def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(
 ) -> None:
     async def check() -> None:
         says = Says(verdict(2, since_s=time.monotonic() - 4))
-        parts = Parts(
-            Probe(), SampleReader(PLAN, time.monotonic() - 5), says, policy=Policy(sustained_s=0.0)
+        parts = DaemonComponents(
+            Probe(),
+            SampleReader(PLAN, time.monotonic() - 5),
+            says,
+            policy=EnforcementPolicy(sustained_s=0.0),
         )
         async with running(settings(events=Path("/dev/full")), parts) as url:
 

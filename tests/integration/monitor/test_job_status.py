@@ -1,4 +1,4 @@
-"""A real keepstep job, watched by a real monitor: the page's story is the coordinator's."""
+"""A real keepstep job, watched by a real monitor: the page's job status is the coordinator's."""
 
 import asyncio
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from examples.local_cluster import LocalCluster
-from keepstep.elastic.monitor_bridge.job_status import story_of
+from keepstep.elastic.monitor_bridge.job_status import job_status_of
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.monitor.running import get, until
 
@@ -39,7 +39,7 @@ def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
     with LocalCluster(
-        "story", [str(script)], nnodes="1", workers=2, log=tmp_path / "agents"
+        "job_status", [str(script)], nnodes="1", workers=2, log=tmp_path / "agents"
     ) as cluster:
         cluster.start("node-a")
         cluster.wait_until(lambda view: view.snapshot is not None, 90)
@@ -52,7 +52,7 @@ def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
             "--store",
             cluster.url,
             "--job",
-            "story",
+            "job_status",
         ]
         monitor = subprocess.Popen(
             [*command, "--port", "0", "--open-page"], stdout=subprocess.PIPE, text=True
@@ -81,7 +81,7 @@ async def story_at(url: str) -> dict[str, Any]:
     told: dict[str, Any] = {}
 
     async def tells_of_a_snapshot() -> bool:
-        told.update((await (await get(url, "/v1/overview")).json())["story"] or {})
+        told.update((await (await get(url, "/v1/overview")).json())["job_status"] or {})
         return bool(told.get("snapshot_step"))
 
     await until(tells_of_a_snapshot)
@@ -89,4 +89,4 @@ async def story_at(url: str) -> dict[str, Any]:
 
 
 def test_job_without_a_generation_has_no_story() -> None:
-    assert story_of(View()) is None
+    assert job_status_of(View()) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
 from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from keepstep.monitor.node.node_series import (
     GPU_SERIES,
@@ -47,7 +47,9 @@ class FullProbe:
 def scraped() -> str:
     async def scrape() -> str:
         reader = SampleReader(Plan(), time.monotonic() - 8)
-        parts = Parts(FullProbe(), reader, Says(verdict(3)), teller=SampleTeller(time.time() - 100))
+        parts = DaemonComponents(
+            FullProbe(), reader, Says(verdict(3)), job_status_source=SampleTeller(time.time() - 100)
+        )
         async with running(Settings("run7", "node-a", SECRET, read_every_s=0.05), parts) as url:
             text = ""
 

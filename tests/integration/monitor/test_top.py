@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from keepstep.monitor.cli.top import address_and_token, render, show, strip
-from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.views.pages import overview
 from keepstep.monitor.watch.watch import Watch
@@ -33,18 +33,18 @@ def test_strip_shows_what_stands_out_without_colours() -> None:
 def test_ranks_verdicts_and_goodput_fit_a_terminal_of_100_columns() -> None:
     async def ask() -> str:
         plan = Plan(ranks=4, steps=60, step_s=0.2, hang=(2, 41))
-        parts = Parts(
+        parts = DaemonComponents(
             Probe(),
             SampleReader(plan, time.monotonic() - 20),
             Says(verdict(2)),
-            teller=SampleTeller(time.time() - 200),
+            job_status_source=SampleTeller(time.time() - 200),
         )
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
             told: dict[str, Any] = {}
 
             async def has_concluded() -> bool:
                 told.update(await (await get(url, "/v1/overview")).json())
-                return bool(told["verdicts"] and told["story"])
+                return bool(told["verdicts"] and told["job_status"])
 
             await until(has_concluded)
             heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
@@ -68,7 +68,7 @@ def test_where_no_rank_is_heard_of_that_is_said_and_which_jobs_are_here(
     async def ask() -> str:
         reader = SampleReader(Plan(ranks=2), time.monotonic(), ranks=[])
         async with running(
-            settings(), Parts(Probe(), reader, Says(), recorded=lambda: ("run6", "run8"))
+            settings(), DaemonComponents(Probe(), reader, Says(), recorded=lambda: ("run6", "run8"))
         ) as url:
             told = await (await get(url, "/v1/overview")).json()
             heat = await (await get(url, "/v1/heat?columns=40&rows=256")).json()
@@ -86,7 +86,7 @@ def test_where_no_rank_is_heard_of_that_is_said_and_which_jobs_are_here(
 
 def test_top_once_prints_and_without_a_daemon_says_so() -> None:
     async def ask() -> None:
-        parts = Parts(Probe(), SampleReader(Plan(ranks=2), time.monotonic() - 5), Says())
+        parts = DaemonComponents(Probe(), SampleReader(Plan(ranks=2), time.monotonic() - 5), Says())
         async with running(Settings("run7", "node-a", SECRET), parts) as url:
             # What `keepstep monitor` prints.
             address, token = address_and_token(f"{url}/#token={bearer_token(SECRET)}")
@@ -117,11 +117,11 @@ def test_rank_that_was_not_heard_of_for_a_while_is_not_said_to_be_alive() -> Non
     root = Watch("root", None, Probe(), Says(), now_s=lambda: now_s)
     for one in below:
         one.read()
-        root.hear(one.node, one.summary("", 0, 100))
+        root.receive(one.node, one.summary("", 0, 100))
     now_s += 41
     below[0].read()
-    root.hear("n0", below[0].summary("", 0, 100))
-    root.miss("n1", "no answer")
+    root.receive("n0", below[0].summary("", 0, 100))
+    root.record_failure("n1", "no answer")
     told = overview(root, "run7", None, tuple)
     assert [rank["state"] for rank in told["ranks"]] == ["alive", "alive", "unheard"]
     console = Console(width=120, record=True, file=io.StringIO())

@@ -16,11 +16,11 @@ import pytest
 from aiohttp import web
 
 from keepstep.monitor.daemon.assembly import diagnose
-from keepstep.monitor.daemon.daemon import Parts, Settings
+from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.telemetry.clocks import align
-from keepstep.monitor.tree.node_clocks import Clock, encode_clocks
+from keepstep.monitor.tree.node_clocks import NodeClock, encode_clocks
 from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import PLAN, Probe, Says, settings
@@ -34,18 +34,23 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
         says = Says(verdict(5))
         async with (
             running(
-                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2]))
+                settings("n0"),
+                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2])),
             ) as n0,
             running(
-                settings("n1"), Parts(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))
+                settings("n1"), DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))
             ) as n1,
             running(
-                settings("n2"), Parts(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7]))
+                settings("n2"),
+                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7])),
             ) as n2,
-            running(settings("rack0"), Parts(Probe(), children=lambda: (n0, n1))) as rack0,
-            running(settings("rack1"), Parts(Probe(), children=lambda: (n2,))) as rack1,
             running(
-                settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (rack0, rack1))
+                settings("rack0"), DaemonComponents(Probe(), children=lambda: (n0, n1))
+            ) as rack0,
+            running(settings("rack1"), DaemonComponents(Probe(), children=lambda: (n2,))) as rack1,
+            running(
+                settings("root"),
+                DaemonComponents(Probe(), diagnosis=says, children=lambda: (rack0, rack1)),
             ) as root,
         ):
 
@@ -88,17 +93,18 @@ def test_root_names_the_rank_from_digests_of_digests(
         begin_s = time.monotonic() - 2
         async with (
             running(
-                settings("n0"), Parts(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))
+                settings("n0"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))
             ) as n0,
             running(
-                settings("n1"), Parts(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))
+                settings("n1"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))
             ) as n1,
             running(
-                settings("n2"), Parts(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))
+                settings("n2"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))
             ) as n2,
-            running(settings("rack"), Parts(Probe(), children=lambda: (n0, n1))) as rack,
+            running(settings("rack"), DaemonComponents(Probe(), children=lambda: (n0, n1))) as rack,
             running(
-                settings("root"), Parts(Probe(), diagnosis=diagnose, children=lambda: (rack, n2))
+                settings("root"),
+                DaemonComponents(Probe(), diagnosis=diagnose, children=lambda: (rack, n2)),
             ) as root,
         ):
 
@@ -125,12 +131,16 @@ def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
         begin_s = time.monotonic() - 5
         says = Says()
         async with (
-            running(settings("old"), Parts(Probe(), Dead(PLAN, begin_s, "old", [0, 1]))) as old,
             running(
-                settings("new"), Parts(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2]))
+                settings("old"), DaemonComponents(Probe(), Dead(PLAN, begin_s, "old", [0, 1]))
+            ) as old,
+            running(
+                settings("new"),
+                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2])),
             ) as new,
             running(
-                settings("root"), Parts(Probe(), diagnosis=says, children=lambda: (old, new))
+                settings("root"),
+                DaemonComponents(Probe(), diagnosis=says, children=lambda: (old, new)),
             ) as root,
         ):
 
@@ -189,7 +199,7 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhe
         for node in order:
             below[node].read()
             below[node].digest()
-            root.hear(node, below[node].summary(*root.below.cursor(node), 256))
+            root.receive(node, below[node].summary(*root.child_registry.cursor(node), 256))
         root.digest()
         turn = root.diagnose()
         assert turn is not None
@@ -207,8 +217,8 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhe
     # Nor do they come back when all ranks of the new launch have died.
     new.alive = False
     below["a"].read()
-    root.hear("a", below["a"].summary(*root.below.cursor("a"), 256))
-    root.hear("b", below["b"].summary(*root.below.cursor("b"), 256))
+    root.receive("a", below["a"].summary(*root.child_registry.cursor("a"), 256))
+    root.receive("b", below["b"].summary(*root.child_registry.cursor("b"), 256))
     assert [kept.state.rank for kept in root.ranks()] == [0, 1]
 
 
@@ -217,11 +227,11 @@ def test_daemon_that_reads_what_its_child_reads_says_so() -> None:
         begin_s = time.monotonic() - 5
         async with (
             running(
-                settings("n0"), Parts(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))
+                settings("n0"), DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))
             ) as n0,
             running(
                 settings("n0"),
-                Parts(
+                DaemonComponents(
                     Probe(), SampleReader(PLAN, begin_s, "n0", [0]), Says(), children=lambda: (n0,)
                 ),
             ) as root,
@@ -242,11 +252,12 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
         other = Settings("run8", "n1", b"another secret", read_every_s=0.05)
         urls: list[str] = []
         async with running(
-            settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: tuple(urls))
+            settings("root"),
+            DaemonComponents(Probe(), diagnosis=Says(), children=lambda: tuple(urls)),
         ) as root:
             async with (
-                running(settings("n0"), Parts(Probe(), reader)) as n0,
-                running(other, Parts(Probe())) as n1,
+                running(settings("n0"), DaemonComponents(Probe(), reader)) as n0,
+                running(other, DaemonComponents(Probe())) as n1,
             ):
                 urls += [n0, n1]
 
@@ -275,10 +286,11 @@ def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
     async def check(pid: int) -> None:
         reader = SampleReader(PLAN, time.monotonic() - 2, "n0", [0], pids={0: pid})
         async with (
-            running(settings("n0"), Parts(Probe(), reader)) as n0,
-            running(settings("rack"), Parts(Probe(), children=lambda: (n0,))) as rack,
+            running(settings("n0"), DaemonComponents(Probe(), reader)) as n0,
+            running(settings("rack"), DaemonComponents(Probe(), children=lambda: (n0,))) as rack,
             running(
-                settings("root"), Parts(Probe(), diagnosis=Says(), children=lambda: (rack,))
+                settings("root"),
+                DaemonComponents(Probe(), diagnosis=Says(), children=lambda: (rack,)),
             ) as root,
         ):
 
@@ -322,13 +334,15 @@ def test_digests_are_made_in_the_jobs_time_however_nodes_clocks_differ(levels: i
         says = Says()
         async with AsyncExitStack() as stack:
             below = tuple([
-                await stack.enter_async_context(running(settings(node), Parts(Probe(), reader(node, rank))))
+                await stack.enter_async_context(running(settings(node), DaemonComponents(Probe(), reader(node, rank))))
                 for rank, node in enumerate(ahead_s)
             ])  # fmt: skip
             for level in range(1, levels):
-                rack = Parts(Probe(), children=partial(tuple, below))
+                rack = DaemonComponents(Probe(), children=partial(tuple, below))
                 below = (await stack.enter_async_context(running(settings(f"rack{level}"), rack)),)
-            root = Parts(Probe(), diagnosis=says, alignment=align, children=lambda: below)
+            root = DaemonComponents(
+                Probe(), diagnosis=says, alignment=align, children=lambda: below
+            )
             await stack.enter_async_context(running(settings("root"), root))
 
             async def is_aligned() -> bool:
@@ -362,11 +376,13 @@ def test_root_outlives_a_child_that_is_something_else() -> None:
             async with (
                 running(
                     settings("n1"),
-                    Parts(Probe(), SampleReader(PLAN, time.monotonic() - 5, "n1", [1])),
+                    DaemonComponents(Probe(), SampleReader(PLAN, time.monotonic() - 5, "n1", [1])),
                 ) as other,
                 running(
                     settings("root", align_every_s=0.1),
-                    Parts(Probe(), reader, Says(), align, children=lambda: (*below, other)),
+                    DaemonComponents(
+                        Probe(), reader, Says(), align, children=lambda: (*below, other)
+                    ),
                 ) as root,
             ):
                 asked = 0
@@ -394,8 +410,8 @@ def test_clocks_that_are_none_are_refused_and_pages_without_token_may_not_set_th
             return answer.status
 
     async def check() -> None:
-        async with running(settings(opens_to_loopback=True), Parts(Probe())) as url:
-            good = encode_clocks({"n0": Clock(1.0, 0.1)})
+        async with running(settings(opens_to_loopback=True), DaemonComponents(Probe())) as url:
+            good = encode_clocks({"n0": NodeClock(1.0, 0.1)})
             assert await post(f"{url}/v1/clocks", good, "") == 401
             assert await post(f"{url}/v1/clocks", good, bearer_token(SECRET)) == 204
             for bad in (

@@ -57,13 +57,13 @@ class DictStorage:
         return start
 
     @property
-    def repeats(self) -> bool:
+    def supports_links(self) -> bool:
         return False
 
-    def repeat(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
+    def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
         return False
 
-    def announce(self, name: str, offset: int, nbytes: int) -> None:
+    def prefetch(self, name: str, offset: int, nbytes: int) -> None:
         assert offset + nbytes <= len(self.objects[name]), "only what is there is read"
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -73,7 +73,7 @@ class DictStorage:
     def create(self, name: str, data: bytes) -> None:
         self.objects[name] = data
 
-    def settle(self, names: Sequence[str]) -> None:
+    def flush(self, names: Sequence[str]) -> None:
         assert set(names) <= self.objects.keys()
 
     def exists(self, name: str) -> bool:

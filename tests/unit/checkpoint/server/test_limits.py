@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.server.limits import Allowance
+from keepstep.checkpoint.server.limits import RateLimiter
 
 
 @given(
@@ -11,22 +11,22 @@ from keepstep.checkpoint.server.limits import Allowance
 def test_no_more_is_moved_than_the_time_allows(
     draws: list[tuple[int, float]], bytes_per_s: int
 ) -> None:
-    allowance, now_s, moved = Allowance(bytes_per_s), 0.0, 0
+    allowance, now_s, moved = RateLimiter(bytes_per_s), 0.0, 0
     for nbytes, later_s in draws:
         now_s += later_s
-        begins_s = now_s + allowance.draw(nbytes, now_s)
+        begins_s = now_s + allowance.reserve(nbytes, now_s)
         # All that was moved before this had its time.
         assert moved <= bytes_per_s * begins_s * (1 + 1e-9) + 1e-3
         moved += nbytes
 
 
 def test_after_a_pause_nothing_waits() -> None:
-    allowance = Allowance(100)
-    assert allowance.draw(100, 10.0) == 0.0
-    assert allowance.draw(100, 10.25) == pytest.approx(0.75)
-    assert allowance.draw(1, 20.0) == 0.0
+    allowance = RateLimiter(100)
+    assert allowance.reserve(100, 10.0) == 0.0
+    assert allowance.reserve(100, 10.25) == pytest.approx(0.75)
+    assert allowance.reserve(1, 20.0) == 0.0
 
 
 def test_without_a_limit_nothing_waits_ever() -> None:
-    allowance = Allowance(0)
-    assert [allowance.draw(10**12, 0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
+    allowance = RateLimiter(0)
+    assert [allowance.reserve(10**12, 0.0) for _ in range(3)] == [0.0, 0.0, 0.0]

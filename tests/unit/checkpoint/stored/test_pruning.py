@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.stored.format import MANIFEST, REMOVED, StoredStep
-from keepstep.checkpoint.stored.pruning import Retention, leftovers, superfluous
+from keepstep.checkpoint.stored.pruning import RetentionPolicy, checkpoints_to_remove, find_garbage
 
 TENS = tuple(StoredStep(step, 1) for step in (10, 20, 30, 40, 50))
 LOSS = dict(zip(TENS, (3.0, 1.0, 2.0, 5.0, 4.0), strict=True))
 
 stored_steps = st.builds(StoredStep, st.integers(0, 8), st.integers(0, 3))
 retentions = st.builds(
-    Retention,
+    RetentionPolicy,
     last=st.integers(-1, 4),
     every=st.none() | st.integers(1, 4),
     best=st.none() | st.tuples(st.integers(0, 3), st.sampled_from(["min", "max"])),
@@ -36,41 +36,43 @@ names = st.lists(
 @pytest.mark.parametrize(
     ("retention", "kept"),
     [
-        (Retention(), [50]),
-        (Retention(last=0), [50]),
-        (Retention(last=3), [30, 40, 50]),
-        (Retention(last=9), [10, 20, 30, 40, 50]),
-        (Retention(every=20), [20, 40, 50]),
-        (Retention(best=(2, "min")), [20, 30, 50]),
-        (Retention(best=(1, "max")), [40, 50]),
-        (Retention(pinned=frozenset({10, 60})), [10, 50]),
+        (RetentionPolicy(), [50]),
+        (RetentionPolicy(last=0), [50]),
+        (RetentionPolicy(last=3), [30, 40, 50]),
+        (RetentionPolicy(last=9), [10, 20, 30, 40, 50]),
+        (RetentionPolicy(every=20), [20, 40, 50]),
+        (RetentionPolicy(best=(2, "min")), [20, 30, 50]),
+        (RetentionPolicy(best=(1, "max")), [40, 50]),
+        (RetentionPolicy(pinned=frozenset({10, 60})), [10, 50]),
         (
-            Retention(last=2, every=30, best=(1, "min"), pinned=frozenset({10})),
+            RetentionPolicy(last=2, every=30, best=(1, "min"), pinned=frozenset({10})),
             [10, 20, 30, 40, 50],
         ),
     ],
 )
-def test_what_a_policy_does_not_name_is_superfluous(retention: Retention, kept: list[int]) -> None:
-    gone = superfluous(TENS[::-1], retention, LOSS)
+def test_what_a_policy_does_not_name_is_superfluous(
+    retention: RetentionPolicy, kept: list[int]
+) -> None:
+    gone = checkpoints_to_remove(TENS[::-1], retention, LOSS)
     assert gone == tuple(stored for stored in TENS if stored.step not in kept)
 
 
 def test_a_policy_by_a_metric_that_nobody_saved_keeps_the_newest() -> None:
-    assert superfluous(TENS, Retention(best=(2, "min"))) == TENS[:-1]
+    assert checkpoints_to_remove(TENS, RetentionPolicy(best=(2, "min"))) == TENS[:-1]
 
 
 @pytest.mark.parametrize("way", ["min", "max"])
 def test_a_loss_that_is_no_number_is_not_the_best(way: str) -> None:
     diverged = {**LOSS, TENS[0]: math.nan, TENS[2]: math.nan}
     best = TENS[1] if way == "min" else TENS[3]
-    assert best not in superfluous(TENS, Retention(best=(1, way)), diverged)
-    assert TENS[0] in superfluous(TENS, Retention(best=(9, way)), diverged)
+    assert best not in checkpoints_to_remove(TENS, RetentionPolicy(best=(1, way)), diverged)
+    assert TENS[0] in checkpoints_to_remove(TENS, RetentionPolicy(best=(9, way)), diverged)
 
 
 def test_of_one_step_only_the_newest_generation_is_kept() -> None:
     again = [StoredStep(step, generation) for step in (10, 20) for generation in (3, 1, 2)]
-    every = Retention(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
-    gone = superfluous(again, every, dict.fromkeys(again, 1.0))
+    every = RetentionPolicy(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
+    gone = checkpoints_to_remove(again, every, dict.fromkeys(again, 1.0))
     assert gone == tuple(StoredStep(step, generation) for step in (10, 20) for generation in (1, 2))
 
 
@@ -80,9 +82,9 @@ def test_of_one_step_only_the_newest_generation_is_kept() -> None:
     st.dictionaries(stored_steps, st.floats()),
 )
 def test_the_newest_checkpoint_is_never_superfluous(
-    steps: list[StoredStep], retention: Retention, metric: dict[StoredStep, float]
+    steps: list[StoredStep], retention: RetentionPolicy, metric: dict[StoredStep, float]
 ) -> None:
-    gone = superfluous(steps, retention, metric)
+    gone = checkpoints_to_remove(steps, retention, metric)
     newest = max(steps, key=lambda stored: (stored.step, stored.generation))
     assert newest not in gone
 
@@ -96,8 +98,8 @@ def test_what_is_no_checkpoint_is_noted_first_and_deleted_after_its_time() -> No
         f"{removed}/zarr.json",
         f"{removed}/{REMOVED}",
     ]
-    assert leftovers(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((left,), ())
-    assert leftovers(present, {removed: 100.0, left: 159.0}, now=160.0, grace_s=60.0) == (
+    assert find_garbage(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((left,), ())
+    assert find_garbage(present, {removed: 100.0, left: 159.0}, now=160.0, grace_s=60.0) == (
         (),
         (removed,),
     )
@@ -106,14 +108,14 @@ def test_what_is_no_checkpoint_is_noted_first_and_deleted_after_its_time() -> No
 def test_without_grace_all_that_is_no_checkpoint_is_deleted_at_once() -> None:
     whole, left = (stored.directory for stored in TENS[:2])
     present = [f"{whole}/{MANIFEST}", f"{left}/zarr.json", "notes/zarr.json", "zarr.json"]
-    assert leftovers(present, {}, now=0.0, grace_s=0.0) == ((), (left,))
+    assert find_garbage(present, {}, now=0.0, grace_s=0.0) == ((), (left,))
 
 
 @given(names, st.dictionaries(directories, st.floats(0, 100)), st.floats(0, 200), st.floats(0, 100))
 def test_what_has_a_manifest_is_never_doomed(
     present: list[str], noted: dict[str, float], now: float, grace_s: float
 ) -> None:
-    fresh, doomed = leftovers(present, noted, now=now, grace_s=grace_s)
+    fresh, doomed = find_garbage(present, noted, now=now, grace_s=grace_s)
     for directory in fresh + doomed:
         assert StoredStep.parse(directory)
         assert f"{directory}/{MANIFEST}" not in present

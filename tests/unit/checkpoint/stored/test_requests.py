@@ -38,10 +38,10 @@ class Found:
 
 def test_request_that_was_given_up_and_fails_then_does_not_end_the_one_sent_again() -> None:
     store = Store(ConnectionError("reset by peer"), Found())
-    assert ObjectStorage("s3://bucket", store, patience_s=0.05).read("a") == b"content"
+    assert ObjectStorage("s3://bucket", store, request_timeout_s=0.05).read("a") == b"content"
 
 
 def test_when_all_requests_have_failed_the_error_is_told() -> None:
     store = Store(ConnectionError("reset by peer"), ConnectionError("reset once more"))
     with pytest.raises(CheckpointError, match="reset"):
-        ObjectStorage("s3://bucket", store, patience_s=0.05).read("a")
+        ObjectStorage("s3://bucket", store, request_timeout_s=0.05).read("a")

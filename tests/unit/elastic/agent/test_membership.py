@@ -10,8 +10,8 @@ import pytest
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.errors import StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Publish
-from keepstep.elastic.rendezvous.decide import Policy
-from keepstep.elastic.rendezvous.records import NodeRecord, Phase
+from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord
 from keepstep.elastic.rendezvous.view import Keys, from_listing
 from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put
 from keepstep.elastic.store.memory import MemoryStore
@@ -27,7 +27,9 @@ RECORD = NodeRecord(
     digest="d",
     warm=True,
 )
-POLICY = Policy(min_nodes=1, max_nodes=1, last_call_s=0.0, quorum_timeout_s=60.0, max_restarts=2)
+POLICY = RendezvousPolicy(
+    min_nodes=1, max_nodes=1, last_call_s=0.0, quorum_timeout_s=60.0, max_restarts=2
+)
 
 
 class Doubtful(MemoryStore):
@@ -56,7 +58,7 @@ class Doubtful(MemoryStore):
 def test_member_joins_leads_and_finishes_though_writes_are_not_confirmed(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepstep.elastic.agent.membership._DOUBT_S", 0.01)
+    monkeypatch.setattr("keepstep.elastic.agent.membership._UNKNOWN_WRITE_WAIT_S", 0.01)
 
     async def publish(_: Publish) -> None:
         raise AssertionError("nothing is stored here")
@@ -74,16 +76,16 @@ def test_member_joins_leads_and_finishes_though_writes_are_not_confirmed(
 
         async with asyncio.timeout(30):
             await until("generation")
-            membership.update(phase=Phase.RUNNING, generation=1, step=3)
-            membership.update(phase=Phase.DONE)
+            membership.update(phase=NodePhase.RUNNING, generation=1, step=3)
+            membership.update(phase=NodePhase.DONE)
             await until("result")
         running.cancel()
         await asyncio.wait([running])
         assert membership.view.result is not None
         assert membership.view.result.succeeded
-        assert membership.view.number == 1
+        assert membership.view.generation_number == 1
         view = from_listing(Keys("job"), await store.read(Keys("job").prefix))
-        assert view.nodes["a"].record == replace(membership.record, phase=Phase.DONE)
+        assert view.nodes["a"].record == replace(membership.record, phase=NodePhase.DONE)
         await membership.leave()
 
     asyncio.run(scenario())

@@ -13,20 +13,21 @@ from typing import Any
 
 import pytest
 
-from keepstep.elastic.agent.peer_connections import Gate, Links, _prove, probe
-from keepstep.elastic.rendezvous.records import NodeRecord, Report, SnapshotId
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections, _prove, probe
+from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport
 
 HOST = "127.0.0.1"
 SECRET = b"the job's"
 
 AGENT = """
 import asyncio
-from keepstep.elastic.agent.peer_connections import Gate
+from keepstep.elastic.agent.peer_connections import AgentListener
 
 async def live():
-    gate = await Gate.open("a", "127.0.0.1")
-    gate.admit(b"the job's", lambda report: print(report.step, flush=True))
-    print(gate.port, flush=True)
+    listener = await AgentListener.open("a", "127.0.0.1")
+    listener.accept_reports(b"the job's", lambda report: print(report.step, flush=True))
+    print(listener.port, flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(live())
@@ -57,33 +58,33 @@ def agent_at(port: int, host: str = HOST) -> NodeRecord:
     )
 
 
-def report_of(step: int) -> Report:
-    return Report("b", 8, 1, step, (SnapshotId(1, step),))
+def report_of(step: int) -> NodeReport:
+    return NodeReport("b", 8, 1, step, (SnapshotId(1, step),))
 
 
 @asynccontextmanager
 async def watching(
     secret: bytes = SECRET,
-) -> AsyncIterator[tuple[Links, asyncio.Queue[NodeRecord]]]:
-    """Links, and whom they declare dead."""
+) -> AsyncIterator[tuple[PeerConnections, asyncio.Queue[NodeRecord]]]:
+    """PeerConnections, and whom they declare dead."""
     declared: asyncio.Queue[NodeRecord] = asyncio.Queue()
-    links = Links(secret, declared.put)
+    connections = PeerConnections(secret, declared.put)
     try:
-        yield links, declared
+        yield connections, declared
     finally:
-        await links.close()
+        await connections.close()
 
 
 @asynccontextmanager
-async def gate_of(node: str) -> AsyncIterator[tuple[Gate, asyncio.Queue[Report]]]:
-    """An agent's gate, and what it hears."""
-    heard: asyncio.Queue[Report] = asyncio.Queue()
-    gate = await Gate.open(node, HOST)
-    gate.admit(SECRET, heard.put_nowait)
+async def listening(node: str) -> AsyncIterator[tuple[AgentListener, asyncio.Queue[NodeReport]]]:
+    """An agent's listener, and what it hears."""
+    heard: asyncio.Queue[NodeReport] = asyncio.Queue()
+    listener = await AgentListener.open(node, HOST)
+    listener.accept_reports(SECRET, heard.put_nowait)
     try:
-        yield gate, heard
+        yield listener, heard
     finally:
-        gate.close()
+        listener.close()
 
 
 @asynccontextmanager
@@ -105,23 +106,23 @@ async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 @dataclass
 class Stranger:
-    """Someone who says to a gate what it pleases."""
+    """Someone who says to a listener what it pleases."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     nonce: str
 
     @classmethod
-    async def at(cls, gate: Gate) -> Stranger:
-        reader, writer = await asyncio.open_connection(HOST, gate.port)
+    async def at(cls, listener: AgentListener) -> Stranger:
+        reader, writer = await asyncio.open_connection(HOST, listener.port)
         _, nonce = (await reader.readline()).decode().split()
         return cls(reader, writer, nonce)
 
-    def say(self, secret: bytes, report: Report) -> None:
+    def say(self, secret: bytes, report: NodeReport) -> None:
         self.writer.write(_prove(secret, self.nonce) + b"\n" + report.encode() + b"\n")
 
     async def finish(self) -> None:
-        """Return once the gate has taken in all that was said."""
+        """Return once the listener has taken in all that was said."""
         self.writer.write_eof()
         await self.reader.read()
         self.writer.close()
@@ -129,10 +130,10 @@ class Stranger:
 
 def test_reports_are_heard_in_turn() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, heard), watching() as (links, _):
-            links.watch([agent_at(gate.port)])
+        async with listening("a") as (listener, heard), watching() as (connections, _):
+            connections.watch([agent_at(listener.port)])
             for step in (1, 2, 3):
-                links.report(report_of(step))
+                connections.report(report_of(step))
                 assert await heard.get() == report_of(step)
 
     play(scenario())
@@ -140,9 +141,9 @@ def test_reports_are_heard_in_turn() -> None:
 
 def test_only_who_knows_the_secret_is_heard() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, heard):
+        async with listening("a") as (listener, heard):
             for step, secret in enumerate((b"another", SECRET, b"")):
-                stranger = await Stranger.at(gate)
+                stranger = await Stranger.at(listener)
                 stranger.say(secret, report_of(step))
                 await stranger.finish()
             assert heard.get_nowait() == report_of(1)
@@ -153,8 +154,8 @@ def test_only_who_knows_the_secret_is_heard() -> None:
 
 def test_a_proof_that_was_overheard_is_worth_nothing() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, heard):
-            overheard, stranger = await Stranger.at(gate), await Stranger.at(gate)
+        async with listening("a") as (listener, heard):
+            overheard, stranger = await Stranger.at(listener), await Stranger.at(listener)
             stranger.nonce = overheard.nonce
             stranger.say(SECRET, report_of(1))
             for one in (stranger, overheard):
@@ -166,10 +167,10 @@ def test_a_proof_that_was_overheard_is_worth_nothing() -> None:
 
 def test_who_lacks_the_secret_stays_connected() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, heard):
-            stranger, other = await Stranger.at(gate), await Stranger.at(gate)
+        async with listening("a") as (listener, heard):
+            stranger, other = await Stranger.at(listener), await Stranger.at(listener)
             stranger.say(b"another", report_of(1))
-            # By the end of a whole exchange that began later, the gate has answered the stranger, if it ever does.
+            # By the end of a whole exchange that began later, the listener has answered the stranger, if it ever does.
             other.say(SECRET, report_of(2))
             await other.finish()
             assert heard.get_nowait() == report_of(2)
@@ -182,7 +183,7 @@ def test_who_lacks_the_secret_stays_connected() -> None:
 def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> None:
     async def scenario() -> None:
         async with (
-            watching() as (links, declared),
+            watching() as (connections, declared),
             watching(b"another") as (other_links, other_declared),
         ):
             process = await asyncio.create_subprocess_exec(
@@ -192,8 +193,8 @@ def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> 
                 assert process.stdout is not None
                 agent = agent_at(int(await process.stdout.readline()))
                 other_links.watch([agent])
-                links.watch([agent])
-                links.report(report_of(5))
+                connections.watch([agent])
+                connections.report(report_of(5))
                 assert await process.stdout.readline() == b"5\n"
                 assert declared.empty()
                 assert other_declared.empty()
@@ -208,10 +209,10 @@ def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> 
 
 def test_an_agent_whose_gate_is_closed_is_declared_dead() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, _):
-            agent = agent_at(gate.port)
-        async with watching() as (links, declared):
-            links.watch([agent])
+        async with listening("a") as (listener, _):
+            agent = agent_at(listener.port)
+        async with watching() as (connections, declared):
+            connections.watch([agent])
             assert await declared.get() == agent
 
     play(scenario())
@@ -219,10 +220,13 @@ def test_an_agent_whose_gate_is_closed_is_declared_dead() -> None:
 
 def test_another_name_in_an_agents_place_means_that_it_is_dead() -> None:
     async def scenario() -> None:
-        async with gate_of("successor") as (gate, heard), watching() as (links, declared):
-            agent = agent_at(gate.port)
-            links.report(report_of(1))
-            links.watch([agent])
+        async with (
+            listening("successor") as (listener, heard),
+            watching() as (connections, declared),
+        ):
+            agent = agent_at(listener.port)
+            connections.report(report_of(1))
+            connections.watch([agent])
             assert await declared.get() == agent
             assert heard.empty()
 
@@ -232,16 +236,16 @@ def test_another_name_in_an_agents_place_means_that_it_is_dead() -> None:
 def test_a_new_leader_hears_the_newest_report_at_once() -> None:
     async def scenario() -> None:
         async with (
-            gate_of("a") as (gate, heard),
-            gate_of("a") as (later, later_heard),
-            watching() as (links, _),
+            listening("a") as (listener, heard),
+            listening("a") as (later, later_heard),
+            watching() as (connections, _),
         ):
             for step in (1, 2):
-                links.report(report_of(step))
-            links.watch([agent_at(gate.port)])
+                connections.report(report_of(step))
+            connections.watch([agent_at(listener.port)])
             assert await heard.get() == report_of(2)
-            links.watch(())
-            links.watch([agent_at(later.port)])
+            connections.watch(())
+            connections.watch([agent_at(later.port)])
             assert await later_heard.get() == report_of(2)
             assert heard.empty()
 
@@ -254,17 +258,17 @@ def test_a_connection_that_ends_is_made_anew_and_the_newest_report_sent_again(
     monkeypatch.setattr("keepstep.elastic.agent.peer_connections._RETRY_S", 0.0)
 
     async def scenario() -> None:
-        heard: asyncio.Queue[Report] = asyncio.Queue()
+        heard: asyncio.Queue[NodeReport] = asyncio.Queue()
 
         async def hear_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"a nonce\n")
             await reader.readline()
-            heard.put_nowait(Report.decode(await reader.readline()))
+            heard.put_nowait(NodeReport.decode(await reader.readline()))
 
         # A silence proves no death, even right after a connection has ended.
-        async with watching() as (links, declared), acting(hear_one, say_nothing) as port:
-            links.report(report_of(4))
-            links.watch([agent_at(port)])
+        async with watching() as (connections, declared), acting(hear_one, say_nothing) as port:
+            connections.report(report_of(4))
+            connections.watch([agent_at(port)])
             for _ in range(3):
                 assert await heard.get() == report_of(4)
             assert declared.empty()
@@ -274,8 +278,8 @@ def test_a_connection_that_ends_is_made_anew_and_the_newest_report_sent_again(
 
 def test_a_probe_tells_a_living_agent_from_one_that_is_gone() -> None:
     async def scenario() -> None:
-        async with gate_of("a") as (gate, _), gate_of("b") as (other, _):
-            agent = agent_at(gate.port)
+        async with listening("a") as (listener, _), listening("b") as (other, _):
+            agent = agent_at(listener.port)
             assert await probe(agent) is True
             assert await probe(agent_at(other.port)) is False
         assert await probe(agent) is False

@@ -9,25 +9,25 @@ import pytest
 from rich.console import Console
 
 from keepstep.elastic.cli.status import render, summary
-from keepstep.elastic.monitor_bridge.verdicts import held, is_news, requests
+from keepstep.elastic.monitor_bridge.verdicts import needs_publishing, published_verdicts, requests
 from keepstep.elastic.rendezvous.actions import Close
-from keepstep.elastic.rendezvous.decide import Deliberation, Policy, decide
+from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
 from keepstep.elastic.rendezvous.records import (
     Closing,
     Eviction,
+    Failure,
     Generation,
-    HeldVerdicts,
     History,
     Member,
+    NodePhase,
     NodeRecord,
-    Phase,
+    PublishedVerdicts,
     Recovery,
     RestartRequest,
-    Trouble,
 )
-from keepstep.elastic.rendezvous.view import Joined, Keys, View, apply
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View, apply
 from keepstep.elastic.store.contract import Change, KeyValue, Put
-from keepstep.monitor.diagnosis.policy import Action, ActionKind
+from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 KEYS = Keys("job")
@@ -48,9 +48,9 @@ def view_of(number: int = 3, **changes: Any) -> View:
         Member(name, "h", 2, 2 * place, "h:1", "tcp:h:2") for place, name in enumerate("ab")
     )
     nodes = {
-        name: Joined(
+        name: JoinedNode(
             NodeRecord(
-                name, "h", 2, "h:1", "tcp:h:2", 5, 7, "d", warm=True, generation=number, phase=Phase.RUNNING
+                name, "h", 2, "h:1", "tcp:h:2", 5, 7, "d", warm=True, generation=number, phase=NodePhase.RUNNING
             ),
             place,
         )
@@ -69,13 +69,13 @@ def with_keys(view: View, *puts: Put) -> View:
     )
 
 
-def told(*verdicts: Verdict, generation: int = 3, wall_s: float = 1000.0) -> HeldVerdicts:
-    return held(verdicts, generation, 100.0, wall_s)
+def told(*verdicts: Verdict, generation: int = 3, wall_s: float = 1000.0) -> PublishedVerdicts:
+    return published_verdicts(verdicts, generation, 100.0, wall_s)
 
 
 def test_verdicts_come_back_from_the_coordinator_with_evidence_cost_and_wall_time() -> None:
     put = Put(KEYS.single("verdicts"), told(SLOW, HANG).encode())
-    worst, other = with_keys(view_of(), put).held_verdicts
+    worst, other = with_keys(view_of(), put).current_verdicts
     assert (worst.subject, worst.ranks, worst.node) == ("rank 2 on b", (2,), "b")
     assert (worst.syndrome, worst.cost_s_per_step, worst.since_s) == (
         Syndrome.NON_COMMUNICATION_HANG,
@@ -90,7 +90,7 @@ def test_verdicts_come_back_from_the_coordinator_with_evidence_cost_and_wall_tim
 def test_verdicts_of_another_generation_are_ignored(generation: int) -> None:
     put = Put(KEYS.single("verdicts"), told(HANG, generation=generation).encode())
     view = with_keys(view_of(), put)
-    assert view.held_verdicts == ()
+    assert view.current_verdicts == ()
     assert summary(view, 1000.0)["verdicts"] == []
 
 
@@ -111,14 +111,16 @@ def test_what_is_kept_is_bounded_whatever_is_told_and_the_costliest_come_first()
 
 
 def test_evidence_that_grows_older_is_written_only_now_and_then() -> None:
-    assert is_news(None, told(HANG))
-    assert is_news(None, told())
-    assert not is_news(told(HANG), told(generation=4))
-    assert not is_news(told(HANG), told(replace(HANG, evidence=("a second later",)), wall_s=1001.0))
-    assert is_news(told(HANG), told(HANG, wall_s=1006.0))
-    assert is_news(told(HANG), told(HANG, SLOW))
-    assert is_news(told(HANG), told())
-    assert not is_news(told(), told(wall_s=2000.0))
+    assert needs_publishing(None, told(HANG))
+    assert needs_publishing(None, told())
+    assert not needs_publishing(told(HANG), told(generation=4))
+    assert not needs_publishing(
+        told(HANG), told(replace(HANG, evidence=("a second later",)), wall_s=1001.0)
+    )
+    assert needs_publishing(told(HANG), told(HANG, wall_s=1006.0))
+    assert needs_publishing(told(HANG), told(HANG, SLOW))
+    assert needs_publishing(told(HANG), told())
+    assert not needs_publishing(told(), told(wall_s=2000.0))
 
 
 def test_status_shows_who_what_cost_and_evidence() -> None:
@@ -145,7 +147,7 @@ def test_status_shows_a_reason_with_brackets_in_it() -> None:
 def test_a_restart_is_a_request_to_the_node_that_has_the_rank() -> None:
     view = view_of()
     asked = requests(
-        KEYS, view, Action(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,))
+        KEYS, view, EnforcementAction(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,))
     )
     view = with_keys(view, *asked)
     assert view.restarts_on("a") == ()
@@ -158,7 +160,9 @@ def test_a_restart_is_a_request_to_the_node_that_has_the_rank() -> None:
 
 def test_a_request_of_an_older_generation_restarts_nobody() -> None:
     asked = requests(
-        KEYS, view_of(2), Action(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,))
+        KEYS,
+        view_of(2),
+        EnforcementAction(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,)),
     )
     assert with_keys(view_of(3), *asked).restarts_on("b") == ()
 
@@ -166,7 +170,9 @@ def test_a_request_of_an_older_generation_restarts_nobody() -> None:
 def test_a_replacement_is_an_eviction_with_the_verdict_as_reason() -> None:
     ecc = replace(HANG, syndrome=Syndrome.DEVICE_ERROR, cost_s_per_step=0.0)
     asked = requests(
-        KEYS, view_of(), Action(ActionKind.REPLACE_NODE, ecc.subject, ecc, "", nodes=("b",))
+        KEYS,
+        view_of(),
+        EnforcementAction(ActionKind.REPLACE_NODE, ecc.subject, ecc, "", nodes=("b",)),
     )
     assert asked == (
         Put(
@@ -179,7 +185,7 @@ def test_a_replacement_is_an_eviction_with_the_verdict_as_reason() -> None:
 def test_who_hangs_on_a_node_that_is_replaced_is_not_waited_for() -> None:
     view = view_of()
     asked = requests(
-        KEYS, view, Action(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",))
+        KEYS, view, EnforcementAction(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",))
     )
     view = with_keys(view, *asked)
     assert list(view.evictions) == ["b"]
@@ -187,11 +193,11 @@ def test_who_hangs_on_a_node_that_is_replaced_is_not_waited_for() -> None:
 
 
 def test_a_stranger_is_neither_restarted_nor_evicted() -> None:
-    action = Action(
+    action = EnforcementAction(
         ActionKind.REPLACE_NODE, HANG.subject, replace(HANG, cost_s_per_step=1.0), "", nodes=("c",)
     )
     assert requests(KEYS, view_of(), action) == ()
-    action = Action(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(9,))
+    action = EnforcementAction(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(9,))
     assert requests(KEYS, view_of(), action) == ()
     assert requests(KEYS, View(), action) == ()
 
@@ -200,14 +206,16 @@ def test_a_request_ends_the_generation_with_the_verdict_as_reason_not_with_the_b
     None
 ):
     asked = requests(
-        KEYS, view_of(), Action(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,))
+        KEYS,
+        view_of(),
+        EnforcementAction(ActionKind.RESTART_WORKER, HANG.subject, HANG, "", ranks=(2,)),
     )
     view = with_keys(view_of(), *asked)
     broken = replace(
-        view.nodes["a"].record, trouble=Trouble("peer", "rank 0: connection closed", 5.0)
+        view.nodes["a"].record, failure=Failure("peer", "rank 0: connection closed", 5.0)
     )
     view = replace(view, nodes={**view.nodes, "a": replace(view.nodes["a"], record=broken)})
-    action = decide(Policy(2, 2), view, Deliberation(), 0.0, 1000.0).action
+    action = decide(RendezvousPolicy(2, 2), view, LeaderState(), 0.0, 1000.0).action
     assert action == Close(
         Closing(
             3,
@@ -222,9 +230,13 @@ def test_a_node_that_is_replaced_for_a_hang_is_said_to_be_evicted_and_nobody_wai
     None
 ):
     asked = requests(
-        KEYS, view_of(), Action(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",))
+        KEYS,
+        view_of(),
+        EnforcementAction(ActionKind.REPLACE_NODE, HANG.subject, HANG, "", nodes=("b",)),
     )
-    action = decide(Policy(1, 2), with_keys(view_of(), *asked), Deliberation(), 0.0, 1000.0).action
+    action = decide(
+        RendezvousPolicy(1, 2), with_keys(view_of(), *asked), LeaderState(), 0.0, 1000.0
+    ).action
     assert action == Close(
         Closing(3, "evicted b: non-communication hang: rank 2 never arrived", True, 1000.0)
     )

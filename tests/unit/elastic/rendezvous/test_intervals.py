@@ -11,13 +11,13 @@ from keepstep.elastic.rendezvous.intervals import (
     snapshot_every,
 )
 from keepstep.elastic.rendezvous.records import Recovery
-from keepstep.elastic.trainer.snapshot_interval import Pace
+from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 
 DAY_S = 86400.0
 
 
-def recovery(at_s: float, broke: bool) -> Recovery:
-    return Recovery(1, "", 8, at_s, at_s, at_s, at_s, at_s, 0, 0, "memory", broke)
+def recovery(at_s: float, after_failure: bool) -> Recovery:
+    return Recovery(1, "", 8, at_s, at_s, at_s, at_s, at_s, 0, 0, "memory", after_failure)
 
 
 def lost_share(interval_s: float, cost_s: float, apart_s: float) -> float:
@@ -59,35 +59,35 @@ def test_snapshots_that_cost_nothing_are_taken_at_every_step() -> None:
     )
 
 
-def measured(cost_s: float, every: int = 0) -> Pace:
-    pace = Pace(every, 1 / DAY_S)
+def measured(cost_s: float, every: int = 0) -> SnapshotInterval:
+    interval = SnapshotInterval(every, 1 / DAY_S)
     for step in range(20):
-        pace.note_step(step * 0.5)
-        pace.note_snapshot(cost_s)
-    return pace
+        interval.note_step(step * 0.5)
+        interval.note_snapshot(cost_s)
+    return interval
 
 
 def test_a_pace_that_was_given_is_kept() -> None:
-    pace = measured(0.01, every=4)
-    assert [step for step in range(1, 10) if pace.is_wanted(step, 0)] == [4, 8]
-    assert pace.news() is None
+    interval = measured(0.01, every=4)
+    assert [step for step in range(1, 10) if interval.is_wanted(step, 0)] == [4, 8]
+    assert interval.notable_change() is None
 
 
 def test_a_pace_of_its_own_is_measured_first() -> None:
-    assert all(Pace(0, 1 / DAY_S).is_wanted(step, step - 1) for step in range(1, 9))
-    pace = measured(0.01)
-    assert pace.every == snapshot_every(0.01, 0.5, 1 / DAY_S) > 50
-    assert not pace.is_wanted(pace.every, 1)
-    assert pace.is_wanted(pace.every + 1, 1)
+    assert all(SnapshotInterval(0, 1 / DAY_S).is_wanted(step, step - 1) for step in range(1, 9))
+    interval = measured(0.01)
+    assert interval.every == snapshot_every(0.01, 0.5, 1 / DAY_S) > 50
+    assert not interval.is_wanted(interval.every, 1)
+    assert interval.is_wanted(interval.every + 1, 1)
 
 
 def test_only_a_notable_change_of_pace_is_told() -> None:
-    pace = measured(0.01)
-    assert pace.news() == (pace.every, 0.01)
-    assert pace.news() is None
+    interval = measured(0.01)
+    assert interval.notable_change() == (interval.every, 0.01)
+    assert interval.notable_change() is None
     for _ in range(32):
-        pace.note_snapshot(0.011)
-    assert pace.news() is None
+        interval.note_snapshot(0.011)
+    assert interval.notable_change() is None
     for _ in range(32):
-        pace.note_snapshot(0.1)
-    assert pace.news() == (pace.every, 0.1)
+        interval.note_snapshot(0.1)
+    assert interval.notable_change() == (interval.every, 0.1)

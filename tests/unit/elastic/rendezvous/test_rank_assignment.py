@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
+    assign_groups,
     completed_by_storage,
-    grouped,
     newest_restorable,
-    with_adoptions,
+    with_shard_rebuilds,
 )
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
     Generation,
     Member,
     NodeRecord,
     SnapshotCommit,
-    SnapshotId,
-    StoredCheckpoint,
 )
-from keepstep.elastic.rendezvous.view import Joined, View
+from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 SNAPSHOT = SnapshotId(1, 6)
 
@@ -43,7 +43,7 @@ def members_of(groups: str) -> tuple[Member, ...]:
 
 def resumed(groups: str, parity: int, *present: NodeRecord) -> SnapshotCommit | None:
     generation = Generation(1, members_of(groups), "h", 1, "start", parity=parity)
-    nodes = {node.node: Joined(node, n) for n, node in enumerate(present)}
+    nodes = {node.node: JoinedNode(node, n) for n, node in enumerate(present)}
     return newest_restorable(View(nodes=nodes, generation=generation), generation)
 
 
@@ -74,13 +74,13 @@ def test_without_parity_every_shard_must_be_there() -> None:
 def test_what_more_losses_took_comes_from_storage_if_that_has_the_same_snapshot() -> None:
     commit = SnapshotCommit(SNAPSHOT, members_of("000"), 1)
     generation = Generation(1, members_of("000"), "h", 1, "start", parity=1)
-    left = View(nodes={"b": Joined(record("b"), 1)}, generation=generation, snapshot=commit)
+    left = View(nodes={"b": JoinedNode(record("b"), 1)}, generation=generation, snapshot=commit)
     assert newest_restorable(left, generation) is None
     assert completed_by_storage(left) is None
     for step, is_same in ((6, True), (5, False)):
-        found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(step, 1, "/c", 0.0)))
+        found = completed_by_storage(replace(left, checkpoint=CheckpointRecord(step, 1, "/c", 0.0)))
         assert (found is not None) == is_same
-    found = completed_by_storage(replace(left, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0)))
+    found = completed_by_storage(replace(left, checkpoint=CheckpointRecord(6, 1, "/c", 0.0)))
     assert found is not None
     assert ([holder.node for holder in found.holders], found.stored) == (["b"], "/c")
 
@@ -89,11 +89,11 @@ def test_a_snapshot_in_parts_is_never_rebuilt_from_parity() -> None:
     commit = SnapshotCommit(SNAPSHOT, members_of("000")[:2], 1, stored="/c")
     generation = Generation(2, members_of("00"), "h", 1, "lost c", parity=1)
     both = View(
-        nodes={n: Joined(record(n), 1) for n in "ab"}, generation=generation, snapshot=commit
+        nodes={n: JoinedNode(record(n), 1) for n in "ab"}, generation=generation, snapshot=commit
     )
     assert newest_restorable(both, generation) == commit
     one = replace(
-        both, nodes={"a": Joined(record("a"), 1)}, checkpoint=StoredCheckpoint(6, 1, "/c", 0.0)
+        both, nodes={"a": JoinedNode(record("a"), 1)}, checkpoint=CheckpointRecord(6, 1, "/c", 0.0)
     )
     assert newest_restorable(one, generation) is None
     found = completed_by_storage(one)
@@ -103,35 +103,36 @@ def test_a_snapshot_in_parts_is_never_rebuilt_from_parity() -> None:
 
 def test_who_is_a_lost_rank_now_rebuilds_its_shard_and_the_rest_is_dealt_in_turn() -> None:
     commit = SnapshotCommit(SNAPSHOT, members_of("000"), 1)
-    view = View(nodes={node: Joined(record(node), n) for n, node in enumerate("abx")})
+    view = View(nodes={node: JoinedNode(record(node), n) for n, node in enumerate("abx")})
     newcomer = Member("x", "h", 2, 4, "a", "tcp:x:1")
-    same_size = with_adoptions(commit, view, (*members_of("00"), newcomer))
-    assert [(adoption.rank, adoption.node) for adoption in same_size.adoptions] == [
+    same_size = with_shard_rebuilds(commit, view, (*members_of("00"), newcomer))
+    assert [(adoption.rank, adoption.node) for adoption in same_size.shard_rebuilds] == [
         (4, "x"),
         (5, "x"),
     ]
-    smaller = with_adoptions(commit, view, members_of("00"))
-    assert [(adoption.rank, adoption.node) for adoption in smaller.adoptions] == [
+    smaller = with_shard_rebuilds(commit, view, members_of("00"))
+    assert [(adoption.rank, adoption.node) for adoption in smaller.shard_rebuilds] == [
         (4, "a"),
         (5, "b"),
     ]
-    assert smaller.adoptions[0].server == "tcp:a:1"
+    assert smaller.shard_rebuilds[0].server == "tcp:a:1"
 
 
 def test_groups_carry_no_more_parity_than_they_can() -> None:
-    view = View(nodes={name: Joined(record(name), n) for n, name in enumerate("abc")})
-    assert grouped(members_of("0"), view, 8, 2)[1] == 0
-    assert grouped(members_of("00"), view, 8, 2)[1] == 1
-    assert grouped(members_of("000"), view, 8, 2)[1] == 2
+    view = View(nodes={name: JoinedNode(record(name), n) for n, name in enumerate("abc")})
+    assert assign_groups(members_of("0"), view, 8, 2)[1] == 0
+    assert assign_groups(members_of("00"), view, 8, 2)[1] == 1
+    assert assign_groups(members_of("000"), view, 8, 2)[1] == 2
 
 
 def test_nodes_of_one_domain_are_in_different_groups() -> None:
     view = View(
         nodes={
-            name: Joined(record(name, domain=f"rack{n // 2}"), n) for n, name in enumerate("abcd")
+            name: JoinedNode(record(name, domain=f"rack{n // 2}"), n)
+            for n, name in enumerate("abcd")
         }
     )
-    members, parity = grouped(members_of("0000"), view, 2, 1)
+    members, parity = assign_groups(members_of("0000"), view, 2, 1)
     assert parity == 1
     assert members[0].group != members[1].group
     assert members[2].group != members[3].group

@@ -4,25 +4,26 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.elastic.rendezvous.records import NodeRecord, Phase, Report, SnapshotId
-from keepstep.elastic.rendezvous.view import Joined, View, with_reports
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, NodeReport
+from keepstep.elastic.rendezvous.view import JoinedNode, View, with_reports
 
 RECORD = NodeRecord(
     node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=7, digest="d",
-    generation=3, phase=Phase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
+    generation=3, phase=NodePhase.RUNNING, step=10, sealed=(SnapshotId(3, 10),),
 )  # fmt: skip
-REPORT = Report(
+REPORT = NodeReport(
     "a", lease=7, generation=3, step=12, protected=(SnapshotId(3, 11), SnapshotId(3, 12))
 )
 
 
 def view_of(record: NodeRecord) -> View:
-    others = {"b": Joined(replace(RECORD, node="b", lease=8), 2)}
-    return View(revision=9, nodes={record.node: Joined(record, 1), **others})
+    others = {"b": JoinedNode(replace(RECORD, node="b", lease=8), 2)}
+    return View(revision=9, nodes={record.node: JoinedNode(record, 1), **others})
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.RUNNING])
-def test_a_report_replaces_what_the_record_says_is_held(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [NodePhase.STARTING, NodePhase.RUNNING])
+def test_a_report_replaces_what_the_record_says_is_held(phase: NodePhase) -> None:
     record = replace(RECORD, phase=phase)
     view = with_reports(view_of(record), {"a": REPORT})
     assert view == view_of(
@@ -46,12 +47,12 @@ def test_a_step_never_goes_back() -> None:
         pytest.param(replace(REPORT, node="c"), id="a stranger's"),
     ],
 )
-def test_a_report_of_another_time_or_node_changes_nothing(report: Report) -> None:
+def test_a_report_of_another_time_or_node_changes_nothing(report: NodeReport) -> None:
     view = view_of(RECORD)
     assert with_reports(view, {report.node: report}) == view
 
 
-@pytest.mark.parametrize("phase", [Phase.WAITING, Phase.DRAINED, Phase.DONE])
-def test_the_record_of_a_node_without_workers_is_the_last_word(phase: Phase) -> None:
+@pytest.mark.parametrize("phase", [NodePhase.WAITING, NodePhase.DRAINED, NodePhase.DONE])
+def test_the_record_of_a_node_without_workers_is_the_last_word(phase: NodePhase) -> None:
     view = view_of(replace(RECORD, phase=phase))
     assert with_reports(view, {"a": REPORT}) == view

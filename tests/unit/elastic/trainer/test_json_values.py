@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.json_values import from_plain, to_plain
+from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 
 keys = (
     st.text(max_size=3)
@@ -28,8 +28,8 @@ values = st.recursive(
 
 @given(values)
 def test_values_come_back_from_strict_json(value: Any) -> None:
-    text = json.dumps(to_plain("value", value), allow_nan=False)
-    assert from_plain(json.loads(text)) == value
+    text = json.dumps(to_json_value("value", value), allow_nan=False)
+    assert from_json_value(json.loads(text)) == value
 
 
 def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
@@ -39,8 +39,10 @@ def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
         "best": math.inf,
         ("a", 1): 2,
     }
-    stored = json.loads(json.dumps(to_plain("value", value)))
-    back = from_plain(stored, {"milestones": Counter({5: 1}), "betas": (0.0, 0.0), "best": 1.0})
+    stored = json.loads(json.dumps(to_json_value("value", value)))
+    back = from_json_value(
+        stored, {"milestones": Counter({5: 1}), "betas": (0.0, 0.0), "best": 1.0}
+    )
     assert back == value
     assert type(back["milestones"]) is Counter
     assert type(back["betas"]) is tuple
@@ -48,7 +50,7 @@ def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
 
 def test_what_cannot_be_saved_is_named_with_its_place() -> None:
     with pytest.raises(UsageError, match=r"extra 'c'\['rows'\]\[1\] is of type object"):
-        to_plain("extra 'c'", {"rows": [1, object()]})
+        to_json_value("extra 'c'", {"rows": [1, object()]})
 
 
 @pytest.mark.parametrize(
@@ -84,11 +86,11 @@ def test_a_scheduler_goes_on_where_it_was(make: Any) -> None:
 
     optimizer, scheduler = fresh()
     run(optimizer, scheduler, 3)
-    stored = json.loads(json.dumps(to_plain("scheduler", scheduler.state_dict())))
+    stored = json.loads(json.dumps(to_json_value("scheduler", scheduler.state_dict())))
     rate = optimizer.param_groups[0]["lr"]
     expected = run(optimizer, scheduler, 6)
 
     other, restored = fresh()
-    restored.load_state_dict(from_plain(stored, restored.state_dict()))
+    restored.load_state_dict(from_json_value(stored, restored.state_dict()))
     other.param_groups[0]["lr"] = rate
     assert run(other, restored, 6) == expected

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, diagnose
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, DiagnosisState, diagnose
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.verdicts import Verdict
 from tests.unit.monitor.diagnosis.trace_text import Trace, load
@@ -12,9 +12,9 @@ from tests.unit.monitor.diagnosis.trace_text import Trace, load
 CASES = sorted((Path(__file__).parent / "cases").glob("*.txt"))
 
 
-def watch(trace: Trace, every_s: float) -> tuple[Past, tuple[Verdict, ...]]:
+def watch(trace: Trace, every_s: float) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
     """Read the rings now and then, as a daemon does, each time only the last few seconds of them."""
-    past, verdicts, now_s = NO_PAST, (), every_s
+    past, verdicts, now_s = NO_DIAGNOSIS_STATE, (), every_s
     while now_s < trace.read_s + every_s:
         at_s = min(now_s, trace.read_s)
         dead, trace.dead = trace.dead, trace.dead if at_s == trace.read_s else set()
@@ -31,7 +31,7 @@ def told(verdicts: tuple[Verdict, ...]) -> list[str]:
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_case_has_its_verdict_and_no_other_in_one_reading(path: Path) -> None:
     trace = load(path)
-    _, verdicts = diagnose(trace.job(), {}, NO_PAST, trace.read_s, Thresholds())
+    _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, trace.read_s, Thresholds())
     assert told(verdicts) == sorted(trace.expected)
     assert all(one.evidence for one in verdicts)
 

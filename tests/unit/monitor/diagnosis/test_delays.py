@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, diagnose
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.delays import (
     delay_matrix,
     find_slow_links,
@@ -13,10 +13,10 @@ from keepstep.monitor.diagnosis.delays import (
     message_delays,
     unpack,
 )
-from keepstep.monitor.diagnosis.history import NOTHING, History
+from keepstep.monitor.diagnosis.history import NOTHING, StepSeries
 from keepstep.monitor.diagnosis.tables import MESSAGE, fold_messages
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds, Thresholds
-from keepstep.monitor.diagnosis.transfers import Fabric, find_slow_transfers, transfer_keys
+from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers, transfer_keys
 from keepstep.monitor.records import Communicator, JobRecords
 from tests.unit.monitor.diagnosis.trace_text import parse
 
@@ -27,7 +27,7 @@ MESH = list(itertools.permutations(range(6), 2))
 
 def delays(
     slow: set[tuple[int, int]], links: list[tuple[int, int]] = MESH, sigma: float = 0.1
-) -> History:
+) -> StepSeries:
     rng = np.random.default_rng(1)
     senders, receivers = np.array(links).T
     keys = link_keys(senders, receivers, np.full(len(links), 12))
@@ -39,7 +39,7 @@ def delays(
     return history
 
 
-def subjects(history: History) -> list[str]:
+def subjects(history: StepSeries) -> list[str]:
     verdicts, _ = find_slow_links(
         history, {}, NODES, 0.5, [float(step) for step in range(10)], SlowThresholds()
     )
@@ -159,7 +159,9 @@ def test_node_that_all_slow_communicators_share_and_no_fast_one_is_named() -> No
     history = NOTHING
     for step in range(10):
         history = history.push(step, keys, np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), 10)
-    fabric = Fabric(known, nodes, {}, 1.0, float("nan"), [float(step) for step in range(10)])
+    fabric = TransferInputs(
+        known, nodes, {}, 1.0, float("nan"), [float(step) for step in range(10)]
+    )
     verdicts, _ = find_slow_transfers(history, fabric, SlowThresholds())
     assert [str(one.subject) for one in verdicts] == ["node a (ranks 0, 1)"]
 
@@ -192,13 +194,13 @@ read 10.0
         return JobRecords(some, whole.communicators)
 
     thresholds = Thresholds()
-    past, _ = diagnose(told((2,), False), {}, NO_PAST, 9.0, thresholds)
+    past, _ = diagnose(told((2,), False), {}, NO_DIAGNOSIS_STATE, 9.0, thresholds)
     # Steps wait for rank 2's news, which are of the start only.
     late = replace(whole.ranks[2], records=whole.ranks[2].records[:2])
     past, _ = diagnose(
         JobRecords({**told((0, 1), False).ranks, 2: late}, whole.communicators),
         {},
-        NO_PAST,
+        NO_DIAGNOSIS_STATE,
         9.5,
         thresholds,
     )

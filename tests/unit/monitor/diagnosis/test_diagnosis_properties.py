@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, conclude, diagnose
-from keepstep.monitor.diagnosis.digest import FORGETFUL, digest
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, conclude, diagnose
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, digest
 from keepstep.monitor.diagnosis.tables import Digest, merge
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Communicator, JobRecords, RankRecords
@@ -26,7 +26,7 @@ any_case = st.sampled_from(sorted(CASES))
 def judged(
     job: JobRecords, at_s: float, thresholds: Thresholds | None = None
 ) -> tuple[Verdict, ...]:
-    return diagnose(job, {}, NO_PAST, at_s, thresholds or Thresholds())[1]
+    return diagnose(job, {}, NO_DIAGNOSIS_STATE, at_s, thresholds or Thresholds())[1]
 
 
 def told(verdicts: tuple[Verdict, ...]) -> set[tuple[str, Subject]]:
@@ -130,7 +130,7 @@ def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObj
         parts.append(merge((first, second), job.communicators))
     nodes = {rank: one.node for rank, one in job.ranks.items()}
     _, verdicts = conclude(
-        parts[0], job.communicators, nodes, {}, NO_PAST, trace.read_s, Thresholds()
+        parts[0], job.communicators, nodes, {}, NO_DIAGNOSIS_STATE, trace.read_s, Thresholds()
     )
     whole = judged(job, trace.read_s)
     assert told(verdicts) == told(whole)
@@ -147,7 +147,7 @@ def test_reading_at_any_times_accounts_for_everything_once(data: st.DataObject) 
     whole = digest(trace.job().ranks.values(), trace.job().communicators)[1]
     moments = sorted(data.draw(st.lists(st.floats(0.5, 16.0), max_size=12)))
     keep_s = data.draw(st.floats(0.0, 20.0))
-    memory, parts, before_s = FORGETFUL, [], 0.0
+    memory, parts, before_s = EMPTY_DIGEST_STATE, [], 0.0
     for moment in [*moments, 16.0]:
         # A ring holds at least what is new since the last reading, and however much of what was read before.
         job = trace.job(moment, before_s - keep_s)
@@ -177,7 +177,7 @@ def test_healthy_noisy_job_has_no_verdicts() -> None:
         7,
         Jitter(operation=0.08, step=0.12, rank=0.02, hiccup_probability=2e-4),
     )
-    past, ring = NO_PAST, []
+    past, ring = NO_DIAGNOSIS_STATE, []
     for step, records, now_s in job.steps():
         ring = (
             [
@@ -198,7 +198,7 @@ def test_healthy_noisy_job_has_no_verdicts() -> None:
 
 def test_memory_does_not_grow_with_time() -> None:
     job = Simulation(Shape(2, 2, 4), None, 8)
-    past, sizes = NO_PAST, []
+    past, sizes = NO_DIAGNOSIS_STATE, []
     for step, records, now_s in job.steps():
         past, _ = diagnose(job.read(records, now_s, frozenset()), {}, past, now_s, Thresholds())
         window = past.window

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.diagnosis.digest import FORGETFUL, digest
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, digest
 from keepstep.monitor.diagnosis.history import NOTHING, deviations
 from keepstep.monitor.diagnosis.robust import median_by, spread
 from keepstep.monitor.diagnosis.steps import Window, collect
@@ -25,7 +25,7 @@ read 12.0
 """
 
 
-def read(trace: Trace, at_s: float, since_s: float, memory=FORGETFUL):
+def read(trace: Trace, at_s: float, since_s: float, memory=EMPTY_DIGEST_STATE):
     job = trace.job(at_s, since_s)
     return digest(job.ranks.values(), job.communicators, memory)
 
@@ -57,7 +57,7 @@ def test_overlapping_asynchronous_operations_are_counted_once() -> None:
 def test_transfer_is_the_shortest_duration_and_belongs_to_the_last_to_come() -> None:
     _, told = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
     np.testing.assert_allclose(told.transfers["sum_s"], 0.1)
-    assert set(told.latecomers["rank"].tolist()) == {1}
+    assert set(told.last_arrivals["rank"].tolist()) == {1}
 
 
 def test_operations_that_are_lost_unread_leave_their_steps_out_rather_than_wrong() -> None:
@@ -79,7 +79,7 @@ def test_what_was_told_is_not_told_again() -> None:
         again.steps,
         again.transfers,
         again.collectives,
-        again.latecomers,
+        again.last_arrivals,
         again.measures,
     ):
         assert len(table) == 0

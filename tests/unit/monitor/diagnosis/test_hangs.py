@@ -5,7 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, Past, conclude, diagnose
+from keepstep.monitor.diagnosis.conclusion import (
+    NO_DIAGNOSIS_STATE,
+    DiagnosisState,
+    conclude,
+    diagnose,
+)
 from keepstep.monitor.diagnosis.digest import digest
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.thresholds import Thresholds
@@ -30,7 +35,7 @@ def trace(last: str = "", period: float = 0.5) -> Trace:
     )
 
 
-def at(one: Trace, now_s: float, past: Past = NO_PAST) -> tuple[Verdict, ...]:
+def at(one: Trace, now_s: float, past: DiagnosisState = NO_DIAGNOSIS_STATE) -> tuple[Verdict, ...]:
     return diagnose(one.job(now_s), {}, past, now_s, Thresholds())[1]
 
 
@@ -63,7 +68,7 @@ def test_verdict_on_a_hang_costs_without_end_and_says_since_when() -> None:
 def test_rank_whose_records_are_not_read_is_not_blamed() -> None:
     one = trace(ABSENT)
     one.read_of = {2: 6.2}
-    past = NO_PAST
+    past = NO_DIAGNOSIS_STATE
     for now_s in (6.2, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0):
         past, verdicts = diagnose(one.job(now_s), {}, past, now_s, Thresholds())
         assert verdicts == (), f"at {now_s} s"
@@ -72,7 +77,7 @@ def test_rank_whose_records_are_not_read_is_not_blamed() -> None:
 def test_rank_whose_node_tells_nothing_for_long_is_told_as_gone_with_little_confidence() -> None:
     one = trace(ABSENT)
     one.read_of = {2: 6.2}
-    past, verdicts = NO_PAST, ()
+    past, verdicts = NO_DIAGNOSIS_STATE, ()
     for tenth in range(62, 400, 5):
         past, verdicts = diagnose(one.job(tenth / 10), {}, past, tenth / 10, Thresholds())
     assert told(verdicts) == ["dead process: rank 2 on b"]
@@ -112,7 +117,7 @@ def test_operation_that_never_told_its_end_is_forgotten_when_its_rank_is_steps_o
 def test_stopped_process_is_named_though_all_have_begun() -> None:
     one = trace("world all_reduce 4k  0.30-?  0.31-?  0.32-?  0.33-?")
     metrics = {"a": NodeMetrics("a", 10.0, stopped_ranks=(1,))}
-    _, verdicts = diagnose(one.job(10.0), metrics, NO_PAST, 10.0, Thresholds())
+    _, verdicts = diagnose(one.job(10.0), metrics, NO_DIAGNOSIS_STATE, 10.0, Thresholds())
     assert told(verdicts) == ["non-communication hang: rank 1 on a"]
 
 
@@ -242,7 +247,7 @@ def test_parting_in_the_first_step_is_told_without_the_patience_for_slow_starts(
 
 def test_failures_told_before_the_death_was_seen_still_bear_witness() -> None:
     one = trace("world all_reduce 4k failed  0.30-0.35  0.31-0.35  .  0.33-0.35")
-    past, verdicts = diagnose(one.job(6.4), {}, NO_PAST, 6.4, Thresholds())
+    past, verdicts = diagnose(one.job(6.4), {}, NO_DIAGNOSIS_STATE, 6.4, Thresholds())
     assert verdicts == ()
     one.dead = {0, 1, 2, 3}
     # As a daemon's digests do, the next reading tells nothing of what had ended before.
@@ -264,7 +269,7 @@ world all_reduce 4k         6.80-6.90  6.81-6.90
 finished 1
 read 33.0
 """)
-    finished, past, now_s = one.dead, NO_PAST, 0.5
+    finished, past, now_s = one.dead, NO_DIAGNOSIS_STATE, 0.5
     one.dead = set()
     while now_s <= one.read_s:
         past, verdicts = diagnose(one.job(now_s, now_s - 4.0), {}, past, now_s, Thresholds())
@@ -283,7 +288,9 @@ def test_rank_that_two_nodes_tell_of_once_does_not_blind_diagnosis() -> None:
     gone["alive"] = False
     twice = replace(told_digest, ranks=np.concatenate([told_digest.ranks, gone]))
     nodes = {rank: one.node for rank, one in job.ranks.items()}
-    past, verdicts = conclude(twice, job.communicators, nodes, {}, NO_PAST, 6.0, Thresholds())
+    past, verdicts = conclude(
+        twice, job.communicators, nodes, {}, NO_DIAGNOSIS_STATE, 6.0, Thresholds()
+    )
     assert (past.ranks["rank"].tolist(), past.ranks["alive"].all(), verdicts) == (
         [0, 1, 2, 3],
         True,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.measures import NO_CURVES, judge_measures
+from keepstep.monitor.diagnosis.measures import EMPTY_MEASURE_HISTORY, judge_measures
 from keepstep.monitor.diagnosis.tables import MEASURE
 from keepstep.monitor.diagnosis.thresholds import MeasureThresholds
 from keepstep.monitor.records import Communicator, Measure
@@ -19,7 +19,7 @@ def follow(
     step_s: float = 10.0,
 ) -> list[tuple[Verdict, ...]]:
     """One list of values a step, one value a rank; return what stood after each step."""
-    curves, seen = NO_CURVES, []
+    curves, seen = EMPTY_MEASURE_HISTORY, []
     for step, told in enumerate(values, 1):
         rows = np.zeros(len(told), MEASURE)
         rows["rank"], rows["value"] = np.arange(len(told)), told
@@ -116,7 +116,7 @@ def test_replicas_on_far_nodes_are_heard_before_their_step_is_judged() -> None:
         told["value"] = [8.0 if rank == 3 else 7.0 for rank in ranks]
         return told
 
-    curves, seen = NO_CURVES, []
+    curves, seen = EMPTY_MEASURE_HISTORY, []
     for step in range(1, 60):
         # Ten steps a second, and two seconds on their way.
         told = np.concatenate(
@@ -138,5 +138,7 @@ def test_loss_that_is_not_finite_is_told_though_its_news_come_late() -> None:
         Measure.LOSS,
         (2.0, float("nan")),
     )
-    _, (verdict,) = judge_measures(NO_CURVES, rows, 4, 60.0, WORLD, NODES, 0.0, MeasureThresholds())
+    _, (verdict,) = judge_measures(
+        EMPTY_MEASURE_HISTORY, rows, 4, 60.0, WORLD, NODES, 0.0, MeasureThresholds()
+    )
     assert verdict.syndrome == "loss not finite"

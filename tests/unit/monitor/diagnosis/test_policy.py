@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from keepstep.monitor.diagnosis.policy import (
     ActionKind,
+    EnforcementPolicy,
+    EnforcementState,
     Mode,
-    Policy,
-    PolicyState,
-    allowance,
     decide,
-    undone,
+    max_replacements,
+    revert_action,
 )
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 NODES = {rank: f"n{rank // 2}" for rank in range(80)}
-POLICY = Policy(mode=Mode.REPLACE)
+POLICY = EnforcementPolicy(mode=Mode.REPLACE)
 
 
 def verdict(
@@ -35,9 +35,9 @@ def verdict(
 
 
 def kinds(
-    policy: Policy, told: list[tuple[float, list[Verdict]]], step_s: float = 1.0
+    policy: EnforcementPolicy, told: list[tuple[float, list[Verdict]]], step_s: float = 1.0
 ) -> list[tuple[float, ActionKind]]:
-    state, done = PolicyState(), []
+    state, done = EnforcementState(), []
     for now_s, verdicts in told:
         state, actions = decide(policy, state, verdicts, NODES, step_s, now_s)
         done += [(now_s, action.kind) for action in actions]
@@ -68,7 +68,7 @@ def test_hang_is_told_with_all_the_time_that_it_has_cost_though_it_was_found_lat
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
-    state, _ = decide(POLICY, PolicyState(), [hang], NODES, 1.0, 69.0)
+    state, _ = decide(POLICY, EnforcementState(), [hang], NODES, 1.0, 69.0)
     _, (action,) = decide(POLICY, state, [hang], NODES, 1.0, 70.0)
     assert action.reason == "70 s lost so far"
 
@@ -91,9 +91,9 @@ def test_what_could_not_be_carried_out_costs_nothing_and_is_due_again() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
-    policy = Policy(mode=Mode.RESTART, sustained_s=0.0, restarts=1)
-    state, (refused,) = decide(policy, PolicyState(), [hang], NODES, 1.0, 5.0)
-    state = undone(state, refused)
+    policy = EnforcementPolicy(mode=Mode.RESTART, sustained_s=0.0, restarts=1)
+    state, (refused,) = decide(policy, EnforcementState(), [hang], NODES, 1.0, 5.0)
+    state = revert_action(state, refused)
     assert state.restarted == ()
     state, (again,) = decide(policy, state, [hang], NODES, 1.0, 6.0)
     assert (again.kind, again.ranks) == (ActionKind.RESTART_WORKER, (3,))
@@ -115,7 +115,7 @@ def test_modes_go_as_far_as_they_say() -> None:
     )
     error = verdict(syndrome=Syndrome.DEVICE_ERROR, cost_s=0.0)
     told = [(float(now), [hang, error]) for now in range(5)]
-    done = {mode: {kind for _, kind in kinds(Policy(mode=mode), told)} for mode in Mode}
+    done = {mode: {kind for _, kind in kinds(EnforcementPolicy(mode=mode), told)} for mode in Mode}
     assert done[Mode.OBSERVE] == set()
     assert done[Mode.ALERT] == {ActionKind.ALERT}
     assert done[Mode.RESTART] == {ActionKind.ALERT, ActionKind.RESTART_WORKER}
@@ -138,7 +138,7 @@ def test_group_or_link_is_never_evicted() -> None:
 
 
 def test_denied_replacement_becomes_an_alert_that_says_why() -> None:
-    state, reasons = PolicyState(), []
+    state, reasons = EnforcementState(), []
     bad = [verdict(rank, cost_s=math.inf) for rank in range(0, 10, 2)]
     for now in range(4):
         state, actions = decide(POLICY, state, bad, NODES, 1.0, float(now))
@@ -148,7 +148,7 @@ def test_denied_replacement_becomes_an_alert_that_says_why() -> None:
 
 
 def test_policy_forgets_what_was_gone_for_long() -> None:
-    state, _ = decide(POLICY, PolicyState(), [verdict()], NODES, 1.0, 0.0)
+    state, _ = decide(POLICY, EnforcementState(), [verdict()], NODES, 1.0, 0.0)
     state, _ = decide(POLICY, state, [], NODES, 1.0, 60.0)
     assert state.cases
     state, _ = decide(POLICY, state, [], NODES, 1.0, 61.0)
@@ -180,14 +180,14 @@ VERDICTS = st.builds(
 def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
     told: list[tuple[float, list[Verdict]]], replacements: int, restarts: int, share: float
 ) -> None:
-    policy = Policy(
+    policy = EnforcementPolicy(
         mode=Mode.REPLACE,
         sustained_s=0.0,
         replacements=replacements,
         restarts=restarts,
         fleet_share=share,
     )
-    state, now_s = PolicyState(), 0.0
+    state, now_s = EnforcementState(), 0.0
     replaced: list[tuple[float, str]] = []
     restarted: list[float] = []
     for after_s, verdicts in told:
@@ -196,11 +196,17 @@ def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
         replaced += [(now_s, node) for action in actions for node in action.nodes]
         restarted += [now_s for action in actions for _ in action.ranks]
         within = [node for at_s, node in replaced if now_s - at_s < policy.window_s]
-        assert len(within) <= min(replacements, max(1, int(share * 40))) == allowance(policy, NODES)
+        assert (
+            len(within)
+            <= min(replacements, max(1, int(share * 40)))
+            == max_replacements(policy, NODES)
+        )
         assert len(within) == len(set(within))
         assert sum(now_s - at_s < policy.window_s for at_s in restarted) <= restarts
 
 
 @given(told=st.lists(VERDICTS, max_size=12))
 def test_observing_policy_does_nothing(told: list[Verdict]) -> None:
-    assert kinds(Policy(mode=Mode.OBSERVE), [(float(now), told) for now in range(5)]) == []
+    assert (
+        kinds(EnforcementPolicy(mode=Mode.OBSERVE), [(float(now), told) for now in range(5)]) == []
+    )

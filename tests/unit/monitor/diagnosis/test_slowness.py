@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from keepstep.monitor.diagnosis.conclusion import NO_PAST, diagnose
+from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Operation, Phase
@@ -40,7 +40,7 @@ def job(
 
 def follow(trace: Trace, every_s: float = 1.0) -> list[tuple[float, tuple[Verdict, ...]]]:
     """Read every so often, and return what stood at each time."""
-    past, now_s, seen = NO_PAST, 1.0, []
+    past, now_s, seen = NO_DIAGNOSIS_STATE, 1.0, []
     while now_s < trace.read_s + every_s:
         at_s = min(now_s, trace.read_s)
         past, verdicts = diagnose(trace.job(at_s, at_s - 3 * every_s), {}, past, at_s, Thresholds())
@@ -179,7 +179,7 @@ def test_stages_that_do_other_work_are_no_peers() -> None:
                 step=step,
             )
     trace.read_s = 42.0
-    assert told(diagnose(trace.job(), {}, NO_PAST, 42.0, Thresholds())[1]) == []
+    assert told(diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 42.0, Thresholds())[1]) == []
 
 
 def test_where_many_are_slow_at_once_nobody_is_to_blame() -> None:
@@ -248,7 +248,7 @@ def test_whole_slow_node_is_named_as_a_node() -> None:
 
 def test_slow_rank_on_a_throttled_node_is_told_as_throttled() -> None:
     trace = job(40, lambda rank, step: 0.6 if rank == 2 and step > 20 else 0.3)
-    past, verdicts = NO_PAST, ()
+    past, verdicts = NO_DIAGNOSIS_STATE, ()
     for second in range(1, int(trace.read_s) + 2):
         metrics = {"b": NodeMetrics("b", float(second), throttled_s=0.5 * second)}
         at_s = min(float(second), trace.read_s)
@@ -292,7 +292,7 @@ def test_one_of_many_communicators_with_slow_transfers_is_told_as_a_group() -> N
                 step,
             )
     trace.read_s = 32.0
-    _, verdicts = diagnose(trace.job(), {}, NO_PAST, 32.0, Thresholds())
+    _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 32.0, Thresholds())
     assert told(verdicts) == ["communication slow: group 2, 6"]
 
 
@@ -367,7 +367,7 @@ def test_slow_rank_that_slows_its_communicators_transfers_is_named_alone() -> No
                 rank, f"row{rank % 4}", Operation.BARRIER, ended_s + 0.1, step + 0.95, 0, step
             )
     trace.read_s = 32.0
-    _, verdicts = diagnose(trace.job(), {}, NO_PAST, 32.0, Thresholds())
+    _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 32.0, Thresholds())
     assert told(verdicts) == ["non-communication slow: rank 2 on b"]
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from keepstep.monitor.diagnosis.subjects import placed
+from keepstep.monitor.diagnosis.subjects import with_job_nodes
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
-from keepstep.monitor.watch.verdict_log import Changes
-from keepstep.monitor.watch.watch import Turn
+from keepstep.monitor.watch.verdict_log import VerdictChanges
+from keepstep.monitor.watch.watch import DiagnosisRound
 
 PLACES = {0: "a", 1: "a", 2: "b", 3: "b"}
 VERDICT = Verdict(
@@ -48,7 +48,9 @@ VERDICT = Verdict(
     ],
 )
 def test_ranks_decide_which_node_is_named(told: Subject, named: Subject) -> None:
-    assert placed([replace(VERDICT, subject=told)], PLACES) == (replace(VERDICT, subject=named),)
+    assert with_job_nodes([replace(VERDICT, subject=told)], PLACES) == (
+        replace(VERDICT, subject=named),
+    )
 
 
 def test_what_holds_of_all_ranks_of_a_member_is_the_members_though_its_host_has_more() -> None:
@@ -57,17 +59,19 @@ def test_what_holds_of_all_ranks_of_a_member_is_the_members_though_its_host_has_
             VERDICT, subject=Subject("rank", (rank,), "host"), evidence=(f"rank {rank} is gone",)
         )
 
-    (whole,) = placed([hang(2), hang(3)], PLACES)
+    (whole,) = with_job_nodes([hang(2), hang(3)], PLACES)
     assert (whole.subject, whole.advice) == (Subject("node", (2, 3), "b"), Advice.REPLACE_NODE)
     assert whole.evidence == ("rank 2 is gone", "rank 3 is gone")
     # One of two, or one of each of two members, or two with different syndromes, are no node.
     slow = replace(hang(3), syndrome=Syndrome.NON_COMMUNICATION_HANG)
     for parts in ([hang(2)], [hang(0), hang(2)], [hang(2), slow]):
-        assert {one.subject.kind for one in placed(parts, PLACES)} == {"rank"}
-        assert len(placed(parts, PLACES)) == len(parts)
+        assert {one.subject.kind for one in with_job_nodes(parts, PLACES)} == {"rank"}
+        assert len(with_job_nodes(parts, PLACES)) == len(parts)
 
 
 def test_while_a_generation_begins_who_has_not_told_of_it_is_not_named() -> None:
     early = replace(VERDICT, subject=Subject("rank", (0,)))
-    turn = Turn((VERDICT, early), 1.0, Changes(), generation=2, nodes={0: "host", 1: "host"})
+    turn = DiagnosisRound(
+        (VERDICT, early), 1.0, VerdictChanges(), generation=2, nodes={0: "host", 1: "host"}
+    )
     assert turn.current == (early,)

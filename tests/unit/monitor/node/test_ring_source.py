@@ -8,14 +8,14 @@ import pytest
 
 from keepstep.monitor.node.ring_source import RingSource
 from keepstep.monitor.records import Communicator, Kind, Operation, Phase
-from keepstep.monitor.telemetry.ring import Identity, Ring
+from keepstep.monitor.telemetry.ring import Ring, WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import Sweeper, create_ring, job_directory
 
 
 @pytest.fixture
 def ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ring]:
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
-    made = create_ring(Identity("run7", 3, "node-a"))
+    made = create_ring(WorkerIdentity("run7", 3, "node-a"))
     made.add_communicator(Communicator(7, "world", (0, 3)))
     yield made
     made.close()
@@ -76,7 +76,7 @@ def test_phases_and_a_new_writer_are_seen(ring: Ring) -> None:
     ring.marks.begin(Kind.PHASE, Phase.FORWARD, number=1, step=1, enqueued_s=time.monotonic())
     records = source.read()[0].records.records
     assert (records["kind"] == Kind.PHASE).sum() == 1
-    again = create_ring(Identity("run7", 3, "node-a"))
+    again = create_ring(WorkerIdentity("run7", 3, "node-a"))
     operations(again, 2)
     (reading,) = source.read()
     assert reading.incarnation != first

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.preflight.judgement import Examination, judge
+from keepstep.monitor.preflight.judgement import NodeExamination, judge
 from keepstep.monitor.preflight.link_probe import LinkResult
 from keepstep.monitor.preflight.pairing import LEAST_NODES, outliers, rounds
 from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult
@@ -51,11 +51,11 @@ def link(
     return LinkResult(latency_s, rate, rate if back is None else back, offset_s, 1e-5)
 
 
-def cluster(count: int, **links: LinkResult) -> list[Examination]:
+def cluster(count: int, **links: LinkResult) -> list[NodeExamination]:
     """Healthy nodes a, b, c...; `ab=link(...)` says what a measured of b."""
     names = "abcdefgh"[:count]
     return [
-        Examination(
+        NodeExamination(
             name, name, 1e10, DiskResult(1e9, 1e-3), (MatmulResult("cpu", 1e11, True, True),), link(3e9),
             {other: links.get(name + other, link()) for other in names if other > name},
         )
@@ -63,7 +63,9 @@ def cluster(count: int, **links: LinkResult) -> list[Examination]:
     ]  # fmt: skip
 
 
-def told(found: list[Examination], missing: dict[str, str] | None = None) -> list[tuple[str, str]]:
+def told(
+    found: list[NodeExamination], missing: dict[str, str] | None = None
+) -> list[tuple[str, str]]:
     return [(finding.subject, finding.what) for finding in judge(found, missing or {})]
 
 
@@ -96,7 +98,7 @@ def test_late_answers_everywhere_are_a_node_and_one_clock_that_is_off_is_named()
 
 def test_wrong_product_missing_peer_and_failed_disk_need_no_comparison() -> None:
     one = cluster(1)[0]
-    wrong = Examination(
+    wrong = NodeExamination(
         "a",
         "a",
         1e10,
@@ -117,4 +119,4 @@ def test_wrong_product_missing_peer_and_failed_disk_need_no_comparison() -> None
 
 def test_examination_survives_the_wire() -> None:
     for one in cluster(3):
-        assert Examination.from_json(one.to_json()) == one
+        assert NodeExamination.from_json(one.to_json()) == one

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from keepstep.monitor.records import RECORD, Flag, JobRecords, Kind, Operation, RankRecords
-from keepstep.monitor.telemetry.clocks import ClockOffset, align, crowd, estimate_clocks
+from keepstep.monitor.telemetry.clocks import ClockOffset, align, estimate_clocks, half_sample_mode
 
 Generator = np.random.Generator
 LATENCY_S = 200e-6
@@ -263,14 +263,17 @@ def test_records_are_given_their_nodes_offset() -> None:
 @given(st.lists(st.integers(-1000, 1000), min_size=1))
 def test_crowd_turns_and_shifts_with_the_values(values: list[int]) -> None:
     array = np.array(values, float)
-    assert crowd(-array) == -crowd(array)
-    assert crowd(array + 512.0) == crowd(array) + 512.0
-    assert array.min() <= crowd(array) <= array.max()
+    assert half_sample_mode(-array) == -half_sample_mode(array)
+    assert half_sample_mode(array + 512.0) == half_sample_mode(array) + 512.0
+    assert array.min() <= half_sample_mode(array) <= array.max()
 
 
 @given(seeds)
 def test_crowd_is_where_a_one_sided_tail_begins(seed: int) -> None:
-    found = [crowd(np.random.default_rng([seed, draw]).exponential(1.0, 400)) for draw in range(25)]
+    found = [
+        half_sample_mode(np.random.default_rng([seed, draw]).exponential(1.0, 400))
+        for draw in range(25)
+    ]
     assert min(found) > 0
     # The middle of the tail is at 0.69.
     assert np.median(found) < 0.3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import RECORD, Communicator, Ending, Kind, Operation, Phase
-from keepstep.monitor.telemetry.record_history import History, RankState, thin
+from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
 from keepstep.monitor.tree.digest_relay import Outbox
 from keepstep.monitor.tree.summary import NodeFacts, decode, encode, summarize
 
@@ -37,7 +37,7 @@ def phases(count: int) -> np.ndarray:
 
 
 def test_what_was_known_is_not_new_and_an_end_makes_it_new_again() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     open_ones = operations(3, ended=False)
     assert len(history.merge(STATE, open_ones)) == 3
@@ -52,7 +52,7 @@ def test_what_was_known_is_not_new_and_an_end_makes_it_new_again() -> None:
 
 
 def test_lanes_with_the_same_stamps_do_not_overwrite_each_other() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     history.merge(STATE, np.concatenate([operations(4), phases(4)]))
     records = history.ranks[3].records
@@ -62,7 +62,7 @@ def test_lanes_with_the_same_stamps_do_not_overwrite_each_other() -> None:
 
 
 def test_a_phase_that_is_prolonged_tells_from_where() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     once = phases(1)
     once["ended_s"] = 2.0
@@ -75,7 +75,7 @@ def test_a_phase_that_is_prolonged_tells_from_where() -> None:
 
 
 def test_new_incarnation_begins_with_nothing() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(5))
     history.begin()
@@ -84,7 +84,7 @@ def test_new_incarnation_begins_with_nothing() -> None:
 
 
 def test_a_rank_makes_progress_only_when_its_records_change() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(5))
     history.begin()
@@ -101,7 +101,7 @@ def test_asking_for_news_again_and_again_gives_what_reading_at_once_gives(
     windows: list[tuple[int, int]], capacity: int
 ) -> None:
     """However readings overlap, a parent that asks since its last number ends with the child's records."""
-    child, parent = History(capacity), History(capacity)
+    child, parent = RecordHistory(capacity), RecordHistory(capacity)
     since = 0
     end = 0
     for first, count in windows:
@@ -121,7 +121,7 @@ def test_asking_for_news_again_and_again_gives_what_reading_at_once_gives(
 def test_thinning_keeps_the_same_collectives_on_ranks_that_thin_differently(
     a: int, b: int, budget: int
 ) -> None:
-    one, other = thin(operations(a), budget), thin(operations(b), budget)
+    one, other = sample_operations(operations(a), budget), sample_operations(operations(b), budget)
     assert len(one) <= budget + 1
     shorter, longer = sorted(
         (one, other), key=lambda kept: len(operations(a)) if kept is one else len(operations(b))
@@ -133,13 +133,13 @@ def test_thinning_keeps_the_same_collectives_on_ranks_that_thin_differently(
 
 def test_thinning_leaves_what_is_under_way_and_all_phases() -> None:
     records = np.concatenate([operations(500), operations(3, 501, ended=False), phases(20)])
-    kept = thin(records, 10)
+    kept = sample_operations(records, 10)
     assert (kept["ended_s"][kept["kind"] == Kind.OPERATION] == 0).sum() == 3
     assert (kept["kind"] == Kind.PHASE).sum() == 20
 
 
 def test_summary_survives_the_wire() -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     history.merge(STATE, np.concatenate([operations(9), phases(2)]))
     history.learn([Communicator(7, "world", (3, 4))])
@@ -160,7 +160,7 @@ def test_summary_survives_the_wire() -> None:
 def test_damaged_summary_is_refused_and_nothing_else_happens(
     noise: bytes, place: int, value: int
 ) -> None:
-    history = History(100)
+    history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(3))
     good = bytearray(encode(summarize(history, Outbox(), {}, {}, "x", 0, 1000)))

@@ -18,14 +18,14 @@ from keepstep.monitor.telemetry.attachment import is_of_communication
 from keepstep.monitor.telemetry.native import NativeRecorder, library_path
 from keepstep.monitor.telemetry.phases import AutomaticPhases
 from keepstep.monitor.telemetry.recorder import Recorder
-from keepstep.monitor.telemetry.ring import Identity
+from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_reader import Records, RingReader
 
 
 @pytest.fixture
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
-    return Recorder(Identity("job", 0, "here"), None)
+    return Recorder(WorkerIdentity("job", 0, "here"), None)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_each_call_in_an_evaluation_is_a_sign_of_life(
     watched: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = parts()
-    monkeypatch.setattr("keepstep.monitor.telemetry.phases._SIGN_OF_LIFE_S", 0.0)
+    monkeypatch.setattr("keepstep.monitor.telemetry.phases._HEARTBEAT_S", 0.0)
 
     def fails(*_: object) -> None:
         raise ValueError("no such token")

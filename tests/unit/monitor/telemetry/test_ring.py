@@ -22,9 +22,9 @@ from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, O
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import (
     MAGIC,
-    Identity,
     Ring,
-    Sizes,
+    RingSizes,
+    WorkerIdentity,
     process_started,
     ranks_of,
     runs,
@@ -39,8 +39,8 @@ from keepstep.monitor.telemetry.ring_files import (
 )
 from keepstep.monitor.telemetry.ring_reader import RingReader
 
-SMALL = Sizes(operations=256, marks=256, table_nbytes=512)
-WHO = Identity("job", 3, "node-a", generation=2, world_size=8)
+SMALL = RingSizes(operations=256, marks=256, table_nbytes=512)
+WHO = WorkerIdentity("job", 3, "node-a", generation=2, world_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def operate(ring: Ring, number: int, ended_s: float = 0.0) -> int:
 def test_jobs_that_have_rings_are_known_by_name(base: Path) -> None:
     assert recorded_jobs() == ()
     for name in ("other", "job"):
-        create_ring(Identity(name, 0, "node-a", generation=1, world_size=1), SMALL).close()
+        create_ring(WorkerIdentity(name, 0, "node-a", generation=1, world_size=1), SMALL).close()
     (base / "empty").mkdir()
     (base / "file").touch()
     assert recorded_jobs() == ("job", "other")
@@ -219,8 +219,8 @@ def test_runs_of_ranks_are_lossless(ranks: list[int]) -> None:
 
 def test_ring_of_a_killed_process_is_readable_and_known_to_be_dead() -> None:
     code = (
-        "import os, signal\nfrom keepstep.monitor.telemetry.ring import Identity\nfrom keepstep.monitor.telemetry.ring_files import create_ring\n"
-        "ring = create_ring(Identity('job', 0, 'a'))\n"
+        "import os, signal\nfrom keepstep.monitor.telemetry.ring import WorkerIdentity\nfrom keepstep.monitor.telemetry.ring_files import create_ring\n"
+        "ring = create_ring(WorkerIdentity('job', 0, 'a'))\n"
         "ring.operations.begin(1, 1, number=41, step=1, enqueued_s=1.0, ended_s=2.0)\n"
         "ring.operations.begin(1, 9, number=42, step=1, enqueued_s=3.0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
@@ -326,7 +326,7 @@ def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: R
     old = RingReader(ring.path)
     rings = JobRings(ring.path.parent)
     assert rings.read(5).ranks[3].records["number"].tolist() == [41]
-    new = create_ring(Identity("job", 3, "node-a", generation=3), SMALL)
+    new = create_ring(WorkerIdentity("job", 3, "node-a", generation=3), SMALL)
     assert new.path == ring.path
     operate(ring, 42)
     operate(new, 1)
@@ -337,7 +337,7 @@ def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: R
 
 def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
     for rank in (0, 1):
-        operate(create_ring(Identity("job", rank, "node-a", generation=3), SMALL), 1)
+        operate(create_ring(WorkerIdentity("job", rank, "node-a", generation=3), SMALL), 1)
     rings = JobRings(ring.path.parent)
     assert set(rings.read(5).ranks) == {0, 1}
     assert set(rings.processes()) == {0, 1}
@@ -347,7 +347,7 @@ def launched(
     rank: int, generation: int, world_size: int, before_s: float = 0.0, *, dead: bool = False
 ) -> None:
     """Leave a ring that was created so long before this process started; now, by default."""
-    made = create_ring(Identity("job", rank, "node-a", generation, world_size), SMALL)
+    made = create_ring(WorkerIdentity("job", rank, "node-a", generation, world_size), SMALL)
     if before_s:
         damaged(made, 56, struct.pack("<d", RingReader(made.path).process_started_s - before_s))
     if dead:
@@ -425,7 +425,7 @@ def test_link_put_in_place_of_the_directory_is_refused(base: Path, tmp_path: Pat
 
 def test_full_memory_is_an_error_that_names_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(RingUnwritable, match="KEEPSTEP_MONITOR_DIR"):
-        create_ring(WHO, Sizes(operations=2**45))
+        create_ring(WHO, RingSizes(operations=2**45))
     assert os.listdir(job_directory("job")) == []
 
 
@@ -443,7 +443,7 @@ def test_no_two_jobs_share_a_directory() -> None:
 
 def dead_ring(rank: int) -> Path:
     """Leave a ring whose process is gone."""
-    made = create_ring(Identity("job", rank, "node-a"), SMALL)
+    made = create_ring(WorkerIdentity("job", rank, "node-a"), SMALL)
     damaged(made, 28, struct.pack("<I", 2**31 - 1))
     made.close()
     return made.path
@@ -499,7 +499,7 @@ def test_new_workers_ring_survives_a_sweep_that_meant_the_old_one(
     path = dead_ring(0)
     sweeper = Sweeper(keep_s=0.0)
     rename = os.rename
-    newcomer = iter([Identity("job", 0, "node-a", generation=9)])
+    newcomer = iter([WorkerIdentity("job", 0, "node-a", generation=9)])
 
     def replace_first(source: Path, target: Path) -> None:
         for identity in newcomer:

@@ -8,7 +8,7 @@ from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.telemetry.clocks import DRIFT
 from keepstep.monitor.tree.node_clocks import (
     RESTARTED_S,
-    Clock,
+    NodeClock,
     NodeClocks,
     decode_clocks,
     encode_clocks,
@@ -16,66 +16,66 @@ from keepstep.monitor.tree.node_clocks import (
 )
 
 BEHIND_S = {"a": 100.4, "b": -2000.0}
-HERE = Clock(0.0, 0.0)
-ROUGH = {"root": HERE, "a": Clock(100.4, math.inf), "b": Clock(-2000.0, math.inf)}
+HERE = NodeClock(0.0, 0.0)
+ROUGH = {"root": HERE, "a": NodeClock(100.4, math.inf), "b": NodeClock(-2000.0, math.inf)}
 
 
-def clocks(told: dict[str, Clock] | None = None, at_s: float = 50.0) -> NodeClocks:
+def clocks(told: dict[str, NodeClock] | None = None, at_s: float = 50.0) -> NodeClocks:
     known = NodeClocks("root")
-    for node, behind_s in BEHIND_S.items():
-        known.heard(node, behind_s)
+    for node, delay_s in BEHIND_S.items():
+        known.record_delay(node, delay_s)
     if told is not None:
-        known.take(told, at_s)
+        known.update(told, at_s)
     return known
 
 
 def test_until_clocks_are_measured_how_late_news_come_is_all_that_is_known() -> None:
-    assert NodeClocks("root").agreed("root", {}, 50.0) == {}
+    assert NodeClocks("root").resolve("root", {}, 50.0) == {}
     known = clocks()
-    assert known.agreed("root", {}, 50.0) == ROUGH
+    assert known.resolve("root", {}, 50.0) == ROUGH
     # Prompter news tell better, later ones no worse.
-    known.heard("a", 100.1)
-    known.heard("a", 103.0)
-    assert known.agreed("root", {}, 50.0)["a"] == Clock(100.1, math.inf)
+    known.record_delay("a", 100.1)
+    known.record_delay("a", 103.0)
+    assert known.resolve("root", {}, 50.0)["a"] == NodeClock(100.1, math.inf)
 
 
 def test_measurements_that_find_nothing_do_not_undo_earlier_ones() -> None:
-    told = {"root": HERE, "a": Clock(100.0, 0.001), "b": Clock(-2000.5, 0.002)}
-    assert clocks(told).agreed("root", {"root": HERE}, 50.0) == told
-    measured = {"root": HERE, "b": Clock(-2000.2, 0.0005)}
-    assert clocks(told).agreed("root", measured, 50.0) == {**told, "b": Clock(-2000.2, 0.0005)}
+    told = {"root": HERE, "a": NodeClock(100.0, 0.001), "b": NodeClock(-2000.5, 0.002)}
+    assert clocks(told).resolve("root", {"root": HERE}, 50.0) == told
+    measured = {"root": HERE, "b": NodeClock(-2000.2, 0.0005)}
+    assert clocks(told).resolve("root", measured, 50.0) == {**told, "b": NodeClock(-2000.2, 0.0005)}
 
 
 def test_what_was_measured_is_less_sure_with_time() -> None:
-    aged = clocks({"root": HERE, "a": Clock(100.0, 0.001), "b": Clock(-2000.5, 0.002)}).agreed(
-        "root", {}, 60.0
-    )
-    assert aged["a"] == Clock(100.0, pytest.approx(0.001 + 10 * DRIFT))
+    aged = clocks(
+        {"root": HERE, "a": NodeClock(100.0, 0.001), "b": NodeClock(-2000.5, 0.002)}
+    ).resolve("root", {}, 60.0)
+    assert aged["a"] == NodeClock(100.0, pytest.approx(0.001 + 10 * DRIFT))
 
 
 def test_clock_of_a_machine_that_was_started_anew_is_forgotten() -> None:
-    told = {"a": Clock(100.0 + RESTARTED_S + 1, 0.001), "b": Clock(-2000.5, 0.002)}
-    assert clocks(told).agreed("root", {}, 50.0)["a"] == ROUGH["a"]
+    told = {"a": NodeClock(100.0 + RESTARTED_S + 1, 0.001), "b": NodeClock(-2000.5, 0.002)}
+    assert clocks(told).resolve("root", {}, 50.0)["a"] == ROUGH["a"]
     known = clocks()
-    known.heard("a", 4000.0)
-    assert known.agreed("root", {}, 50.0)["a"] == Clock(4000.0, math.inf)
+    known.record_delay("a", 4000.0)
+    assert known.resolve("root", {}, 50.0)["a"] == NodeClock(4000.0, math.inf)
 
 
 def test_where_the_root_runs_no_ranks_its_clock_is_the_jobs_all_the_same() -> None:
-    measured = {"a": HERE, "b": Clock(-2100.25, 0.001)}
+    measured = {"a": HERE, "b": NodeClock(-2100.25, 0.001)}
     known = clocks()
-    first = known.agreed("a", measured, 50.0)
-    assert first == {"root": HERE, "a": Clock(100.4, 0.0), "b": Clock(-1999.85, 0.001)}
+    first = known.resolve("a", measured, 50.0)
+    assert first == {"root": HERE, "a": NodeClock(100.4, 0.0), "b": NodeClock(-1999.85, 0.001)}
     # Prompter news do not move what was measured against each other.
-    known.take(first, 50.0)
-    known.heard("a", 100.1)
-    assert known.agreed("a", measured, 50.0) == first
+    known.update(first, 50.0)
+    known.record_delay("a", 100.1)
+    assert known.resolve("a", measured, 50.0) == first
 
 
 def test_what_was_measured_against_a_node_that_has_left_meanwhile_is_nothing() -> None:
     known = clocks()
     known.keep_only({"b"})
-    assert known.agreed("a", {"a": HERE, "b": Clock(-2100.25, 0.001)}, 50.0) == {
+    assert known.resolve("a", {"a": HERE, "b": NodeClock(-2100.25, 0.001)}, 50.0) == {
         "root": HERE,
         "b": ROUGH["b"],
     }
@@ -84,7 +84,7 @@ def test_what_was_measured_against_a_node_that_has_left_meanwhile_is_nothing() -
 def test_nodes_that_are_gone_are_forgotten() -> None:
     known = clocks()
     known.keep_only({"b"})
-    assert set(known.agreed("root", {}, 50.0)) == {"root", "b"}
+    assert set(known.resolve("root", {}, 50.0)) == {"root", "b"}
 
 
 def test_clocks_are_measured_less_often_where_that_takes_long_and_sooner_where_some_are_not_known() -> (
@@ -97,7 +97,7 @@ def test_clocks_are_measured_less_often_where_that_takes_long_and_sooner_where_s
 
 
 def test_clocks_survive_being_told() -> None:
-    told = {"a": Clock(1.5, 0.25), "b": Clock(-3.0, math.inf)}
+    told = {"a": NodeClock(1.5, 0.25), "b": NodeClock(-3.0, math.inf)}
     assert decode_clocks(encode_clocks(told)) == told
 
 

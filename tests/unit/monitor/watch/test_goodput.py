@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.contracts import Recovery
+from keepstep.monitor.contracts import RecoveryStatus
 from keepstep.monitor.watch.goodput import (
     CONNECTING,
     DETECTING,
@@ -16,11 +16,13 @@ from keepstep.monitor.watch.goodput import (
 )
 
 
-def recovery(at_s: float, lost: int = 2, *phases_s: float) -> Recovery:
+def recovery(at_s: float, lost: int = 2, *phases_s: float) -> RecoveryStatus:
     opened, ready, restored, stepped = (
         at_s + after for after in (phases_s or (0.1, 0.3, 0.7, 1.2))
     )
-    return Recovery(2, "a node died", 4, at_s, opened, ready, restored, stepped, 10, lost, "memory")
+    return RecoveryStatus(
+        2, "a node died", 4, at_s, opened, ready, restored, stepped, 10, lost, "memory"
+    )
 
 
 def test_undisturbed_job_keeps_all_its_time() -> None:
@@ -37,7 +39,7 @@ def test_recovery_is_taken_apart_into_its_phases() -> None:
 
 
 def test_recovery_under_way_lasts_until_now() -> None:
-    underway = Recovery(2, "a node died", 4, 150.0, 150.5, 0.0, 0.0, 0.0, 10, 0, "")
+    underway = RecoveryStatus(2, "a node died", 4, 150.0, 150.5, 0.0, 0.0, 0.0, 10, 0, "")
     account = goodput([underway], 100.0, 160.0, 0.5)
     assert account.parts[CONNECTING] == pytest.approx(9.5)
     assert account.parts[RESTORING] == 0.0

@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.diagnosis.policy import Policy, PolicyState, decide
+from keepstep.monitor.diagnosis.policy import EnforcementPolicy, EnforcementState, decide
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
-from keepstep.monitor.watch.state_file import Remembered, keep, recall
+from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
 
-SPENT = PolicyState(replaced=((90.0, "b"),), restarted=((70.0, 3), (95.0, 4)), now_s=100.0)
+SPENT = EnforcementState(replaced=((90.0, "b"),), restarted=((70.0, 3), (95.0, 4)), now_s=100.0)
 
 
 def test_what_was_spent_keeps_its_age_though_the_machine_began_its_time_anew(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "deep" / "state.json"
-    keep(path, Remembered(policy=SPENT), 100.0, 5000.0)
+    save_state(path, SavedState(policy=SPENT), 100.0, 5000.0)
     # A reboot and 50 s later.
-    told = recall(path, 10.0, 5050.0)
+    told = load_state(path, 10.0, 5050.0)
     assert told.policy.replaced == ((-50.0, "b"),)
     assert told.policy.restarted == ((-70.0, 3), (-45.0, 4))
     assert told.log.entries == ()
@@ -29,23 +29,23 @@ def test_people_are_not_told_again_of_what_still_stands_after_a_restart(tmp_path
     verdict = Verdict(
         Subject("rank", (3,), "b"), Syndrome.DATA_STALL, 90.0, ("told",), 0.9, 0.1, Advice.ALERT
     )
-    state, _ = decide(Policy(), PolicyState(), [verdict], {3: "b"}, 1.0, 100.0)
-    state, actions = decide(Policy(), state, [verdict], {3: "b"}, 1.0, 101.0)
+    state, _ = decide(EnforcementPolicy(), EnforcementState(), [verdict], {3: "b"}, 1.0, 100.0)
+    state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, 101.0)
     assert len(actions) == 1
-    keep(path, Remembered(policy=state), 101.0, 5001.0)
+    save_state(path, SavedState(policy=state), 101.0, 5001.0)
     # A reboot and half an hour later.
-    state = recall(path, 10.0, 6801.0).policy
+    state = load_state(path, 10.0, 6801.0).policy
     told_s = []
     for now_s in range(10, 3600, 10):
-        state, actions = decide(Policy(), state, [verdict], {3: "b"}, 1.0, float(now_s))
+        state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, float(now_s))
         told_s += [now_s for _ in actions]
     assert told_s == [1810]
 
 
 def test_a_wall_clock_that_was_set_back_makes_nothing_of_the_future(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    keep(path, Remembered(policy=SPENT), 100.0, 5000.0)
-    assert recall(path, 110.0, 4000.0).policy.replaced == ((110.0, "b"),)
+    save_state(path, SavedState(policy=SPENT), 100.0, 5000.0)
+    assert load_state(path, 110.0, 4000.0).policy.replaced == ((110.0, "b"),)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,6 @@ def test_a_file_that_is_none_is_an_empty_memory_with_a_warning(
 ) -> None:
     path = tmp_path / "state.json"
     path.write_text(text)
-    assert recall(path, 1.0, 2.0) == Remembered()
+    assert load_state(path, 1.0, 2.0) == SavedState()
     assert "cannot be used" in caplog.text
-    assert recall(tmp_path / "none", 1.0, 2.0) == recall(None, 1.0, 2.0) == Remembered()
+    assert load_state(tmp_path / "none", 1.0, 2.0) == load_state(None, 1.0, 2.0) == SavedState()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from keepstep.monitor.records import RECORD, Ending, Kind, Operation, Phase, RankRecords
-from keepstep.monitor.telemetry.record_history import Changed
+from keepstep.monitor.telemetry.record_history import ChangedRecords
 from keepstep.monitor.watch.matrices import delays
 from keepstep.monitor.watch.step_times import (
     StepTable,
@@ -45,7 +45,7 @@ def operation(
 
 
 def feed(table: StepTable, record: np.ndarray, ended_before_s: float = 0.0) -> None:
-    table.feed(Changed(record, np.array([ended_before_s])))
+    table.feed(ChangedRecords(record, np.array([ended_before_s])))
 
 
 def test_step_that_is_done_again_counts_as_its_last_attempt() -> None:
