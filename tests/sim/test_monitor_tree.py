@@ -122,7 +122,7 @@ class Tree:
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "it did not answer")
             return
-        told = self.watches[below].summary(*self.watches[above].below.cursor(below), 256)
+        told = self.watches[below].summary(*self.watches[above].child_registry.cursor(below), 256)
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "its answer was lost")
             return

@@ -133,7 +133,7 @@ def test_status_shows_who_what_cost_and_evidence() -> None:
     )
     assert "rank 2 never arrived" in shown
     assert "rank 1 on a: non-communication slow, for 10 s; costs 0.25 s a step" in shown
-    assert summary(view, 1000.0)["verdicts"][0]["evidence"] == ["rank 2 never arrived"]
+    assert summary(view, 1000.0)["verdicts"][0]["evidence"] == ("rank 2 never arrived",)
 
 
 def test_status_shows_a_reason_with_brackets_in_it() -> None:
