@@ -1,0 +1,388 @@
+"""The structure of the house: who may import whom, which modules are pure, what is public.
+
+The rules are functions of an import graph, so each is also shown to find a breach.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import keepstep
+from keepstep import checkpoint, monitor
+
+ROOT = Path(keepstep.__file__).parent
+PACKAGES = ("checkpoint", "elastic", "monitor", "transport")
+
+ROOMS: Mapping[str, frozenset[str]] = {
+    room: frozenset(allowed.split())
+    for room, allowed in {
+        # What all others stand on.
+        "processes": "",
+        "transport": "",
+        # checkpoint
+        "checkpoint.errors": "",
+        "checkpoint.layout": "checkpoint.errors",
+        "checkpoint.parity": "checkpoint.errors",
+        "checkpoint.stored": "checkpoint.errors checkpoint.layout",
+        "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
+        "checkpoint.live": "checkpoint.errors checkpoint.layout checkpoint.memory",
+        "checkpoint.server": (
+            "checkpoint.errors checkpoint.layout checkpoint.memory checkpoint.parity"
+            " checkpoint.stored processes transport"
+        ),
+        "checkpoint.collective": "checkpoint.layout checkpoint.live checkpoint.stored",
+        "checkpoint.api": (
+            "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.live"
+            " checkpoint.stored"
+        ),
+        "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
+        "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
+        "checkpoint.cli": "checkpoint.errors checkpoint.stored",
+        "checkpoint": "checkpoint.api checkpoint.errors",
+        # monitor
+        "monitor.errors": "",
+        "monitor.records": "",
+        "monitor.verdicts": "",
+        "monitor.progress": "",
+        "monitor.secret": "monitor.errors",
+        "monitor.telemetry": "monitor.errors monitor.records",
+        "monitor.diagnosis": "monitor.records monitor.verdicts",
+        "monitor.contracts": "monitor.diagnosis monitor.records monitor.verdicts",
+        "monitor.node": ("monitor.contracts monitor.diagnosis monitor.records monitor.telemetry"),
+        "monitor.tree": (
+            "monitor.diagnosis monitor.errors monitor.node monitor.records monitor.secret"
+            " monitor.telemetry"
+        ),
+        "monitor.watch": (
+            "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
+            " monitor.telemetry monitor.tree monitor.verdicts"
+        ),
+        "monitor.views": (
+            "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
+            " monitor.secret monitor.tree monitor.verdicts monitor.watch"
+        ),
+        "monitor.daemon": (
+            "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
+            " monitor.secret monitor.telemetry monitor.tree monitor.verdicts monitor.views"
+            " monitor.watch"
+        ),
+        "monitor.preflight": "monitor.errors monitor.secret transport",
+        "monitor.cli": (
+            "monitor.contracts monitor.daemon monitor.diagnosis monitor.errors"
+            " monitor.preflight monitor.secret monitor.telemetry monitor.tree"
+            " monitor.verdicts monitor.views monitor.watch"
+        ),
+        "monitor": "monitor.errors monitor.records monitor.telemetry",
+        "monitor.run": "monitor.telemetry",
+        # elastic
+        "elastic.errors": "",
+        "elastic.rendezvous": ("checkpoint.memory checkpoint.parity elastic.errors elastic.store"),
+        "elastic.store": "elastic.errors processes",
+        "elastic.worker": (
+            "checkpoint.errors elastic.errors elastic.rendezvous monitor monitor.errors"
+            " monitor.progress monitor.telemetry processes transport"
+        ),
+        "elastic.agent": (
+            "checkpoint.errors checkpoint.memory checkpoint.server elastic.errors"
+            " elastic.rendezvous elastic.store elastic.worker monitor.progress processes"
+            " transport"
+        ),
+        "elastic.trainer": (
+            "checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
+            " checkpoint.stored elastic.errors elastic.rendezvous elastic.worker monitor"
+        ),
+        "elastic.monitor_bridge": (
+            "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
+            " monitor.diagnosis monitor.errors monitor.verdicts"
+        ),
+        "elastic.cli": (
+            "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
+            " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
+            " monitor.contracts monitor.errors"
+        ),
+        "elastic": "",
+        # The front of it all.
+        "autoload": "monitor.telemetry",
+        "__main__": "elastic.cli",
+        "": ("checkpoint elastic.errors elastic.trainer monitor"),
+    }.items()
+}
+"""Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
+
+PURE = (
+    "checkpoint.layout",
+    "checkpoint.parity.groups",
+    "checkpoint.parity.stripes",
+    "checkpoint.stored.chunking",
+    "checkpoint.stored.format",
+    "checkpoint.stored.cell_index",
+    "checkpoint.stored.pruning",
+    "checkpoint.memory.snapshot_table",
+    "elastic.rendezvous",
+    "elastic.trainer.data_order",
+    "elastic.trainer.json_values",
+    "elastic.trainer.snapshot_interval",
+    "monitor.diagnosis",
+    "monitor.records",
+    "monitor.verdicts",
+    "monitor.preflight.judgement",
+    "monitor.preflight.pairing",
+    "monitor.telemetry.clocks",
+    "monitor.telemetry.record_history",
+    "monitor.watch.goodput",
+    "monitor.watch.matrices",
+    "monitor.watch.step_times",
+)
+"""Rooms and modules that decide and do nothing else."""
+
+IMPURE = (
+    "asyncio",
+    "multiprocessing",
+    "random",
+    "secrets",
+    "selectors",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "threading",
+    "time",
+    "torch.distributed",
+    "uuid",
+)
+
+PUBLIC = {
+    keepstep: {
+        "ElasticError", "Job", "JobFailed", "LeaseLost", "State", "Stateful", "Step",
+        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
+    },
+    checkpoint: {
+        "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
+        "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load", "save",
+    },
+    monitor: {
+        "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",
+        "ProtocolViolation", "RecorderUnavailable", "RingUnreadable", "RingUnwritable",
+        "RuntimeUnreachable", "SecretDiffers", "attach", "begin_step", "end_step", "measure",
+        "phase",
+    },
+}  # fmt: skip
+
+LIGHT = {
+    "torch": (
+        "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli",
+        "keepstep.checkpoint.server.server", "keepstep.elastic.agent.agent",
+        "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",
+        "keepstep.elastic.monitor_bridge.runtime",         "keepstep.monitor.cli.monitor", "keepstep.monitor.daemon.assembly",
+    ),
+    "etcd3": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),
+    "google.protobuf": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),
+}  # fmt: skip
+"""What must not be loaded, by importing which modules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module below `keepstep`, by its name without that prefix, and what it imports."""
+
+    name: str
+    imports: frozenset[str]
+
+
+def read_modules() -> list[Module]:
+    """Return all modules of the tree."""
+    paths = [*ROOT.glob("*.py")]
+    for package in PACKAGES:
+        paths += (ROOT / package).rglob("*.py")
+    modules = []
+    for path in paths:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        modules.append(parse(name, path.read_text()))
+    return modules
+
+
+def parse(name: str, source: str) -> Module:
+    """Return the module of a source text; imports for type checkers alone do not count."""
+    return Module(name, frozenset(_imports(ast.parse(source).body)))
+
+
+def _imports(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    for statement in statements:
+        match statement:
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=orelse):
+                yield from _imports(orelse)
+                continue
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield from (f"{module}.{alias.name}" for alias in names)
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _imports(getattr(statement, field, ()))
+
+
+def resolve(target: str, names: frozenset[str]) -> str | None:
+    """Return the module of the tree that an import loads, if it loads one."""
+    if target != "keepstep" and not target.startswith("keepstep."):
+        return None
+    name = target.removeprefix("keepstep").removeprefix(".")
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def room_of(name: str) -> str:
+    """Return the room that a module stands in: the longest one that names it or its folder."""
+    while name not in ROOMS and name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def foreign_imports(modules: list[Module]) -> list[str]:
+    """Return the imports that the table of rooms does not allow."""
+    names = frozenset(module.name for module in modules)
+    breaches = []
+    for module in modules:
+        room = room_of(module.name)
+        for target in module.imports:
+            resolved = resolve(target, names)
+            if resolved is None or resolved == room:
+                continue
+            other = room_of(resolved)
+            if other not in (room, "") and other not in ROOMS[room]:
+                breaches.append(f"{module.name} imports {resolved}: {room} may not use {other}")
+    return sorted(breaches)
+
+
+def circles(modules: list[Module]) -> list[str]:
+    """Return the first circle of imports between modules, if there is one."""
+    names = frozenset(module.name for module in modules)
+    graph = {
+        module.name: {
+            resolved
+            for target in module.imports
+            if (resolved := resolve(target, names))
+            and resolved != module.name
+            # A package's front is loaded before what stands in it.
+            and not module.name.startswith(f"{resolved}.")
+        }
+        for module in modules
+        if module.name and not module.name.startswith("__")
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(name) for name in error.args[1]]
+    return []
+
+
+def impure_imports(modules: list[Module]) -> list[str]:
+    """Return what pure modules import that acts, waits, or varies from run to run."""
+    return sorted(
+        f"{module.name} imports {target}"
+        for module in modules
+        if any(module.name == pure or module.name.startswith(f"{pure}.") for pure in PURE)
+        for target in module.imports
+        if any(target == impure or target.startswith(f"{impure}.") for impure in IMPURE)
+    )
+
+
+def test_rooms_import_only_what_the_table_allows() -> None:
+    assert foreign_imports(read_modules()) == []
+
+
+def test_table_of_rooms_has_no_circle_and_names_only_what_exists() -> None:
+    graph = {room: allowed - {room} for room, allowed in ROOMS.items()}
+    TopologicalSorter(graph).prepare()
+    names = {module.name for module in read_modules()}
+    assert {room for room in ROOMS if room not in names} == set()
+
+
+def test_packages_import_neither_elastic_nor_each_other() -> None:
+    for package in ("checkpoint", "monitor"):
+        others = {"checkpoint", "elastic", "monitor"} - {package}
+        for room, allowed in ROOMS.items():
+            if room.split(".")[0] == package:
+                assert not {name for name in allowed if name.split(".")[0] in others}, room
+
+
+def test_modules_have_no_circle() -> None:
+    assert circles(read_modules()) == []
+
+
+def test_pure_modules_import_nothing_that_acts() -> None:
+    assert impure_imports(read_modules()) == []
+
+
+def test_every_pure_name_exists() -> None:
+    names = {module.name for module in read_modules()}
+    assert {name for name in PURE if name not in names} == set()
+
+
+@pytest.mark.parametrize("package", PUBLIC, ids=lambda package: package.__name__)
+def test_public_names_are_exactly_these(package: ModuleType) -> None:
+    assert set(package.__all__) == PUBLIC[package]
+    assert dir(package) == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "elastic", "monitor"])
+def test_every_error_is_exported(package: str) -> None:
+    errors = importlib.import_module(f"keepstep.{package}.errors")
+    front = keepstep if package == "elastic" else importlib.import_module(f"keepstep.{package}")
+    raised = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and value.__module__ == errors.__name__
+    }
+    assert raised <= set(front.__all__)
+
+
+@pytest.mark.parametrize("unwanted", LIGHT)
+def test_helper_processes_load_only_what_they_use(unwanted: str) -> None:
+    for module in LIGHT[unwanted]:
+        code = f"import sys, {module}; sys.exit({unwanted!r} in sys.modules)"
+        done = subprocess.run([sys.executable, "-c", code], check=False)
+        assert done.returncode == 0, f"import {module} loads {unwanted}"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "elastic", "monitor"])
+def test_no_module_has_two_names(name: str) -> None:
+    """In the source tree the folders stand beside `keepstep/`, and refuse their bare names."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {name}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"import keepstep.{name}" in done.stderr
+
+
+def test_breaches_are_found() -> None:
+    modules = read_modules()
+    assert foreign_imports(
+        [*modules, parse("checkpoint.layout.x", "import keepstep.elastic.errors")]
+    )
+    assert foreign_imports(
+        [*modules, parse("monitor.node.x", "from keepstep.monitor.watch import watch")]
+    )
+    assert impure_imports([parse("elastic.rendezvous.x", "def f():\n    from time import time")])
+    assert impure_imports([parse("checkpoint.layout.x", "import torch.distributed as dist")])
+    assert circles(
+        [*modules, parse("checkpoint.errors", "import keepstep.checkpoint.stored.reader")]
+    )
+    typed_only = "if TYPE_CHECKING:\n    from keepstep.elastic.errors import UsageError"
+    assert not foreign_imports([*modules, parse("checkpoint.layout.x", typed_only)])
