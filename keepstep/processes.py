@@ -10,7 +10,6 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -20,21 +19,17 @@ def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of keepstep in a process of its own.
 
     `-P` keeps the current folder out of the module search path: a user's `checkpoint.py` or
-    `types.py` beside their script is never imported by a helper.
+    `types.py` beside their script is never imported by a helper. A keepstep that runs from a
+    source tree is added to the path last, so that the tree's folders hide no other package.
     """
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
-def module_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which `module_command` finds the keepstep that runs here.
-
-    A keepstep that is imported from a source tree and not installed is added to PYTHONPATH, last.
-    """
-    root = str(Path(__file__).absolute().parent.parent)
-    present = [entry for entry in base.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    if _is_installed_at(root) or root in present:
-        return dict(base)
-    return {**base, "PYTHONPATH": os.pathsep.join([*present, root])}
+    root = Path(__file__).absolute().parent.parent
+    if root.name in ("site-packages", "dist-packages"):
+        return [sys.executable, "-P", "-m", module, *arguments]
+    code = (
+        f"import runpy, sys; sys.path.append({str(root)!r}); sys.argv.pop(0); "
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+    )
+    return [sys.executable, "-P", "-c", code, module, *arguments]
 
 
 def die_with_parent(parent: int) -> None:
@@ -54,10 +49,6 @@ def die_with_parent(parent: int) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
     if os.getppid() != parent:
         os._exit(1)
-
-
-def _is_installed_at(root: str) -> bool:
-    return Path(root).name in ("site-packages", "dist-packages")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Delete, Modified, Store
-from keepstep.processes import module_command, module_environment
+from keepstep.processes import module_command
 
 log = logging.getLogger("keepstep")
 
@@ -38,7 +38,7 @@ async def run_doctor(node: str, directory: Path) -> Sequence[str]:
         *module_command(
             "keepstep", "doctor", "--json", "--node", node, "--listen", "127.0.0.1:0", "--directory", str(directory)
         ),
-        env=module_environment(os.environ), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(_DOCTOR_TIMEOUT_S):

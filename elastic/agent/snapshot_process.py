@@ -17,7 +17,7 @@ from keepstep.checkpoint.memory.wire import Message, encode, read_message
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import Generation, PersistRequest, SnapshotCommit, group_of
-from keepstep.processes import module_command, module_environment
+from keepstep.processes import module_command
 
 _START_S = 30.0
 
@@ -80,7 +80,6 @@ class SnapshotProcess:
                     "--ranks", str(workers),
                     "--exchange-limit", str(limits.exchange), "--storage-limit", str(limits.storage),
                 ),
-                env=module_environment(os.environ),
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,

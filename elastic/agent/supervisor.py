@@ -21,7 +21,7 @@ from keepstep.elastic.worker.bootstrap import Command
 from keepstep.elastic.worker.channel import AgentChannel, Message
 from keepstep.elastic.worker.session import Assignment
 from keepstep.monitor.progress import ProgressBoard
-from keepstep.processes import module_command, module_environment
+from keepstep.processes import module_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Worker:
             process = subprocess.Popen(
                 module_command("keepstep.elastic.worker.bootstrap"),
                 env={
-                    **module_environment(environment),
+                    **environment,
                     "KEEPSTEP_CHANNEL": str(theirs.fileno()),
                     "KEEPSTEP_PROGRESS": str(board.descriptor),
                     "KEEPSTEP_COMMAND": command.encode().decode(),

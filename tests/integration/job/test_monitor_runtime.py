@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(
 ROOT = Path(__file__).parents[3]
 HANGS_AT = 8
 SCRIPT = f"""
-import functools, os, sys, torch, elastic
+import functools, os, sys, torch, keepstep
 import torch.distributed as dist
 
 def build(world):

@@ -17,7 +17,7 @@ from tests.integration.monitor.running import get, until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import functools, torch, elastic
+import functools, torch, keepstep
 def build(world):
     return keepstep.State(torch.nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
 with keepstep.join(build) as job:

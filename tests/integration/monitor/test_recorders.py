@@ -227,7 +227,7 @@ def test_worker_says_whether_an_exception_ended_it(tmp_path: Path) -> None:
     ends = ["raise ValueError('no such batch')", "raise SystemExit(3)", "raise KeyboardInterrupt"]
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", f"import monitor; monitor.attach(job='test', rank={rank}); {end}"],
+            [sys.executable, "-c", f"from keepstep import monitor; monitor.attach(job='test', rank={rank}); {end}"],
             env={**os.environ, "KEEPSTEP_MONITOR_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])},
             stderr=subprocess.PIPE, text=True,
         )
