@@ -1,0 +1,505 @@
+"""Runs rendezvous cases: events and decisions as lines of text; `cases/*.txt` are written so.
+
+A case begins with a comment that states its claim. A line that is not indented is an event, a
+question or `decide`; indented lines are recorded output, which `test_cases.py` compares or
+rewrites. Nodes are named a, b, c ...; a subject is one node, a list (`a, b and c`), or `everyone`:
+the present members of the current generation. A rank stands for the node that has it there.
+
+    policy nodes 2-4, last call 2 s, quorum 60 s, restarts 2, parity 1, groups of 8   (part or all)
+    a joins with 2 workers [in rack r1] [cold]  takes a lease; `cold`: its workers still warm up
+    a is warm                            its workers can start at once
+    a enters                             puts its workers into the current generation
+    a runs [restored from parity]        every worker of it has completed a step
+    a completes step 8                   as its record shows
+    a seals step 7                       all its ranks sealed; the leader does not know yet
+    a protects step 7                    its parity is complete, too; a report goes to the leader
+    a loses step 7                       its memory of the step is damaged
+    a drains                             no worker of it writes any more; its record is final
+    a finishes                           its workers did their last step and wait for it to be safe
+    a is done                            its workers exited with success
+    a asks to leave                      a preemption notice, Ctrl-C, an eviction that it has seen
+    lease of a ends                      its agent died, left or was cut off
+    a rejoins                            its agent died and another joined before anybody looked
+    a wants checkpoints in URL [every 10 steps | as often as best]
+    a writes its part                    of the checkpoint that is requested
+    a cannot write its part: REASON
+    the manifest cannot be written: REASON      at the next attempt
+    rank 3 fails: MESSAGE                its process ended; `fails fatally`: trying again is useless
+    rank 3 loses a peer: MESSAGE         a collective broke
+    a is evicted: REASON                 by a person or the monitor
+    restart of rank 3 is requested: REASON
+    2.5 s pass
+    given a, b and c run with 2 workers  joins, opening, entering and running, without output
+    may a leave?                         whether it is needed no longer
+    decide                               the leader decides and acts until it has nothing to do
+
+Decisions are applied to the coordinator's keys as the agents apply them, and what changed is shown.
+Times count from the case's beginning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous import actions
+from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide, may_leave
+from keepstep.elastic.rendezvous.intervals import AUTO
+from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
+    Closing,
+    Eviction,
+    Failure,
+    Generation,
+    History,
+    NodePhase,
+    NodeRecord,
+    NodeReport,
+    PersistedPart,
+    PersistRequest,
+    Record,
+    RestartRequest,
+    Result,
+    SnapshotCommit,
+    StoreFailure,
+)
+from keepstep.elastic.rendezvous.view import Keys, View, from_listing, with_reports
+from keepstep.elastic.store.contract import Delete, KeyValue, Listing, Put
+
+KEYS = Keys("case")
+WALL_CLOCK_START_S = 1000.0
+"""The wall clock at the beginning; the monotonic one begins at 0, so confusing them shows."""
+INDENT = "    "
+_DOCUMENTS: Mapping[str, type[Record]] = {
+    "generation": Generation,
+    "closing": Closing,
+    "snapshot": SnapshotCommit,
+    "persist": PersistRequest,
+    "checkpoint": CheckpointRecord,
+    "store_failure": StoreFailure,
+    "history": History,
+    "result": Result,
+}
+_MAX_DECISIONS = 10
+
+
+@dataclass
+class Memory:
+    """What a node's snapshot server holds."""
+
+    sealed: set[SnapshotId] = field(default_factory=set)
+    protected: set[SnapshotId] = field(default_factory=set)
+
+    def free_older_than(self, snapshot: SnapshotId, pinned: SnapshotId | None) -> None:
+        self.sealed = {s for s in self.sealed if s >= snapshot or s == pinned}
+        self.protected &= self.sealed
+
+
+class Case:
+    """A job under construction: the coordinator's keys, the nodes' memory, and the clock."""
+
+    def __init__(self) -> None:
+        self.policy = RendezvousPolicy(
+            min_nodes=1, max_nodes=4, last_call_s=2.0, quorum_timeout_s=60.0, max_restarts=2
+        )
+        self.now_s = 0.0
+        self.memory: dict[str, Memory] = {}
+        self._items: dict[str, KeyValue] = {}
+        self._revision = 0
+        self._leases = 0
+        self._reports: dict[str, NodeReport] = {}
+        self._leader: str | None = None
+        self._leader_state = LeaderState()
+        self._manifest_failure = ""
+        self._steps: dict[str, int] = {}
+
+    @property
+    def view(self) -> View:
+        """What the coordinator holds."""
+        return from_listing(KEYS, Listing(self._revision, tuple(self._items.values())))
+
+    @property
+    def wall_s(self) -> float:
+        """The wall clock."""
+        return WALL_CLOCK_START_S + self.now_s
+
+    def run(self, line: str) -> list[str]:
+        """Carry out one line that is not indented; return what it prints.
+
+        Raises:
+            ValueError: the line is none of those above.
+        """
+        if line == "decide":
+            return self.decide()
+        if found := re.fullmatch(r"policy (.+)", line):
+            self._set_policy(found[1])
+        elif found := re.fullmatch(r"([\d.]+) s pass", line):
+            self.now_s += float(found[1])
+        elif found := re.fullmatch(r"may (\w+) leave\?", line):
+            return ["yes" if may_leave(self.policy, self._leaders_view(), found[1]) else "no"]
+        elif found := re.fullmatch(r"lease of (\w+) ends", line):
+            self._delete(KEYS.node(found[1]))
+            del self.memory[found[1]]
+        elif found := re.fullmatch(r"the manifest cannot be written: (.+)", line):
+            self._manifest_failure = found[1]
+        elif found := re.fullmatch(r"restart of rank (\d+) is requested: (.+)", line):
+            request = RestartRequest(self.view.generation_number, int(found[1]), found[2])
+            self._put(KEYS.restart(request.rank), request)
+        elif found := re.fullmatch(r"rank (\d+) (fails|fails fatally|loses a peer): (.+)", line):
+            self._fail(int(found[1]), found[2], found[3])
+        elif found := re.fullmatch(r"given (.+) run with (\d+) workers?", line):
+            self._start(_names(found[1]), int(found[2]))
+        elif found := re.fullmatch(r"(\w+(?:(?:, | and )\w+)*?) (?!and )(\w+.*)", line):
+            nodes = self._present() if found[1] == "everyone" else _names(found[1])
+            for node in nodes:
+                self._carry_out(node, found[2], line)
+        else:
+            raise ValueError(f"{line!r} is no line of a case")
+        return []
+
+    def decide(self) -> list[str]:
+        """Let the leader decide and act until it waits; return each decision and its changes."""
+        output: list[str] = []
+        for _ in range(_MAX_DECISIONS):
+            view = self._leaders_view()
+            if view.leader is None:
+                return ["nobody leads"]
+            if view.leader != self._leader:
+                self._leader, self._leader_state = view.leader, LeaderState()
+            decision = decide(self.policy, view, self._leader_state, self.now_s, self.wall_s)
+            self._leader_state = decision.leader_state
+            if decision.action is None:
+                return [*output, self._describe_wait(decision.again_at_s, decision.message)]
+            before = dict(self._items)
+            self._perform(decision.action)
+            output.append(f"{view.leader}: {type(decision.action).__name__}")
+            output += [f"  {text}" for text in self._describe_changes(before)]
+        raise AssertionError(f"the leader still acts after {_MAX_DECISIONS} decisions: {output}")
+
+    def _describe_wait(self, again_at_s: float | None, message: str) -> str:
+        until = "" if again_at_s is None else f" until {again_at_s:g} s"
+        if not until and not message:
+            return f"{self._leader}: nothing to do"
+        return f"{self._leader}: waits{until}: {message}"
+
+    def _describe_changes(self, before: Mapping[str, KeyValue]) -> list[str]:
+        lines = []
+        for name, record in _DOCUMENTS.items():
+            key = KEYS.single(name)
+            if key in self._items and self._items[key] != before.get(key):
+                head, *rest = describe(record.decode(self._items[key].value))
+                if name == "snapshot" and lines:
+                    head, rest = "as resumed from", []
+                lines += [f"{name}: {head}", *(f"  {text}" for text in rest)]
+        deleted = sorted(key.removeprefix(KEYS.prefix) for key in before if key not in self._items)
+        return [*lines, *(f"{name}: deleted" for name in deleted)]
+
+    def _leaders_view(self) -> View:
+        return with_reports(self.view, self._reports)
+
+    def _present(self) -> list[str]:
+        view = self.view
+        if view.generation is None:
+            return sorted(view.nodes)
+        return [m.node for m in view.generation.members if m.node in view.nodes]
+
+    def _set_policy(self, text: str) -> None:
+        for item in text.split(", "):
+            if found := re.fullmatch(r"nodes (\d+)-(\d+)", item):
+                self.policy = replace(self.policy, min_nodes=int(found[1]), max_nodes=int(found[2]))
+            elif found := re.fullmatch(r"last call ([\d.]+) s", item):
+                self.policy = replace(self.policy, last_call_s=float(found[1]))
+            elif found := re.fullmatch(r"quorum ([\d.]+) s", item):
+                self.policy = replace(self.policy, quorum_timeout_s=float(found[1]))
+            elif found := re.fullmatch(r"restarts (\d+)", item):
+                self.policy = replace(self.policy, max_restarts=int(found[1]))
+            elif found := re.fullmatch(r"parity (\d+)", item):
+                self.policy = replace(self.policy, parity=int(found[1]))
+            elif found := re.fullmatch(r"groups of (\d+)", item):
+                self.policy = replace(self.policy, group_size=int(found[1]))
+            else:
+                raise ValueError(f"policy {item!r} is not known")
+
+    def _start(self, nodes: Sequence[str], workers: int) -> None:
+        for node in nodes:
+            self._join(node, workers)
+        self.decide()
+        self.now_s += self.policy.last_call_s
+        self.decide()
+        for node in nodes:
+            self._enter(node)
+            self._run_workers(node)
+        self.decide()
+
+    def _carry_out(self, node: str, what: str, line: str) -> None:
+        """Carry out what a line says about one node."""
+        if found := re.fullmatch(r"joins? with (\d+) workers?(?: in rack (\w+))?( cold)?", what):
+            self._join(node, int(found[1]), domain=found[2] or "", warm=not found[3])
+            return
+        record = self._record(node)
+        memory = self.memory[node]
+        if what in ("is warm", "are warm"):
+            self._write(record, warm=True)
+        elif what in ("enters", "enter"):
+            self._enter(node)
+        elif found := re.fullmatch(r"runs?(?: restored from (.+))?", what):
+            self._run_workers(node, found[1])
+        elif found := re.fullmatch(r"completes? step (\d+)", what):
+            self._write(record, step=int(found[1]))
+        elif found := re.fullmatch(r"seals? step (\d+)", what):
+            memory.sealed.add(SnapshotId(record.generation, int(found[1])))
+        elif found := re.fullmatch(r"protects? step (\d+)", what):
+            self._protect(record, SnapshotId(record.generation, int(found[1])))
+        elif found := re.fullmatch(r"loses? step (\d+)", what):
+            memory.sealed = {s for s in memory.sealed if s.step != int(found[1])}
+            memory.protected &= memory.sealed
+            self._write(record, **self._holdings(node))
+        elif what in ("drains", "drain"):
+            self._write(record, phase=NodePhase.DRAINED, **self._holdings(node))
+        elif what in ("finishes", "finish"):
+            self._write(record, finishing=True)
+        elif what in ("is done", "are done"):
+            self._write(record, phase=NodePhase.DONE, **self._holdings(node))
+        elif what in ("asks to leave", "ask to leave"):
+            self._write(record, leaving=True)
+        elif what in ("rejoins", "rejoin"):
+            self._delete(KEYS.node(node))
+            self._join(node, record.nproc)
+        elif found := re.fullmatch(
+            r"wants? checkpoints in (\S+)(?: every (\d+) steps| (as often as best))?", what
+        ):
+            every = AUTO if found[3] else int(found[2]) if found[2] else None
+            self._write(record, checkpoint_url=found[1], checkpoint_every=every)
+        elif what in ("writes its part", "write their parts"):
+            self._write_part(record, {"entry": f"parts/{node}"})
+        elif found := re.fullmatch(r"cannot write its part: (.+)", what):
+            self._write_part(record, {"error": found[1]})
+        elif found := re.fullmatch(r"(?:is|are) evicted: (.+)", what):
+            self._put(KEYS.eviction(node), Eviction(found[1], may_return=False))
+        else:
+            raise ValueError(f"{line!r} is no line of a case")
+
+    def _join(self, node: str, workers: int, *, domain: str = "", warm: bool = True) -> None:
+        self._leases += 1
+        self.memory[node] = Memory()
+        record = NodeRecord(
+            node=node, host=f"host-{node}", nproc=workers, agent=f"host-{node}:{self._leases}",
+            server=f"tcp:host-{node}:{100 + self._leases}", store_port=200 + self._leases,
+            lease=self._leases, digest="d", domain=domain, warm=warm,
+        )  # fmt: skip
+        self._put(KEYS.node(node), record, record.lease)
+
+    def _enter(self, node: str) -> None:
+        """As an agent does that sees a new generation: forget what is older, begin anew."""
+        view, record = self.view, self._record(node)
+        assert view.generation is not None, "no generation is open"
+        number, resume = view.generation.generation, view.generation.resume
+        self.memory[node].free_older_than(
+            resume.snapshot if resume else SnapshotId(number, -1), None
+        )
+        if view.generation.member(node) is not None:
+            self._write(
+                record, generation=number, phase=NodePhase.STARTING, failure=None, finishing=False,
+                persisted=None, restored_from="", times={}, **self._holdings(node),
+            )  # fmt: skip
+
+    def _run_workers(self, node: str, restored_from: str | None = None) -> None:
+        generation = self.view.generation
+        resume = generation.resume if generation else None
+        times = dict.fromkeys(("ready", "restored", "stepped"), self.wall_s)
+        times["resumed_step"] = resume.snapshot.step if resume else 0
+        self._write(
+            self._record(node), phase=NodePhase.RUNNING, times=times,
+            restored_from=restored_from or ("memory" if resume else "start"),
+        )  # fmt: skip
+
+    def _protect(self, record: NodeRecord, snapshot: SnapshotId) -> None:
+        memory = self.memory[record.node]
+        memory.sealed.add(snapshot)
+        memory.protected.add(snapshot)
+        if record.phase is NodePhase.DRAINED:
+            self._write(record, **self._holdings(record.node))
+            return
+        protected = tuple(sorted(memory.protected))
+        self._reports[record.node] = NodeReport(
+            node=record.node, lease=record.lease, generation=record.generation,
+            step=snapshot.step, protected=protected,
+        )  # fmt: skip
+
+    def _write_part(self, record: NodeRecord, part: Mapping[str, str]) -> None:
+        request = self.view.persist
+        assert request is not None, "no checkpoint is requested"
+        snapshot = request.commit.snapshot
+        self._write(record, persisted=PersistedPart(snapshot.step, snapshot.generation, part))
+
+    def _fail(self, rank: int, how: str, message: str) -> None:
+        view = self.view
+        assert view.generation is not None, "no generation is open"
+        node = next(m.node for m in view.generation.members if rank in m.ranks)
+        kind = {"fails": "worker", "fails fatally": "fatal", "loses a peer": "peer"}[how]
+        failure = Failure(kind, f"rank {rank} on {node} {message}", self.wall_s, rank)
+        self._write(self._record(node), failure=failure)
+
+    def _record(self, node: str) -> NodeRecord:
+        return self.view.nodes[node].record
+
+    def _holdings(self, node: str) -> dict[str, tuple[SnapshotId, ...]]:
+        memory = self.memory[node]
+        return {
+            "sealed": tuple(sorted(memory.sealed)),
+            "protected": tuple(sorted(memory.protected)),
+        }
+
+    def _write(self, record: NodeRecord, **changes: object) -> None:
+        self._put(KEYS.node(record.node), replace(record, **changes), record.lease)
+
+    def _put(self, key: str, record: Record, lease: int = 0) -> None:
+        self._apply((Put(key, record.encode(), lease),))
+
+    def _delete(self, key: str) -> None:
+        self._apply((Delete(key),))
+
+    def _perform(self, action: actions.Action) -> None:
+        if isinstance(action, actions.Publish) and self._manifest_failure:
+            action = actions.CancelPersist(action.request, self._manifest_failure)
+            self._manifest_failure = ""
+        self._apply(_operations(action, self.wall_s))
+        if isinstance(action, actions.Commit):
+            persist = self.view.persist
+            for memory in self.memory.values():
+                memory.free_older_than(
+                    action.commit.snapshot, persist.commit.snapshot if persist else None
+                )
+
+    def _apply(self, operations: Sequence[Put | Delete]) -> None:
+        self._revision += 1
+        for operation in operations:
+            if isinstance(operation, Put):
+                old = self._items.get(operation.key)
+                created = old.created if old else self._revision
+                self._items[operation.key] = KeyValue(
+                    operation.key, operation.value, created, self._revision, operation.lease
+                )
+            else:
+                self._items = {
+                    key: item
+                    for key, item in self._items.items()
+                    if not (
+                        key.startswith(operation.key) if operation.prefix else key == operation.key
+                    )
+                }
+
+
+def describe(record: Record) -> list[str]:
+    """Return a document in words, one or more lines."""
+    match record:
+        case Generation():
+            return _describe_generation(record)
+        case Closing():
+            how = "abort" if record.abort else "in good order"
+            return [
+                f'generation {record.generation} "{record.reason}", {how}, '
+                f"detected {_time(record.detected_at_s)}"
+            ]
+        case SnapshotCommit():
+            return _describe_commit(record)
+        case PersistRequest():
+            asked = f", asked {_time(record.at_s)}" if record.at_s else ", asked at no time"
+            return [*_describe_commit(record.commit), f"to {record.url}{asked}"]
+        case CheckpointRecord():
+            return [
+                f"step {record.step} of generation {record.generation} in {record.url}, "
+                f"at {_time(record.at_s)}, took {record.took_s:g} s"
+            ]
+        case StoreFailure():
+            return [f'step {record.step} "{record.reason}"']
+        case Result():
+            return [f'{"succeeded" if record.succeeded else "failed"} "{record.message}"']
+        case History():
+            newest = record.recoveries[-1]
+            failed = ", after a failure" if newest.after_failure else ""
+            return [
+                f'generation {newest.generation} "{newest.reason}"{failed}, '
+                f"{newest.world_size} ranks",
+                f"detected {_time(newest.detected_at_s)}, opened {_time(newest.opened_at_s)}, "
+                f"stepped {_time(newest.stepped_at_s)}",
+                f"resumed step {newest.resumed_step} from {newest.source}, "
+                f"lost {newest.lost_steps} steps",
+            ]
+        case _:
+            raise TypeError(f"{type(record).__name__} has no description")
+
+
+def _describe_commit(commit: SnapshotCommit) -> list[str]:
+    holders = ", ".join(member.node for member in commit.holders)
+    return [
+        f"step {commit.snapshot.step} of generation {commit.snapshot.generation}, "
+        f"held by {holders}, parity {commit.parity}",
+        *(f"rank {rebuild.rank} is rebuilt on {rebuild.node}" for rebuild in commit.shard_rebuilds),
+        *([f"the rest is read from {commit.stored}"] if commit.stored else []),
+    ]
+
+
+def _describe_generation(generation: Generation) -> list[str]:
+    after = ", after a failure" if generation.after_failure else ""
+    resume = ["storage, or the start"]
+    if generation.resume is not None:
+        resume = _describe_commit(generation.resume)
+    return [
+        f'{generation.generation} "{generation.reason}", failures {generation.failures}{after}',
+        *(
+            f"{member.node}: ranks {member.ranks[0]}-{member.ranks[-1]}, group {member.group}"
+            for member in generation.members
+        ),
+        f"parity {generation.parity}, torch store {generation.store_host}:{generation.store_port}",
+        f"detected {_time(generation.detected_at_s)}, opened {_time(generation.opened_at_s)}, "
+        f"reached step {generation.lost_from_step} before",
+        f"resumes from {resume[0]}",
+        *resume[1:],
+    ]
+
+
+def _time(wall_s: float) -> str:
+    return f"{wall_s - WALL_CLOCK_START_S:g} s"
+
+
+def _names(text: str) -> list[str]:
+    return re.split(r", | and ", text)
+
+
+def _operations(action: actions.Action, wall_s: float) -> tuple[Put | Delete, ...]:
+    """Return what a leader writes for an action (as `keepstep.elastic.agent.membership` does)."""
+    single = KEYS.single
+    match action:
+        case actions.Open(generation):
+            resume = generation.resume
+            return (
+                Put(single("generation"), generation.encode()),
+                Delete(single("closing")),
+                Delete(single("persist")),
+                Delete(single("verdicts")),
+                Delete(KEYS.restart(), prefix=True),
+                Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
+            )
+        case actions.Close(closing):
+            return (Put(single("closing"), closing.encode()),)
+        case actions.Commit(commit):
+            return (Put(single("snapshot"), commit.encode()),)
+        case actions.Persist(request):
+            return (Put(single("persist"), request.encode()),)
+        case actions.Publish(request):
+            snapshot = request.commit.snapshot
+            checkpoint = CheckpointRecord(
+                step=snapshot.step, generation=snapshot.generation, url=request.url, at_s=wall_s,
+                took_s=max(0.0, wall_s - request.at_s),
+            )  # fmt: skip
+            return (Put(single("checkpoint"), checkpoint.encode()), Delete(single("persist")))
+        case actions.CancelPersist(request, reason):
+            failure = StoreFailure(request.commit.snapshot.step, reason)
+            return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
+        case actions.RecordRecovery(history):
+            return (Put(single("history"), history.encode()),)
+        case actions.Finish(result):
+            return (Put(single("result"), result.encode()),)
