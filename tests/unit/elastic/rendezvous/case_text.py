@@ -234,7 +234,7 @@ class Case:
         self.decide()
 
     def _carry_out(self, node: str, what: str, line: str) -> None:
-        """Carry out what a line says about one node."""
+        """Carry out one node's part of a line."""
         if found := re.fullmatch(r"joins? with (\d+) workers?(?: in rack (\w+))?( cold)?", what):
             self._join(node, int(found[1]), domain=found[2] or "", warm=not found[3])
             return
