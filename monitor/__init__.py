@@ -1,7 +1,8 @@
-"""The watch over a training job: what workers tell through shared memory, and what others make of it.
+"""Records training workers in shared memory, and diagnoses the job from those records.
 
-In a worker: `monitor.attach()`, or KEEPSTEP_MONITOR=1 in its environment; then `monitor.phase` and `monitor.measure`, if wanted. They do
-nothing in a process that is not attached.
+In a worker: call `monitor.attach()`, or set KEEPSTEP_MONITOR=1 in its environment; then,
+optionally, use `monitor.phase` and `monitor.measure`. In a process that is not attached they do
+nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ __all__ = [
     "phase",
 ]
 
-# The recorder needs PyTorch, which the daemon and the command do without: hence the imports inside.
+# The recorder needs PyTorch, which the daemon and the command do without: hence the imports inside
+# functions.
 
 
 def attach(
@@ -59,34 +61,40 @@ def attach(
     node: str | None = None,
     generation: int | None = None,
 ) -> Recorder:
-    """Record this worker from now on. See `keepstep.monitor.telemetry.attachment.attach`."""
+    """Start recording this worker. See `keepstep.monitor.telemetry.attachment.attach`."""
     from keepstep.monitor.telemetry.attachment import attach
 
     return attach(job=job, rank=rank, node=node, generation=generation)
 
 
 def phase(phase: Phase) -> AbstractContextManager[None]:
-    """Mark what runs inside as a part of the step."""
+    """Mark the code inside as a phase of the step."""
     recorder = _current()
     return nullcontext() if recorder is None else recorder.phase(phase)
 
 
 def begin_step(number: int | None = None) -> None:
-    """Begin a step, with this number if given; needed only where no optimizer says when a step is over."""
+    """Begin a step, with this number if given.
+
+    Needed only where no optimizer marks the end of a step.
+    """
     recorder = _current()
     if recorder is not None:
         recorder.begin_step(number)
 
 
 def end_step() -> None:
-    """End the step under way: for loops that do other things between steps, such as evaluating."""
+    """End the current step: for loops that do other work between steps, such as evaluation."""
     recorder = _current()
     if recorder is not None:
         recorder.end_step()
 
 
 def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = None) -> None:
-    """Report a number of the step under way. See `keepstep.monitor.telemetry.recorder.Recorder.measure`."""
+    """Report a number of the current step.
+
+    See `keepstep.monitor.telemetry.recorder.Recorder.measure`.
+    """
     recorder = _current()
     if recorder is not None:
         recorder.measure(measure, value, group)
@@ -95,7 +103,7 @@ def measure(measure: Measure, value: float, group: dist.ProcessGroup | None = No
 def _current() -> Recorder | None:
     import sys
 
-    # Where nobody has imported it, nobody has attached.
+    # If the module was never imported, the process is not attached.
     attachment = sys.modules.get("keepstep.monitor.telemetry.attachment")
     return attachment.current() if attachment is not None else None
 

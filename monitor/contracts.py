@@ -1,10 +1,10 @@
-"""What the monitor daemon needs of others, as protocols, so that `monitor` imports neither `elastic` nor a diagnosis in
-particular.
+"""Defines the protocols of the monitor daemon's parts; `monitor` therefore never imports `elastic`.
 
-The daemon owns what it is given and closes it. RingReading and diagnosis are called on the daemon's working thread and must not block;
-alignment, publisher, enforcer and the job status source on another thread, where they may. Each gets one call at a
-time. Whatever raises is logged with its consequence and called again at the next turn, so a defect in one part blinds that
-part only.
+The daemon owns the parts that it is given and closes them. Rings are read and diagnosed on the
+daemon's working thread, so `JobReader` and `Diagnosis` must not block. Alignment, publisher,
+enforcer and job status source run on another thread and may block. Each part gets one call at a
+time. An exception is logged with its consequence and the part is called again at the next turn, so
+a defect in one part disables that part only.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from keepstep.monitor.verdicts import Verdict
 
 @dataclass(frozen=True, slots=True)
 class RingReading:
-    """One rank's ring as it was found.
+    """One rank's ring as it was read.
 
     Args:
-        records: what the rank told: all that its ring holds, or only what may have changed since the last reading.
+        records: the rank's records: all that its ring holds, or only those that may have changed
+            since the last reading.
         communicators: the ring's table of process groups.
         pid: the process that writes it.
-        incarnation: tells one writer from the next of the same rank; record positions begin anew with it.
-        generation: of the job, as the ring has it; 0 where nobody counts them.
-        world_size: number of ranks, as the ring has it; 0: not known.
+        incarnation: identifies the writer among successive writers of the same rank; record
+            positions restart with it.
+        generation: of the job, as the ring states it; 0 if the job has no generations.
+        world_size: number of ranks, as the ring states it; 0: not known.
         created_s: node's monotonic clock when the ring was created.
     """
 
@@ -47,81 +49,98 @@ class JobReader(Protocol):
     """Reads the rings of one job on this node."""
 
     def read(self) -> Sequence[RingReading]:
-        """Return every rank's ring as it is now; ranks come and go with generations."""
+        """Return the current state of every rank's ring; ranks change with generations."""
 
     def close(self) -> None:
-        """Let go of the rings. Their writers are not touched."""
+        """Close the rings. Their writers are not affected."""
 
 
 class Probe(Protocol):
     """Measures this node."""
 
     def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
-        """Return the measures as they are now. `workers`: process id of each rank on this node, whose cgroup it is that counts."""
+        """Return the current metrics of the node.
+
+        Args:
+            workers: process id of each rank on this node; their cgroup is the one that is measured.
+        """
 
     def close(self) -> None:
-        """Let go of devices."""
+        """Close the devices."""
 
 
 class Diagnosis(Protocol):
-    """Draws conclusions from digests. Pure: what it must remember it returns and gets back."""
+    """Concludes verdicts from digests.
+
+    Pure: the state to remember is returned and passed in again.
+    """
 
     def __call__(
         self,
-        told: Digest,
+        new_digest: Digest,
         communicators: Mapping[int, Communicator],
         nodes: Mapping[int, str],
         metrics: Mapping[str, NodeMetrics],
         past: Any,
         now_s: float,
+        /,
     ) -> tuple[Any, Sequence[Verdict]]:
-        """Return what to remember, and the verdicts that hold now.
+        """Return the state to remember, and the verdicts that hold now.
 
         Args:
-            told: what all ranks told since the last call; ranks not in it are as they were.
+            new_digest: what all ranks recorded since the last call; ranks not in it are unchanged.
             communicators: of the job.
             nodes: each rank's node.
-            metrics: the newest measures of each node.
-            past: what the last call returned first; None at the first, and when ranks or their processes have changed.
+            metrics: the newest metrics of each node.
+            past: the state that the last call returned; None at the first call, and when ranks or
+                their processes have changed.
             now_s: this daemon's monotonic clock.
         """
 
 
 class Alignment(Protocol):
-    """Estimates the clocks' offsets between nodes. Pure."""
+    """Estimates the clock offsets between nodes. Pure."""
 
     def __call__(self, job: JobRecords, reference: str) -> JobRecords:
-        """Return the same records with `offset_s` and `offset_error_s` filled in; `reference` is the node whose clock is the job's."""
+        """Return the same records with `offset_s` and `offset_error_s` filled in.
+
+        Args:
+            job: records of all ranks.
+            reference: the node whose clock is the job's.
+        """
 
 
 class VerdictPublisher(Protocol):
-    """Takes the verdicts that hold to where decisions are made (`elastic`: the coordinator).
+    """Publishes current verdicts to the job's runtime (`elastic`: the coordinator).
 
-    Like `Enforcer` and `JobStatusSource` it may raise RuntimeUnreachable, which is no fault of the monitor's: a job ends, and its coordinator
-    with it.
+    Like `Enforcer` and `JobStatusSource` it may raise RuntimeUnreachable, which is not a fault of
+    the monitor: a job ends, and its coordinator with it.
     """
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish all verdicts that hold now, after every diagnosis whose verdicts differ from the last.
+        """Publish all verdicts that hold now; called whenever they differ from the last.
 
         Args:
-            verdicts: all of them; nodes are named as the job status names them, where there is one.
-            generation: of the job, that they speak of.
+            verdicts: all of them; nodes are named as in the job status, if there is one.
+            generation: of the job, to which they apply.
             now_s: the job's clock.
         """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 class Enforcer(Protocol):
-    """Carries out what the policy decided (`elastic`: by asking the job's agents)."""
+    """Carries out what the policy decided (`elastic`: requests it from the job's agents)."""
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        """Have a worker restarted or a node replaced; False if the job is going on to another generation, or has."""
+        """Have a worker restarted or a node replaced.
+
+        Returns False if the job has changed to another generation, or is about to.
+        """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,17 +148,17 @@ class RecoveryStatus:
     """One change of generation, in wall-clock seconds since the epoch.
 
     Args:
-        generation: the one that began.
-        reason: why the one before it ended.
-        world_size: ranks in it.
-        detected_at_s: the trouble was known.
-        opened_at_s: members settled.
-        ready_at_s: process groups up.
-        restored_at_s: every rank has its state.
-        stepped_at_s: the first step is done.
+        generation: the new generation.
+        reason: why the previous one ended.
+        world_size: ranks in the new generation.
+        detected_at_s: the failure was detected.
+        opened_at_s: the members were decided.
+        ready_at_s: process groups were ready.
+        restored_at_s: every rank had its state.
+        stepped_at_s: the first step was completed.
         resumed_step: step that it resumed from.
-        lost_steps: steps that were done again.
-        source: where state came from.
+        lost_steps: steps that were repeated.
+        source: where the state was restored from.
     """
 
     generation: int
@@ -157,7 +176,15 @@ class RecoveryStatus:
 
 @dataclass(frozen=True, slots=True)
 class MemberStatus:
-    """A node of the job: its name, what it is doing, its ranks (empty for a spare), and the bytes its snapshots take."""
+    """One node of a job.
+
+    Args:
+        node: its name.
+        phase: what it is doing.
+        ranks: its ranks; empty for a spare.
+        step: its newest completed step.
+        snapshot_nbytes: memory that its snapshots use.
+    """
 
     node: str
     phase: str
@@ -168,7 +195,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What a job's runtime knows of it that records do not tell.
+    """What a job's runtime knows about the job and records do not contain.
 
     Args:
         began_at_s: wall clock at the job's first generation.
@@ -176,10 +203,10 @@ class JobStatus:
         members: nodes that are present.
         recoveries: changes of generation, oldest first.
         snapshot_step: newest step that is committed in memory; None before the first.
-        snapshot_at_s: wall clock of that commit; None where not known.
+        snapshot_at_s: wall clock of that commit; None if not known.
         checkpoint_step: newest step in storage.
-        checkpoint_url: where.
-        parity: nodes of each group whose loss memory survives.
+        checkpoint_url: where that checkpoint is stored.
+        parity: number of nodes of each group that may be lost without losing the state in memory.
     """
 
     began_at_s: float
@@ -198,18 +225,21 @@ class JobStatus:
 
 
 class JobStatusSource(Protocol):
-    """Where the job status comes from, for jobs that keepstep runs; other jobs have none."""
+    """Provides the job status of jobs that keepstep runs; other jobs have none."""
 
     def job_status(self) -> JobStatus | None:
-        """Return the job status as far as it is known; None while there is no such job: it may begin later, or again."""
+        """Return the job status as far as it is known.
+
+        None while there is no such job: it may begin later, or again.
+        """
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close connections."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobRuntime:
-    """What a job's own runtime offers to its monitor."""
+    """What a job's runtime provides to its monitor."""
 
     job_status_source: JobStatusSource
     publisher: VerdictPublisher

@@ -1,4 +1,7 @@
-"""The errors of the monitor. Each message says what happened, to which rank or file, and what to do next."""
+"""Defines the errors of the monitor.
+
+Each message states what happened, to which rank or file, and what to do next.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ class MonitorError(Exception):
 
 
 class RingUnreadable(MonitorError):
-    """A file is no telemetry ring, is cut short, or was written by a version that this one cannot read."""
+    """A file is not a telemetry ring, is truncated, or has a version that cannot be read."""
 
 
 class RingUnwritable(MonitorError):
-    """A worker's ring cannot be created: no room, or a directory that others could write to."""
+    """A worker's ring cannot be created: no space, or a directory that others could write to."""
 
 
 class RecorderUnavailable(MonitorError):
@@ -20,20 +23,20 @@ class RecorderUnavailable(MonitorError):
 
 
 class DumpUnreadable(MonitorError):
-    """A Flight Recorder dump is damaged, or holds what such dumps do not hold."""
+    """A Flight Recorder dump is damaged, or its content is not of the documented form."""
 
 
 class MonitorUnreachable(MonitorError):
-    """A monitor daemon or a doctor could not be reached in time, refused us, or answered what is no answer."""
+    """A monitor daemon or a doctor timed out, refused the request, or sent an invalid answer."""
 
 
 class RuntimeUnreachable(MonitorError):
-    """What runs the job (its coordinator) does not answer: it is away, or has ended with the job."""
+    """The job's coordinator does not answer: it is unreachable, or has ended with the job."""
 
 
 class SecretDiffers(MonitorUnreachable):
-    """A doctor answers, and has another secret than this one."""
+    """A doctor answers, but with a different secret than this one."""
 
 
 class ProtocolViolation(MonitorError):
-    """What came over a connection is not what keepstep's monitors say to each other."""
+    """A message does not follow the protocol of keepstep's monitors."""

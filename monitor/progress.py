@@ -1,9 +1,10 @@
-"""A worker's progress in shared memory: readable at any instant by another process, also when the worker hangs or is dead.
+"""Publishes a worker's progress in shared memory, readable even when the worker hangs or is dead.
 
-One fixed record in a memfd, one writer, any number of readers. The writer bumps a sequence number before and after (a
-seqlock, after Lameter, "Effective synchronization on Linux/NUMA systems", 2005), so that a reader never takes a torn record
-for whole. x86-64 and AArch64 order the plain stores well enough for a diagnostic record of this kind: Python's own
-evaluation between the stores is thousands of instructions.
+The record has a fixed size and lies in a memfd, with one writer and any number of readers. The
+writer increments a sequence number before and after (a seqlock, after Lameter, "Effective
+synchronization on Linux/NUMA systems", 2005), so a reader never accepts a partly written record.
+x86-64 and AArch64 order the plain stores well enough for a diagnostic record of this kind: Python's
+own evaluation between the stores is thousands of instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ _NBYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a worker last said: its generation, completed steps, and when (monotonic seconds, the same on the whole node)."""
+    """The last progress that a worker wrote.
+
+    Args:
+        generation: of the job.
+        step: completed steps.
+        at_s: when it was written, by the node's monotonic clock.
+    """
 
     generation: int
     step: int
@@ -29,7 +36,7 @@ class Progress:
 
 
 class ProgressBoard:
-    """The shared record. Whoever creates it (the agent) hands the descriptor to the worker, which opens it and writes."""
+    """The shared record. The agent creates it; the worker opens its inherited descriptor and writes."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -37,7 +44,7 @@ class ProgressBoard:
 
     @classmethod
     def create(cls, name: str) -> ProgressBoard:
-        """Make a new board in anonymous shared memory; it is gone when the last holder closes it."""
+        """Create a board in anonymous shared memory; it is freed when the last holder closes it."""
         descriptor = os.memfd_create(f"keepstep-progress-{name}", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, _NBYTES)
         return cls(descriptor)
@@ -50,7 +57,10 @@ class ProgressBoard:
         _SEQUENCE.pack_into(self._memory, 0, sequence + 2)
 
     def read(self) -> Progress | None:
-        """Return the last whole record; None if none was written, the writer died while writing, or this is closed."""
+        """Return the last complete record.
+
+        None if nothing was written, the writer died while writing, or the board is closed.
+        """
         if self.descriptor < 0:
             return None
         for _ in range(100):
@@ -61,7 +71,7 @@ class ProgressBoard:
         return None
 
     def close(self) -> None:
-        """Release this process's view. Safe to call twice."""
+        """Close this process's view. Safe to call twice."""
         if self.descriptor >= 0:
             self._memory.close()
             os.close(self.descriptor)

@@ -1,8 +1,8 @@
-"""What a worker tells of itself, as values: operations, phases and measures, in records of one fixed form.
+"""Defines what a worker records about itself: operations, phases and measures, in one fixed form.
 
-The form is that of the telemetry ring, of recorded traces, and of what diagnosis reads: a numpy structured array, 64 bytes a record,
-little-endian. Times are seconds of the writer's monotonic clock, which all processes of one node share; 0.0 stands for "not yet".
-Everything else about clocks is the reader's business.
+The telemetry ring, recorded traces and the input of diagnosis share this form: a numpy structured
+array, 64 bytes a record, little-endian. Times are seconds of the writer's monotonic clock, which
+all processes of one node share; 0.0 means "not yet". The reader aligns clocks of different nodes.
 """
 
 from __future__ import annotations
@@ -18,43 +18,39 @@ VERSION = 1
 
 RECORD = np.dtype(
     [
-        (
-            "stamp",
-            "<u8",
-        ),  # 2 * (position + 1) once the record is whole, odd while it is written, 0 if it never was
+        # 2 * (position + 1) once the record is complete, odd while it is written, 0 before.
+        ("stamp", "<u8"),
         ("kind", "u1"),  # Kind
         ("code", "u1"),  # Operation, Phase or Measure, by kind
         ("dtype", "u1"),  # index into DTYPES; operations only
         ("flags", "u1"),  # of Flag
         ("communicator", "<u4"),  # id in the ring's table; operations only
-        (
-            "number",
-            "<u8",
-        ),  # operations: the communicator's sequence number, from 1; of a pair for send and receive; else the step
-        (
-            "nbytes",
-            "<u8",
-        ),  # operations: payload of this rank; measures: the value, as the bits of a float64
-        (
-            "peer",
-            "<i4",
-        ),  # global rank of the root, or of the other side of send and receive; -1: none
-        ("step", "<u4"),  # optimizer step under way, from 1; 0: before the first or not known
+        # Operations: sequence number in the communicator, from 1; for send and receive, the
+        # sequence number of the pair. Phases and measures: the step.
+        ("number", "<u8"),
+        # Operations: payload of this rank. Measures: the value, as the bits of a float64.
+        ("nbytes", "<u8"),
+        # Global rank of the root, or of the other side of send and receive; -1: none.
+        ("peer", "<i4"),
+        ("step", "<u4"),  # current optimizer step, from 1; 0: before the first, or not known
         ("enqueued_s", "<f8"),  # operations: called; phases: began; measures: taken
-        ("started_s", "<f8"),  # operations: began to run, where the backend tells, else as enqueued
+        # Operations: began to run, if the backend reports it; otherwise the same as enqueued_s.
+        ("started_s", "<f8"),
         ("ended_s", "<f8"),  # operations: complete; phases: ended
     ]
 )
 assert RECORD.itemsize == 64
 
 DTYPES = (
-    "none", "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
-    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "complex64", "complex128", "other",
+    "none", "bool", "uint8", "int8", "int16", "int32", "int64",
+    "float16", "bfloat16", "float32", "float64",
+    "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+    "complex64", "complex128", "other",
 )  # fmt: skip
 
 
 class Kind(IntEnum):
-    """What a record is about."""
+    """What a record describes."""
 
     OPERATION = 1
     PHASE = 2
@@ -79,7 +75,7 @@ class Operation(IntEnum):
 
 
 class Phase(IntEnum):
-    """A part of a step; `STEP` is the whole."""
+    """A part of a step; `STEP` is the entire step."""
 
     STEP = 0
     DATA_WAIT = 1
@@ -89,7 +85,7 @@ class Phase(IntEnum):
     CHECKPOINT = 5
     GARBAGE_COLLECTION = 6
     EVALUATION = 7
-    """Modules run without gradients: mostly between steps, and the other ranks may be waiting for it."""
+    """Modules run without gradients, mostly between steps; other ranks may wait for it."""
 
 
 class Measure(IntEnum):
@@ -98,7 +94,7 @@ class Measure(IntEnum):
     LOSS = 0
     GRADIENT_NORM = 1
     REPLICA_CHECKSUM = 2
-    """Checksum (32 bits) of state that all replicas of a group, named by `communicator`, must agree on."""
+    """Checksum (32 bits) of state that must be equal on all ranks of `communicator`."""
 
 
 class Flag(IntEnum):
@@ -109,24 +105,27 @@ class Flag(IntEnum):
     """`started_s` and `ended_s` were taken on the device."""
     FAILED = 4
     UNOBSERVED = 8
-    """Nobody could tell when it ended: `ended_s` is only when it was last heard of."""
+    """The end was not observed: `ended_s` is the last time at which the operation was seen."""
 
 
 class Ending(IntEnum):
-    """What a worker said of its end."""
+    """How a process ended, as it recorded it itself."""
 
     NONE = 1
-    """Nothing: it runs, or a signal left it no time."""
+    """Nothing recorded: it runs, or a signal killed it before it could record anything."""
     FINISHED = 2
     RAISED = 3
-    """An exception of its own, that nobody caught, ended it."""
+    """An uncaught exception of its own program ended it."""
     FAILED = 4
-    """Communication that failed ended it: mostly, because another rank had ended."""
+    """Failed communication ended it; usually because another rank had ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Communicator:
-    """A process group: `identity` is what records call it; the same on all its ranks, for it follows from name and ranks."""
+    """A process group.
+
+    `identity` is its id in records. It is derived from name and ranks, so it is equal on all ranks.
+    """
 
     identity: int
     name: str
@@ -134,24 +133,25 @@ class Communicator:
 
     @classmethod
     def of(cls, name: str, ranks: Sequence[int]) -> Communicator:
-        """Return a process group with the identity that all its ranks give it; never 0, which stands for none."""
-        told = f"{name}\0{','.join(map(str, ranks))}".encode()
-        return cls(zlib.crc32(told) or 1, name, tuple(ranks))
+        """Return a process group with its identity; never 0, which means "no communicator"."""
+        encoded = f"{name}\0{','.join(map(str, ranks))}".encode()
+        return cls(zlib.crc32(encoded) or 1, name, tuple(ranks))
 
 
 @dataclass(frozen=True, slots=True)
 class RankRecords:
-    """What one rank told lately, as its node's monitor reads it.
+    """The recent records of one rank, as its node's monitor read them.
 
     Args:
         rank: global rank.
         node: name of its node; clocks of different nodes are not comparable.
-        records: whole records of dtype `RECORD`, oldest first, among them operations that have not ended.
+        records: complete records of dtype `RECORD`, oldest first, including operations that have
+            not ended.
         read_at_s: when they were read, by the node's monotonic clock.
         is_alive: whether the process exists.
-        ending: what it said of its end.
-        offset_s: what to add to the node's clock to have the job's; 0.0 until clocks are aligned.
-        offset_error_s: how far that may be off; infinite until clocks are aligned.
+        ending: how the process ended, as it recorded it.
+        offset_s: the job's clock minus the node's clock; 0.0 until clocks are aligned.
+        offset_error_s: largest error of `offset_s`; infinite until clocks are aligned.
     """
 
     rank: int
@@ -166,19 +166,19 @@ class RankRecords:
 
 @dataclass(frozen=True, slots=True)
 class JobRecords:
-    """What all ranks of one generation told lately: the input of diagnosis."""
+    """The recent records of all ranks of one generation: the input of diagnosis."""
 
     ranks: Mapping[int, RankRecords]
     communicators: Mapping[int, Communicator]
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return rows of one dtype, one part after the other; of at least one part."""
-    whole: np.ndarray = np.concatenate([as_bytes(part) for part in parts]).view(parts[0].dtype)
-    return whole
+    """Concatenate one or more arrays of the same dtype."""
+    rows: np.ndarray = np.concatenate([as_bytes(part) for part in parts]).view(parts[0].dtype)
+    return rows
 
 
 def as_bytes(rows: np.ndarray) -> np.ndarray:
-    """Return the same rows, in place, as opaque ones of the same size: to copy, and to assign to."""
+    """Return a view of the rows as opaque items of the same size, which copy faster than fields."""
     raw: np.ndarray = rows.view(np.dtype((np.void, rows.dtype.itemsize)))
     return raw

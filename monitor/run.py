@@ -1,4 +1,7 @@
-"""`python -m keepstep.monitor.run script.py [arguments]`, or `-m module`: runs a program as a recorded worker, where no environment variable is wanted."""
+"""Runs a program as a recorded worker, without setting an environment variable.
+
+Usage: `python -m keepstep.monitor.run script.py [arguments]`, or `-m module [arguments]`.
+"""
 
 from __future__ import annotations
 

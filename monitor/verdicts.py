@@ -1,10 +1,12 @@
-"""What diagnosis concludes, as values that people and policies read.
+"""Defines what diagnosis concludes: verdicts, for people and for the enforcement policy.
 
-A verdict names the root of a trouble, not who suffers from it; whoever only waits for one who waits is innocent.
+A verdict names the root cause. A rank that only waits for another waiting rank is never its
+subject.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -12,16 +14,16 @@ from typing import Any
 
 
 class Syndrome(StrEnum):
-    """What is the matter. The first four are C4D's (arXiv 2406.04594)."""
+    """The kind of fault. The first four are C4D's (arXiv 2406.04594)."""
 
     COMMUNICATION_HANG = "communication hang"
     """All ranks began the operation, and it does not end."""
     NON_COMMUNICATION_HANG = "non-communication hang"
-    """A rank never arrived at the operation in which the others wait."""
+    """A rank never called the operation in which the others wait."""
     COMMUNICATION_SLOW = "communication slow"
     NON_COMMUNICATION_SLOW = "non-communication slow"
     MISMATCH = "mismatched collectives"
-    """Ranks call different operations, or the same with different sizes: a deadlock in waiting."""
+    """Ranks call different operations, or with different sizes: this leads to a deadlock."""
     DEAD_PROCESS = "dead process"
     DATA_STALL = "data stall"
     CHECKPOINT_STALL = "checkpoint stall"
@@ -35,7 +37,7 @@ class Syndrome(StrEnum):
 
 
 class Advice(StrEnum):
-    """What to do about it."""
+    """What to do about a verdict."""
 
     OBSERVE = "observe"
     ALERT = "alert"
@@ -45,12 +47,14 @@ class Advice(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who it is: ranks (one for a rank, several for a node or a group that disagrees), or a link as `ranks = (from, to)`.
+    """Whom a verdict names.
 
     Args:
-        kind: "rank", "node", "link", "job", or "group" for ranks of which nothing tells which it is.
-        ranks: global ranks; empty for the whole job.
-        node: the node's name, where kind is "node" or all ranks are on one.
+        kind: "rank", "node", "link", "job", or "group" for ranks among which the culprit is not
+            known.
+        ranks: global ranks: one for a rank, several for a node or group, (sender, receiver) for a
+            link; empty for the job.
+        node: the node's name, if kind is "node" or all ranks are on one node; otherwise empty.
     """
 
     kind: str
@@ -60,26 +64,26 @@ class Subject:
     def __str__(self) -> str:
         if self.kind == "job":
             return "the whole job"
-        named = (
+        rank_names = (
             " -> ".join(map(str, self.ranks))
             if self.kind == "link"
             else ", ".join(map(str, self.ranks))
         )
-        place = f" on {self.node}" if self.node else ""
+        location = f" on {self.node}" if self.node else ""
         return (
-            f"node {self.node} (ranks {named})"
+            f"node {self.node} (ranks {rank_names})"
             if self.kind == "node"
-            else f"{self.kind} {named}{place}"
+            else f"{self.kind} {rank_names}{location}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who has what since when.
+    """Names a subject, its syndrome, and since when.
 
     Args:
-        subject: the root.
-        syndrome: what it has.
+        subject: the root cause.
+        syndrome: the kind of fault.
         since_s: when it began, by the job's clock.
         evidence: short sentences with numbers, for people.
         confidence: 0 to 1.
@@ -96,23 +100,24 @@ class Verdict:
     advice: Advice
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as JSON; an infinite cost as null."""
-        told = asdict(self)
-        told["cost_s_per_step"] = (
-            None if self.cost_s_per_step == float("inf") else self.cost_s_per_step
+        """Return the verdict as JSON; an infinite cost becomes null."""
+        encoded = asdict(self)
+        encoded["cost_s_per_step"] = (
+            None if self.cost_s_per_step == math.inf else self.cost_s_per_step
         )
-        return told
+        return encoded
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Verdict:
-        """Return what `to_json` told."""
-        subject = told["subject"]
+    def from_json(cls, encoded: Mapping[str, Any]) -> Verdict:
+        """Return the verdict that `to_json` encoded."""
+        subject = encoded["subject"]
+        cost_s = encoded["cost_s_per_step"]
         return cls(
-            Subject(subject["kind"], tuple(subject["ranks"]), subject["node"]),
-            Syndrome(told["syndrome"]),
-            told["since_s"],
-            tuple(told["evidence"]),
-            told["confidence"],
-            float("inf") if told["cost_s_per_step"] is None else told["cost_s_per_step"],
-            Advice(told["advice"]),
+            subject=Subject(subject["kind"], tuple(subject["ranks"]), subject["node"]),
+            syndrome=Syndrome(encoded["syndrome"]),
+            since_s=encoded["since_s"],
+            evidence=tuple(encoded["evidence"]),
+            confidence=encoded["confidence"],
+            cost_s_per_step=math.inf if cost_s is None else cost_s,
+            advice=Advice(encoded["advice"]),
         )
