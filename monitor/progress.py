@@ -36,7 +36,7 @@ class Progress:
 
 
 class ProgressBoard:
-    """The shared record. The agent creates it; the worker opens its inherited descriptor and writes."""
+    """The shared record. The agent creates it; the worker writes to its inherited descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

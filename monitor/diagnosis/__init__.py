@@ -1,1 +1,4 @@
-"""From records to verdicts, and from verdicts to what is done: pure functions, on digests that merge up a tree."""
+"""Diagnoses a job: records to digests, digests to verdicts, verdicts to actions.
+
+Pure functions; digests merge up a tree of daemons.
+"""

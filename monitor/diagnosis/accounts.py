@@ -1,12 +1,15 @@
-"""Where a rank's time went: in operations, or in its own doing between them; and what each operation tells of its peers.
+"""Divides a rank's time into operations and its own time between them, and sums both by step.
 
-Own time is the time outside of any operation, from leaving one (or the last of several that overlap) to calling the next. A rank that is
-late because it waited elsewhere, for a tensor-parallel peer or a previous stage, spent that time within an operation: its own time
-is as short as its peers', so blame passes through it to the one that made it wait. It needs no clock but the rank's own.
+Own time is the time outside of any operation, from leaving one (or the last of several that
+overlap) to calling the next. A rank that is late because it waited for another one, a
+tensor-parallel peer or a previous stage, spent that time within an operation: its own time is as
+short as its peers', so the rank that it waited for is blamed instead. Only the rank's own clock is
+needed.
 
-Own time before an operation belongs to that operation's step, so a step's sum runs from the last operation of the step before
-to its own last one. Where compute overlaps asynchronous operations, the waiting ranks' own time is told too short, for their compute is
-hidden behind the wait; the order of ranks stays right, and differences (a verdict's cost) become upper bounds.
+Own time before an operation belongs to that operation's step, so a step's sum runs from the last
+operation of the step before to its own last one. Where compute overlaps asynchronous operations,
+the own time of waiting ranks is underestimated, for their compute is hidden behind the wait; the
+order of ranks stays correct, and differences (a verdict's cost) become upper bounds.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
-from keepstep.monitor.diagnosis.tables import COLLECTIVE, LAST_ARRIVAL, MESSAGE, STEP, TRANSFER
+from keepstep.monitor.diagnosis.tables import COLLECTIVE, MESSAGE, STEP
 from keepstep.monitor.records import Communicator, Flag, Operation, Phase, joined
 
 _PHASE_COLUMNS = {
@@ -27,181 +30,243 @@ _PHASE_COLUMNS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class DigestIncrements:
-    """Increments for a digest (see `keepstep.monitor.diagnosis.tables`), and steps known in part only."""
-
-    steps: np.ndarray
-    partial: np.ndarray
-    collectives: np.ndarray
-    messages: np.ndarray
-    transfers: np.ndarray
-    last_arrivals: np.ndarray
-    mismatches: np.ndarray
-
-
-def account_operations(
-    cuts: np.ndarray,
-    partial: np.ndarray,
-    operations: np.ndarray,
-    owner: np.ndarray,
-    is_open: np.ndarray,
-    phases: np.ndarray,
-    phase_owner: np.ndarray,
-    offsets_s: np.ndarray,
-    communicators: Mapping[int, Communicator],
-) -> DigestIncrements:
-    """Account for what arrived since the cuts, and move the cuts, in place, to the first operation still under way.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountInputs:
+    """New records of some ranks, and how far these were accounted for before.
 
     Args:
-        cuts: dtype CUT, one a rank; `cut_s` of -inf where reading begins.
-        partial: dtype STEP: what earlier calls returned as `partial` for these ranks.
-        operations: each once.
+        cuts: dtype CUT, one per rank, ascending by rank; `cut_s` is -inf where reading begins.
+        partial: dtype STEP: `partial` of the last call for these ranks.
+        operations: dtype RECORD; each operation once.
         owner: for each operation, the position of its rank in `cuts`.
-        is_open: whether it is under way.
-        phases: all phases read.
-        phase_owner: as owner.
-        offsets_s: of each rank, from its clock to the job's.
-        communicators: for their sizes.
+        is_open: for each operation, whether it has not ended.
+        phases: dtype RECORD; all phases read.
+        phase_owner: for each phase, the position of its rank in `cuts`.
+        offsets_s: for each of `cuts`, the job's clock minus the rank's.
+        communicators: of the job.
     """
+
+    cuts: np.ndarray
+    partial: np.ndarray
+    operations: np.ndarray
+    owner: np.ndarray
+    is_open: np.ndarray
+    phases: np.ndarray
+    phase_owner: np.ndarray
+    offsets_s: np.ndarray
+    communicators: Mapping[int, Communicator]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountResult:
+    """Increments for a digest (see `keepstep.monitor.diagnosis.tables`), and what to remember.
+
+    Args:
+        cuts: dtype CUT: the cuts moved to the first operation that has not ended.
+        partial: dtype STEP: steps that are not complete yet.
+        steps: complete steps.
+        collectives: of this reading; each rank's part is a row.
+        messages: of this reading; each side is a row.
+    """
+
+    cuts: np.ndarray
+    partial: np.ndarray
+    steps: np.ndarray
+    collectives: np.ndarray
+    messages: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class _Calls:
+    """Operations to account for, sorted by rank and arrival.
+
+    Args:
+        operations: dtype RECORD.
+        owner: for each operation, the position of its rank in the cuts.
+        arrived_s: when each operation was called, or began on the device, by the rank's clock.
+    """
+
+    operations: np.ndarray
+    owner: np.ndarray
+    arrived_s: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> _Calls:
+        return _Calls(self.operations.compress(chosen), self.owner[chosen], self.arrived_s[chosen])
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnTimes:
+    """How operations divide each rank's time.
+
+    Args:
+        rows: dtype STEP, one per operation.
+        first_s: when each rank's first operation arrived; inf without operations.
+        busy_s: when each rank's last operation ended.
+        skip_step: the step in which reading of each rank began.
+    """
+
+    rows: np.ndarray
+    first_s: np.ndarray
+    busy_s: np.ndarray
+    skip_step: np.ndarray
+
+
+def account_operations(inputs: AccountInputs) -> AccountResult:
+    """Account for the records since the cuts, up to the first operation that has not ended."""
+    cuts = inputs.cuts.copy()
+    arrived_s = _arrival_times(inputs.operations)
+    cut_s = _next_cuts(inputs, arrived_s)
+    calls = _new_calls(inputs, arrived_s, cut_s)
+    own = _own_times(cuts, calls)
+    own.rows["role"] = _roles(calls.operations, inputs.communicators)
+    since_s = np.where(np.isneginf(cuts["cut_s"]), own.first_s, cuts["cut_s"])
+    phase_rows, phase_owner = _phases(inputs, since_s, cut_s, calls)
+    for rows, owner in ((own.rows, calls.owner), (phase_rows, phase_owner)):
+        rows["rank"] = cuts["rank"][owner]
+        rows["ended_s"] += inputs.offsets_s[owner]
+    cuts["cut_s"], cuts["busy_s"], cuts["skip_step"] = cut_s, own.busy_s, own.skip_step
+
+    sums = _sum_by_step(joined([inputs.partial, own.rows, phase_rows]))
+    rank_index = np.searchsorted(cuts["rank"], sums["rank"])
+    newest_step = np.zeros(len(cuts), np.uint32)
+    np.maximum.at(newest_step, rank_index, np.where(sums["duration_s"] > 0, sums["step"], 0))
+    is_over = sums["step"] < newest_step[rank_index]
+    is_complete = is_over & (sums["step"] > cuts["skip_step"][rank_index]) & (sums["step"] > 0)
+    return AccountResult(
+        cuts=cuts,
+        partial=sums.compress(~is_over),
+        steps=sums.compress(is_complete),
+        collectives=_collectives(cuts, calls),
+        messages=_messages(cuts, calls, inputs.offsets_s),
+    )
+
+
+def _arrival_times(operations: np.ndarray) -> np.ndarray:
+    """Return when each operation began on the device if it was measured there, else was called."""
     on_device = (operations["flags"] & Flag.DEVICE_TIMES) > 0
-    arrived_s = np.where(
+    return np.where(
         on_device & (operations["started_s"] > 0), operations["started_s"], operations["enqueued_s"]
     )
-    over = operations["ended_s"] > 0
+
+
+def _next_cuts(inputs: AccountInputs, arrived_s: np.ndarray) -> np.ndarray:
+    """Return each rank's new cut: before its first open operation, at most its newest ended one."""
+    cuts, owner = inputs.cuts, inputs.owner
+    has_ended = inputs.operations["ended_s"] > 0
     newest_s = np.full(len(cuts), -np.inf)
-    np.maximum.at(newest_s, owner[over], arrived_s[over])
+    np.maximum.at(newest_s, owner[has_ended], arrived_s[has_ended])
     first_open_s = np.full(len(cuts), np.inf)
-    np.minimum.at(first_open_s, owner[is_open], arrived_s[is_open])
-    following_s = np.maximum(
+    np.minimum.at(first_open_s, owner[inputs.is_open], arrived_s[inputs.is_open])
+    next_s: np.ndarray = np.maximum(
         cuts["cut_s"], np.minimum(newest_s, np.nextafter(first_open_s, -np.inf))
     )
+    return next_s
 
+
+def _new_calls(inputs: AccountInputs, arrived_s: np.ndarray, cut_s: np.ndarray) -> _Calls:
+    """Return the ended operations between each rank's old and new cut."""
+    owner = inputs.owner
     chosen = np.flatnonzero(
-        over & (arrived_s > cuts["cut_s"][owner]) & (arrived_s <= following_s[owner])
+        (inputs.operations["ended_s"] > 0)
+        & (arrived_s > inputs.cuts["cut_s"][owner])
+        & (arrived_s <= cut_s[owner])
     )
     chosen = chosen[np.lexsort((arrived_s[chosen], owner[chosen]))]
-    chosen_owner = owner[chosen]
-    operations, arrived_s = operations.take(chosen), arrived_s[chosen]
-    accounted, first_s = _own_times(cuts, operations, chosen_owner, arrived_s)
-    accounted["role"] = _roles(operations, communicators)
-    since_s = np.where(np.isneginf(cuts["cut_s"]), first_s, cuts["cut_s"])
-    spent = _phases(phases, phase_owner, since_s, following_s, operations, chosen_owner, arrived_s)
-    for rows, whose in ((accounted, chosen_owner), (spent[0], spent[1])):
-        rows["rank"] = cuts["rank"][whose]
-        rows["ended_s"] += offsets_s[whose]
-    cuts["cut_s"] = following_s
-
-    sums = _sum_by_step(joined([partial, accounted, spent[0]]))
-    at = np.searchsorted(cuts["rank"], sums["rank"])
-    newest_step = np.zeros(len(cuts), np.uint32)
-    np.maximum.at(newest_step, at, np.where(sums["duration_s"] > 0, sums["step"], 0))
-    done = sums["step"] < newest_step[at]
-    whole = done & (sums["step"] > cuts["skip_step"][at]) & (sums["step"] > 0)
-    collectives = _collectives(cuts, operations, chosen_owner, arrived_s)
-    messages = _messages(cuts, operations, chosen_owner, arrived_s, offsets_s)
-    return DigestIncrements(
-        steps=sums.compress(whole),
-        partial=sums.compress(~done),
-        collectives=collectives,
-        messages=messages,
-        transfers=np.zeros(0, TRANSFER),
-        last_arrivals=np.zeros(0, LAST_ARRIVAL),
-        mismatches=np.zeros(0, COLLECTIVE),
-    )
+    return _Calls(inputs.operations.take(chosen), owner[chosen], arrived_s[chosen])
 
 
-def _own_times(
-    cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return a STEP row for each operation, and when each rank's first arrived; operations are sorted by rank and arrival."""
+def _own_times(cuts: np.ndarray, calls: _Calls) -> _OwnTimes:
+    """Divide each rank's time into operations and own time."""
+    operations, owner, arrived_s = calls.operations, calls.owner, calls.arrived_s
     rows = np.zeros(len(operations), STEP)
     first_s = np.full(len(cuts), np.inf)
+    busy_s, skip_step = cuts["busy_s"].copy(), cuts["skip_step"].copy()
     if not len(operations):
-        return rows, first_s
-    first = np.concatenate([[True], owner[1:] != owner[:-1]])
-    first_s[owner[first]] = arrived_s[first]
-    afresh = np.isneginf(cuts["busy_s"])
-    base_s = np.where(afresh, first_s, cuts["busy_s"])
-    cuts["skip_step"][owner[first]] = np.where(
-        afresh[owner[first]], operations["step"][first], cuts["skip_step"][owner[first]]
+        return _OwnTimes(rows, first_s, busy_s, skip_step)
+    is_first = np.concatenate([[True], owner[1:] != owner[:-1]])
+    first_s[owner[is_first]] = arrived_s[is_first]
+    begins = np.isneginf(cuts["busy_s"])
+    base_s = np.where(begins, first_s, cuts["busy_s"])
+    skip_step[owner[is_first]] = np.where(
+        begins[owner[is_first]], operations["step"][is_first], skip_step[owner[is_first]]
     )
     arrived = arrived_s - base_s[owner]
     ended = np.maximum(operations["ended_s"] - base_s[owner], arrived)
-    # A running maximum within each rank, as one over all: ranks are set apart by more than any of them spans.
-    apart = float(max(ended.max(), 0.0) - min(arrived.min(), 0.0)) + 1.0
-    busy = np.maximum.accumulate(ended + owner * apart) - owner * apart
+    # One running maximum over all ranks acts as one per rank: ranks are separated by more than the
+    # time that any of them spans.
+    separation = float(max(ended.max(), 0.0) - min(arrived.min(), 0.0)) + 1.0
+    busy = np.maximum.accumulate(ended + owner * separation) - owner * separation
     before = np.concatenate([[0.0], busy[:-1]])
-    before[first] = 0.0
+    before[is_first] = 0.0
     busy = np.maximum(busy, before)
     rows["step"] = operations["step"]
     rows["own_s"] = np.maximum(arrived - before, 0.0)
     rows["duration_s"] = np.maximum(busy - before, 0.0)
     rows["ended_s"] = busy + base_s[owner]
-    last = np.append(first[1:], True)
-    cuts["busy_s"][owner[last]] = rows["ended_s"][last]
-    return rows, first_s
+    is_last = np.append(is_first[1:], True)
+    busy_s[owner[is_last]] = rows["ended_s"][is_last]
+    return _OwnTimes(rows, first_s, busy_s, skip_step)
 
 
 def _roles(operations: np.ndarray, communicators: Mapping[int, Communicator]) -> np.ndarray:
-    """Return for each operation what it adds to its rank's role: a hash of what it is and of how many take part.
+    """Return what each operation adds to its rank's role.
 
-    Payloads are left out: with sequences of varying length, they differ between ranks of equal work.
+    This is a hash of the kind of operation and of how many ranks take part. Payloads are left out:
+    with sequences of varying length, they differ between ranks of equal work.
     """
     distinct, index = np.unique(operations["communicator"], return_inverse=True)
-    known = [communicators.get(int(identity)) for identity in distinct]
-    sizes = np.array([len(one.ranks) if one else 0 for one in known], np.uint64)
+    groups = [communicators.get(int(identity)) for identity in distinct]
+    sizes = np.array([len(group.ranks) if group else 0 for group in groups], np.uint64)
     is_pair = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
     size = np.where(is_pair, np.uint64(2), sizes[index] if len(index) else np.uint64(0))
-    mixed = (
+    hashes = (
         (operations["code"].astype(np.uint64) << np.uint64(32))
         + size
         + np.uint64(0x9E3779B97F4A7C15)
     )
-    # The finaliser of splitmix64 (Steele, Lea and Flood, 2014): sums of its values identify multisets.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    hashed: np.ndarray = mixed ^ (mixed >> np.uint64(31))
-    return hashed
+    # The finaliser of splitmix64 (Steele, Lea and Flood, 2014): sums of its values identify
+    # multisets, up to collisions.
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    finalized: np.ndarray = hashes ^ (hashes >> np.uint64(31))
+    return finalized
 
 
 def _phases(
-    phases: np.ndarray,
-    phase_owner: np.ndarray,
-    since_s: np.ndarray,
-    until_s: np.ndarray,
-    operations: np.ndarray,
-    owner: np.ndarray,
-    arrived_s: np.ndarray,
+    inputs: AccountInputs, since_s: np.ndarray, until_s: np.ndarray, calls: _Calls
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a STEP row for each phase that ended since the cut, under the step that its time was accounted to."""
-    ended_s = phases["ended_s"]
-    counted = (ended_s > since_s[phase_owner]) & (ended_s <= until_s[phase_owner])
-    counted &= np.isin(phases["code"], tuple(_PHASE_COLUMNS))
-    phases, phase_owner = phases.compress(counted), phase_owner[counted]
+    """Return a STEP row for each phase that ended since the cut, and its owner.
+
+    A phase belongs to the step of the next operation, as own time does.
+    """
+    ended_s = inputs.phases["ended_s"]
+    chosen = (ended_s > since_s[inputs.phase_owner]) & (ended_s <= until_s[inputs.phase_owner])
+    chosen &= np.isin(inputs.phases["code"], tuple(_PHASE_COLUMNS))
+    phases, phase_owner = inputs.phases.compress(chosen), inputs.phase_owner[chosen]
     rows = np.zeros(len(phases), STEP)
     rows["step"] = np.where(phases["number"] > 0, phases["number"], phases["step"])
     rows["ended_s"] = -np.inf
-    took_s = phases["ended_s"] - phases["enqueued_s"]
+    duration_s = phases["ended_s"] - phases["enqueued_s"]
     for phase, column in _PHASE_COLUMNS.items():
-        rows[column] = np.where(phases["code"] == phase, took_s, 0.0)
-    # The next operation of the same rank after the phase began: both in one order, then looked up from behind.
-    times = np.concatenate([arrived_s, phases["enqueued_s"]])
-    whose = np.concatenate([owner, phase_owner])
-    order = np.lexsort((np.arange(len(times)), times, whose))
-    is_operation = order < len(operations)
+        rows[column] = np.where(phases["code"] == phase, duration_s, 0.0)
+    # Sort operations and phases together; the next operation after each phase is then the minimum
+    # position from behind.
+    times = np.concatenate([calls.arrived_s, phases["enqueued_s"]])
+    owners = np.concatenate([calls.owner, phase_owner])
+    order = np.lexsort((np.arange(len(times)), times, owners))
+    is_operation = order < len(calls.operations)
     following = np.where(is_operation, np.arange(len(order)), len(order))
     following = np.minimum.accumulate(following[::-1])[::-1][~is_operation]
-    mine = order[~is_operation] - len(operations)
-    has = following < len(order)
-    mine, following = mine[has], order[following[has]]
-    same = owner[following] == phase_owner[mine]
-    rows["step"][mine[same]] = operations["step"][following[same]]
+    phase_index = order[~is_operation] - len(calls.operations)
+    has_following = following < len(order)
+    phase_index, following = phase_index[has_following], order[following[has_following]]
+    same = calls.owner[following] == phase_owner[phase_index]
+    rows["step"][phase_index[same]] = calls.operations["step"][following[same]]
     return rows, phase_owner
 
 
 def _sum_by_step(rows: np.ndarray) -> np.ndarray:
-    """Make one row of all rows of a rank's step."""
+    """Sum all rows of the same rank and step into one row."""
     if not len(rows):
         return rows
     rows = rows.take(np.lexsort((rows["step"], rows["rank"])))
@@ -214,55 +279,42 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _collectives(
-    cuts: np.ndarray, operations: np.ndarray, owner: np.ndarray, arrived_s: np.ndarray
-) -> np.ndarray:
-    is_collective = ~np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE))
-    is_collective &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = (
-        operations.compress(is_collective),
-        owner[is_collective],
-        arrived_s[is_collective],
-    )
+def _collectives(cuts: np.ndarray, calls: _Calls) -> np.ndarray:
+    """Return a COLLECTIVE row for each call of a collective that did not fail."""
+    is_collective = ~np.isin(calls.operations["code"], (Operation.SEND, Operation.RECEIVE))
+    is_collective &= (calls.operations["flags"] & Flag.FAILED) == 0
+    calls = calls.select(is_collective)
+    operations = calls.operations
     rows = np.zeros(len(operations), COLLECTIVE)
     for name in ("communicator", "number", "step"):
         rows[name] = operations[name]
     rows["size_class"] = size_classes(operations["nbytes"])
     rows["arrived"] = 1
     symmetric = np.isin(operations["code"], SYMMETRIC)
-    rows["shortest_s"] = np.where(symmetric, operations["ended_s"] - arrived_s, np.inf)
-    rows["last"] = cuts["rank"][owner]
+    rows["shortest_s"] = np.where(symmetric, operations["ended_s"] - calls.arrived_s, np.inf)
+    rows["last"] = cuts["rank"][calls.owner]
     rows["lowest"] = rows["highest"] = signatures(operations)
-    rows["lowest_rank"] = rows["highest_rank"] = cuts["rank"][owner]
+    rows["lowest_rank"] = rows["highest_rank"] = cuts["rank"][calls.owner]
     return rows
 
 
-def _messages(
-    cuts: np.ndarray,
-    operations: np.ndarray,
-    owner: np.ndarray,
-    arrived_s: np.ndarray,
-    offsets_s: np.ndarray,
-) -> np.ndarray:
-    is_message = np.isin(operations["code"], (Operation.SEND, Operation.RECEIVE)) & (
-        operations["peer"] >= 0
-    )
-    is_message &= (operations["flags"] & Flag.FAILED) == 0
-    operations, owner, arrived_s = (
-        operations.compress(is_message),
-        owner[is_message],
-        arrived_s[is_message],
-    )
+def _messages(cuts: np.ndarray, calls: _Calls, offsets_s: np.ndarray) -> np.ndarray:
+    """Return a MESSAGE row for each send and receive with a known peer that did not fail."""
+    is_message = np.isin(calls.operations["code"], (Operation.SEND, Operation.RECEIVE))
+    is_message &= calls.operations["peer"] >= 0
+    is_message &= (calls.operations["flags"] & Flag.FAILED) == 0
+    calls = calls.select(is_message)
+    operations, arrived_s = calls.operations, calls.arrived_s
     rows = np.zeros(len(operations), MESSAGE)
-    receives = operations["code"] == Operation.RECEIVE
-    rank = cuts["rank"][owner]
-    rows["sender"] = np.where(receives, operations["peer"], rank)
-    rows["receiver"] = np.where(receives, rank, operations["peer"])
+    is_receive = operations["code"] == Operation.RECEIVE
+    rank, offset_s = cuts["rank"][calls.owner], offsets_s[calls.owner]
+    rows["sender"] = np.where(is_receive, operations["peer"], rank)
+    rows["receiver"] = np.where(is_receive, rank, operations["peer"])
     for name in ("communicator", "number", "step"):
         rows[name] = operations[name]
     rows["size_class"] = size_classes(operations["nbytes"])
-    rows["sides"] = np.where(receives, 2, 1)
+    rows["sides"] = np.where(is_receive, 2, 1)
     rows["shortest_s"] = operations["ended_s"] - arrived_s
-    rows["later_s"] = arrived_s + offsets_s[owner]
-    rows["received_s"] = np.where(receives, operations["ended_s"] + offsets_s[owner], -np.inf)
+    rows["later_s"] = arrived_s + offset_s
+    rows["received_s"] = np.where(is_receive, operations["ended_s"] + offset_s, -np.inf)
     return rows

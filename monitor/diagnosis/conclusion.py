@@ -1,10 +1,14 @@
-"""From what all ranks tell to verdicts: the one function that a daemon calls, and its two halves for a tree of daemons.
+"""Concludes verdicts from a job's records, or from digests in a tree of daemons.
 
-`diagnose` reads everybody's records. In a large job each node calls `keepstep.monitor.diagnosis.digest.digest` on its own ranks, racks call
-`keepstep.monitor.diagnosis.tables.merge`, and whoever sits at the top calls `conclude` on the result: `diagnose` is just that, in one process.
+`diagnose` reads the records of all ranks. In a large job each node calls
+`keepstep.monitor.diagnosis.digest.digest` on its own ranks, racks call
+`keepstep.monitor.diagnosis.tables.merge`, and the daemon at the top calls `conclude` on the result:
+`diagnose` does the same in one process.
 
-Pure: the state goes in and comes out (`DiagnosisState`, of bounded size), and so does the time. One `DiagnosisState` belongs to one generation: when ranks or
-communicators change, begin with `NO_DIAGNOSIS_STATE`. Verdicts returned are those that stand now; each keeps the `since_s` with which it first did.
+Pure: the state (`DiagnosisState`, of bounded size) and the time are arguments, and the state is
+returned. A `DiagnosisState` belongs to one generation: when ranks or communicators change, begin
+with `NO_DIAGNOSIS_STATE`. The verdicts returned are those that hold now; each keeps the `since_s`
+of its first appearance.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
 from keepstep.monitor.diagnosis.slowness import SlownessInputs, find_slow_ranks
 from keepstep.monitor.diagnosis.stalls import find_stalls
 from keepstep.monitor.diagnosis.steps import Window, collect, distrusting, late_steps
-from keepstep.monitor.diagnosis.subjects import gather, group_subject
+from keepstep.monitor.diagnosis.subjects import group_subject
 from keepstep.monitor.diagnosis.tables import FRONTIER, RANK, Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers
 from keepstep.monitor.records import Communicator, JobRecords, joined
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+
+_Key = tuple[Subject, Syndrome]
+"""Identifies a verdict from one call to the next."""
 
 _SEEN = np.dtype(
     [
@@ -50,22 +57,25 @@ _SEEN = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosisState:
-    """What diagnosis remembers: some steps' worth of few numbers per rank, communicator and link.
+    """State between calls: a few numbers per rank, communicator and link, for a few steps.
 
     Args:
-        memory: of the reader of rings; used by `diagnose` alone.
+        memory: of the reader of rings; used by `diagnose` only.
         ranks: the newest snapshot of each rank, dtype RANK.
-        frontiers: the newest of each rank.
-        seen: when each rank's records were last read anew, and operations of it last told as failed, by `now_s`.
+        frontiers: the newest of each channel, dtype FRONTIER.
+        seen: when new records of each rank were last read, and its last failed operations, by
+            `now_s`.
         window: the last steps.
-        curves: of measures.
-        nodes: of each node's metrics.
-        slow: verdicts of the last whole step; they stand until the next.
-        suspected: when each deviation of the last whole step was first found, by the job's clock.
-        reported_mismatches: collectives that were completed though ranks called different things, each with the step it was found in.
-        since_s: when each verdict that stands first did.
+        curves: history of measures.
+        nodes: history of each node's metrics.
+        slow: verdicts of the last complete step; they hold until the next.
+        suspected: when each deviation of the last complete step was first found, by the job's
+            clock.
+        reported_mismatches: verdicts on collectives that completed although ranks called different
+            operations, each with the step in which it was found.
+        since_s: when each verdict that holds first appeared.
     """
 
     memory: DigestState = EMPTY_DIGEST_STATE
@@ -76,11 +86,9 @@ class DiagnosisState:
     curves: MeasureHistory = EMPTY_MEASURE_HISTORY
     nodes: Mapping[str, NodeMetricsHistory] = field(default_factory=dict)
     slow: tuple[Verdict, ...] = ()
-    suspected: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
-    reported_mismatches: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]] = field(
-        default_factory=dict
-    )
-    since_s: Mapping[tuple[Subject, Syndrome], float] = field(default_factory=dict)
+    suspected: Mapping[_Key, float] = field(default_factory=dict)
+    reported_mismatches: Mapping[_Key, tuple[Verdict, int]] = field(default_factory=dict)
+    since_s: Mapping[_Key, float] = field(default_factory=dict)
 
 
 NO_DIAGNOSIS_STATE = DiagnosisState()
@@ -93,7 +101,7 @@ def diagnose(
     now_s: float,
     thresholds: Thresholds,
 ) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
-    """Return what is the matter with a job.
+    """Return the state to remember, and the verdicts that hold now.
 
     Args:
         job: what the rings of all ranks hold now; it may repeat what was read before.
@@ -102,15 +110,14 @@ def diagnose(
         now_s: by the job's clock, or any clock that is the same in each call.
         thresholds: what counts.
     """
-    memory, told = digest(job.ranks.values(), job.communicators, past.memory)
-    nodes = {rank: one.node for rank, one in job.ranks.items()}
-    return conclude(
-        told, job.communicators, nodes, metrics, replace(past, memory=memory), now_s, thresholds
-    )
+    memory, new_digest = digest(job.ranks.values(), job.communicators, past.memory)
+    nodes = {rank: records.node for rank, records in job.ranks.items()}
+    past = replace(past, memory=memory)
+    return conclude(new_digest, job.communicators, nodes, metrics, past, now_s, thresholds)
 
 
 def conclude(
-    told: Digest,
+    new_digest: Digest,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     metrics: Mapping[str, NodeMetrics],
@@ -118,10 +125,10 @@ def conclude(
     now_s: float,
     thresholds: Thresholds,
 ) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
-    """Return what is the matter with a job of which digests were merged.
+    """Return the state to remember, and the verdicts that hold now.
 
     Args:
-        told: of all nodes that have told something since the last call; ranks not in it are taken as they last were.
+        new_digest: of all nodes that reported since the last call; other ranks are unchanged.
         communicators: of the job.
         nodes: each rank's node.
         metrics: the newest reading of each node.
@@ -129,49 +136,53 @@ def conclude(
         now_s: as for `diagnose`.
         thresholds: what counts.
     """
-    ranks = _latest(past.ranks, _one_row_per_rank(told.ranks), told.ranks["rank"])
-    frontiers = _latest(past.frontiers, told.frontiers, told.ranks["rank"])
-    seen = _seen(past.seen, told.ranks, ranks, now_s)
-    # Failures are kept once somebody has died, for whoever died of it may end too.
-    remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (
+    reported = new_digest.ranks["rank"]
+    ranks = _latest(past.ranks, _one_row_per_rank(new_digest.ranks), reported)
+    frontiers = _latest(past.frontiers, new_digest.frontiers, reported)
+    seen = _seen(past.seen, new_digest.ranks, ranks, now_s)
+    # Failures are kept once some process has died, for others may end because of it.
+    is_remembered = (now_s - seen["failed_s"] < thresholds.hang.witness_s) | (
         not past.ranks["alive"].all()
     )
-    seen["failed"] = np.where(remembered, seen["failed"], 0)
+    seen["failed"] = np.where(is_remembered, seen["failed"], 0)
     ranks["failed"] = seen["failed"]
-    node_past, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
-    expected = ranks["rank"][
-        ranks["alive"] & (now_s - seen["changed_s"] < thresholds.hang.silent_s)
-    ]
+    node_histories, findings = judge_nodes(metrics, past.nodes, nodes, now_s, thresholds.node)
+
+    unread_s = now_s - seen["changed_s"]
+    expected = ranks["rank"][ranks["alive"] & (unread_s < thresholds.hang.silent_s)]
     clock_error_s = dict(zip(ranks["rank"].tolist(), ranks["offset_error_s"].tolist(), strict=True))
     window = past.window
     if _is_time_new(past.ranks, ranks):
-        window = distrusting(window, told)
-    window, count = collect(
-        window, told, expected, communicators, nodes, clock_error_s, thresholds.slow
+        window = distrusting(window, new_digest)
+    window, completed = collect(
+        window, new_digest, expected, communicators, nodes, clock_error_s, thresholds.slow
     )
     slow, suspected = past.slow, past.suspected
-    if count:
-        window, found = _judge_steps(window, communicators, nodes, findings, thresholds)
-        suspected, slow = _lasting(found, past.suspected, window, thresholds.slow.least_s)
-    stopped = frozenset(rank for one in metrics.values() for rank in one.stopped_ranks)
-    standstill = HangInputs(
-        ranks, frontiers, communicators, nodes, now_s - seen["changed_s"], stopped, window.step_s()
+    if completed:
+        window, deviating = _judge_steps(window, communicators, nodes, findings, thresholds)
+        suspected, slow = _lasting(deviating, past.suspected, window, thresholds.slow.least_s)
+
+    inputs = HangInputs(
+        ranks=ranks,
+        frontiers=frontiers,
+        communicators=communicators,
+        nodes=nodes,
+        unread_s=unread_s,
+        stopped=frozenset(rank for node in metrics.values() for rank in node.stopped_ranks),
+        step_s=window.step_s(),
     )
-    hangs = find_hangs(standstill, thresholds.hang)
-    # Of a job that is over, nothing but how it ended holds any more.
-    is_over = not ranks["alive"].any()
-    late = late_steps(window.step_s())
+    hangs = find_hangs(inputs, thresholds.hang)
     curves, measured = judge_measures(
         past.curves,
-        told.measures,
+        new_digest.measures,
         len(ranks),
-        late,
+        late_steps(window.step_s()),
         communicators,
         nodes,
         now_s,
         thresholds.measure,
     )
-    reported_mismatches = _mismatched(
+    reported_mismatches = _completed_mismatches(
         past.reported_mismatches,
         window.pending.mismatches,
         communicators,
@@ -180,73 +191,92 @@ def conclude(
         window.newest,
         thresholds,
     )
-    of_steps = (
-        () if is_over else (*(one for one, _ in reported_mismatches.values()), *slow, *measured)
+    mismatches = (verdict for verdict, _ in reported_mismatches.values())
+    # If the job is over, only verdicts on how it ended still hold.
+    is_over = not ranks["alive"].any()
+    of_steps = () if is_over else (*mismatches, *slow, *measured)
+    verdicts, since_s = _keep_onset((*hangs, *of_steps, *findings.verdicts), past.since_s)
+    next_state = DiagnosisState(
+        memory=past.memory,
+        ranks=ranks,
+        frontiers=frontiers,
+        seen=seen,
+        window=window,
+        curves=curves,
+        nodes=node_histories,
+        slow=slow,
+        suspected=suspected,
+        reported_mismatches=reported_mismatches,
+        since_s=since_s,
     )
-    standing = _distinct((*hangs, *of_steps, *findings.verdicts))
+    return next_state, verdicts
+
+
+def _keep_onset(
+    verdicts: tuple[Verdict, ...], past_since_s: Mapping[_Key, float]
+) -> tuple[tuple[Verdict, ...], dict[_Key, float]]:
+    """Return one verdict per subject and syndrome, each with its earliest `since_s`."""
+    distinct = _distinct(verdicts)
     since_s = {
-        (one.subject, one.syndrome): min(
-            one.since_s, past.since_s.get((one.subject, one.syndrome), one.since_s)
-        )
-        for one in standing
+        _key(verdict): min(verdict.since_s, past_since_s.get(_key(verdict), verdict.since_s))
+        for verdict in distinct
     }
-    verdicts = tuple(replace(one, since_s=since_s[one.subject, one.syndrome]) for one in standing)
-    following = DiagnosisState(
-        past.memory,
-        ranks,
-        frontiers,
-        seen,
-        window,
-        curves,
-        node_past,
-        slow,
-        suspected,
-        reported_mismatches,
-        since_s,
-    )
-    return following, verdicts
+    return tuple(replace(verdict, since_s=since_s[_key(verdict)]) for verdict in distinct), since_s
 
 
-def _latest(old: np.ndarray, new: np.ndarray, told: np.ndarray) -> np.ndarray:
-    """Return the rows of the ranks told anew, and of the others as they were."""
-    rows = joined([old.compress(~np.isin(old["rank"], told)), new])
+def _key(verdict: Verdict) -> _Key:
+    return verdict.subject, verdict.syndrome
+
+
+def _latest(old: np.ndarray, new: np.ndarray, reported: np.ndarray) -> np.ndarray:
+    """Return the new rows of the reported ranks, and the old rows of the others."""
+    rows = joined([old.compress(~np.isin(old["rank"], reported)), new])
     latest: np.ndarray = rows.take(np.argsort(rows["rank"], kind="stable"))
     return latest
 
 
 def _one_row_per_rank(ranks: np.ndarray) -> np.ndarray:
-    """Return one row of each rank, of a living process if there is one: a rank that moved may be told of by both nodes once."""
+    """Return one row per rank, preferring that of a living process.
+
+    Two nodes may both report a rank once after it has moved.
+    """
     ranks = ranks.take(np.lexsort((~ranks["alive"], ranks["rank"])))
     _, first = np.unique(ranks["rank"], return_index=True)
-    one_each: np.ndarray = ranks.take(first)
-    return one_each
+    distinct: np.ndarray = ranks.take(first)
+    return distinct
 
 
 def _is_time_new(old: np.ndarray, new: np.ndarray) -> bool:
-    """Return whether some clock has turned out to be off by more than was thought, or been measured for the first time."""
+    """Return whether some clock is now known to be further off than its stated error.
+
+    Also true when a clock's offset was measured for the first time.
+    """
     _, before, now = np.intersect1d(old["rank"], new["rank"], return_indices=True)
     error_s = old["offset_error_s"][before] + new["offset_error_s"][now]
     moved_s = np.abs(new["offset_s"][now] - old["offset_s"][before])
-    first = np.isinf(old["offset_error_s"][before]) & np.isfinite(new["offset_error_s"][now])
-    return bool((first | (moved_s > error_s)).any())
+    is_first = np.isinf(old["offset_error_s"][before]) & np.isfinite(new["offset_error_s"][now])
+    return bool((is_first | (moved_s > error_s)).any())
 
 
-def _seen(old: np.ndarray, told: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:
-    """Note for each rank when its reading last changed, and its last failures; only `now_s` is compared with `now_s`."""
+def _seen(old: np.ndarray, reported: np.ndarray, ranks: np.ndarray, now_s: float) -> np.ndarray:
+    """Return when new records of each rank were last read, and its last failures.
+
+    Readings are compared for equality only, so `now_s` may be any clock.
+    """
     rows = np.zeros(len(ranks), _SEEN)
     rows["rank"], rows["read_at_s"], rows["changed_s"] = ranks["rank"], ranks["read_at_s"], now_s
     rows["failed_s"] = -np.inf
     if len(old):
-        at = np.minimum(np.searchsorted(old["rank"], rows["rank"]), len(old) - 1)
-        known = old["rank"][at] == rows["rank"]
-        same = known & (old["read_at_s"][at] == rows["read_at_s"])
-        rows["changed_s"][same] = old["changed_s"][at[same]]
+        old_position = np.minimum(np.searchsorted(old["rank"], rows["rank"]), len(old) - 1)
+        is_known = old["rank"][old_position] == rows["rank"]
+        is_same = is_known & (old["read_at_s"][old_position] == rows["read_at_s"])
+        rows["changed_s"][is_same] = old["changed_s"][old_position[is_same]]
         for name in ("failed", "failed_s"):
-            rows[name][known] = old[name][at[known]]
-    # Digests tell an operation's failure once.
-    fresh = np.isin(rows["rank"], told["rank"]) & (ranks["failed"] > 0)
-    rows["failed"][fresh] = np.maximum(rows["failed"], ranks["failed"])[fresh]
-    rows["failed_s"][fresh] = now_s
+            rows[name][is_known] = old[name][old_position[is_known]]
+    # A digest reports the failure of an operation once.
+    has_failures = np.isin(rows["rank"], reported["rank"]) & (ranks["failed"] > 0)
+    rows["failed"][has_failures] = np.maximum(rows["failed"], ranks["failed"])[has_failures]
+    rows["failed_s"][has_failures] = now_s
     return rows
 
 
@@ -257,7 +287,7 @@ def _judge_steps(
     findings: NodeFindings,
     thresholds: Thresholds,
 ) -> tuple[Window, tuple[Verdict, ...]]:
-    """Judge the window after new whole steps, and let the histories learn from what is normal."""
+    """Judge the window after new complete steps, and learn the pasts from what is normal."""
     slow, table, step_s, ended_s = (
         thresholds.slow,
         window.table(),
@@ -277,21 +307,27 @@ def _judge_steps(
         links = unsteady
     changed = window.own.values - window.own.past
     own_shift = float(np.exp(np.nanmedian(changed))) if (~np.isnan(changed)).any() else float("nan")
-    fabric = TransferInputs(
-        communicators, nodes, window.transfer_counts, step_s, own_shift, ended_s
+    inputs = TransferInputs(
+        communicators=communicators,
+        nodes=nodes,
+        counts=window.transfer_counts,
+        step_s=step_s,
+        own_shift=own_shift,
+        since_s=ended_s,
     )
-    transfers, slow_transfers = find_slow_transfers(window.transfers, fabric, slow)
+    transfers, slow_transfers = find_slow_transfers(window.transfers, inputs, slow)
     if not links and any(verdict.subject.kind in ("group", "job") for verdict in transfers):
-        # That collectives are slow is evidence of its own: among links too noisy to tell by themselves, half as far out will do.
+        # Slow collectives are additional evidence: among links too noisy to be found alone, half
+        # the deviation suffices.
         half = replace(slow, sigmas=slow.sigmas / 2)
-        likely, slow_links = find_slow_links(
+        likely_links, slow_links = find_slow_links(
             window.links, window.link_counts, nodes, step_s, ended_s, half
         )
         links = tuple(
-            replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely
+            replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely_links
         )
-    named = {rank for verdict in ranks for rank in verdict.subject.ranks}
-    stalls = find_stalls(table, window.saves, named, nodes, thresholds.stall, slow)
+    blamed_ranks = {rank for verdict in ranks for rank in verdict.subject.ranks}
+    stalls = find_stalls(table, window.saves, blamed_ranks, nodes, thresholds.stall, slow)
     window = replace(
         window,
         own=window.own.learn(slow_ranks, slow),
@@ -299,89 +335,100 @@ def _judge_steps(
         averages=window.averages.learn(unsteady_links, slow),
         transfers=window.transfers.learn(slow_transfers, slow),
     )
-    precise = named | {rank for verdict in links for rank in verdict.subject.ranks}
-    told = [_explained(verdict, findings, nodes) for verdict in ranks]
-    # A slow rank or link slows the collectives it takes part in: the vaguer verdict on these adds nothing.
-    told += links
+    precise_ranks = blamed_ranks | {rank for verdict in links for rank in verdict.subject.ranks}
+    verdicts = [_explained(verdict, findings, nodes) for verdict in ranks]
+    # A slow rank or link slows the collectives in which it takes part: the less precise verdict on
+    # these adds nothing.
+    verdicts += links
     for verdict in transfers:
-        vague = verdict.subject.kind in ("group", "job")
-        members = set(verdict.subject.ranks) if verdict.subject.kind == "group" else precise
-        if not (vague and members & precise):
-            told.append(verdict)
-    return window, (*told, *stalls)
+        is_vague = verdict.subject.kind in ("group", "job")
+        members = set(verdict.subject.ranks) if verdict.subject.kind == "group" else precise_ranks
+        if not (is_vague and members & precise_ranks):
+            verdicts.append(verdict)
+    return window, (*verdicts, *stalls)
 
 
 def _lasting(
-    found: tuple[Verdict, ...],
-    suspected: Mapping[tuple[Subject, Syndrome], float],
+    deviating: tuple[Verdict, ...],
+    suspected: Mapping[_Key, float],
     window: Window,
     least_s: float,
-) -> tuple[dict[tuple[Subject, Syndrome], float], tuple[Verdict, ...]]:
-    """Return since when each deviation was found, and those that have lasted long enough, the window itself counted in."""
+) -> tuple[dict[_Key, float], tuple[Verdict, ...]]:
+    """Return since when each deviation was found, and those that have lasted long enough.
+
+    The window itself counts as part of that time.
+    """
     ended_s = window.ended_s()
-    # The job's clock may turn out to have been off: what was suspected later than now was so at the latest now.
-    following = {
-        (one.subject, one.syndrome): min(
-            suspected.get((one.subject, one.syndrome), ended_s[-1]), ended_s[-1]
-        )
-        for one in found
+    # If the job's clock was corrected, a deviation may seem to have been found later than now: it
+    # was found now at the latest.
+    since_s = {
+        _key(verdict): min(suspected.get(_key(verdict), ended_s[-1]), ended_s[-1])
+        for verdict in deviating
     }
     span_s = ended_s[-1] - ended_s[0]
 
-    def lasted_s(one: Verdict) -> float:
-        return ended_s[-1] - min(following[one.subject, one.syndrome] - span_s, one.since_s)
+    def lasted_s(verdict: Verdict) -> float:
+        return ended_s[-1] - min(since_s[_key(verdict)] - span_s, verdict.since_s)
 
-    return following, tuple(one for one in found if lasted_s(one) >= least_s)
+    return since_s, tuple(verdict for verdict in deviating if lasted_s(verdict) >= least_s)
 
 
 def _explained(verdict: Verdict, findings: NodeFindings, nodes: Mapping[int, str]) -> Verdict:
-    """Say why a rank is slow if its node's figures tell."""
-    places = {nodes.get(rank, "") for rank in verdict.subject.ranks}
-    reason = findings.throttled.get(next(iter(places)), "") if len(places) == 1 else ""
+    """Return the verdict with the reason why a rank is slow, if its node's metrics show it."""
+    rank_nodes = {nodes.get(rank, "") for rank in verdict.subject.ranks}
+    reason = findings.throttled.get(next(iter(rank_nodes)), "") if len(rank_nodes) == 1 else ""
     if not reason or verdict.syndrome is not Syndrome.NON_COMMUNICATION_SLOW:
         return verdict
     return replace(verdict, syndrome=Syndrome.THROTTLED, evidence=(reason, *verdict.evidence))
 
 
-def _mismatched(
-    standing: Mapping[tuple[Subject, Syndrome], tuple[Verdict, int]],
+def _completed_mismatches(
+    standing: Mapping[_Key, tuple[Verdict, int]],
     mismatches: np.ndarray,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     now_s: float,
     newest: int,
     thresholds: Thresholds,
-) -> dict[tuple[Subject, Syndrome], tuple[Verdict, int]]:
-    """Name collectives that went through though ranks called different things: a wrong result, or a deadlock to come."""
-    held = thresholds.measure
-    still = {
+) -> dict[_Key, tuple[Verdict, int]]:
+    """Return verdicts on collectives that completed although ranks called different operations.
+
+    Their result is wrong, or a deadlock follows.
+    """
+    measure = thresholds.measure
+    holding = {
         key: (verdict, step)
         for key, (verdict, step) in standing.items()
-        if step + held.held >= newest or now_s - verdict.since_s < held.held_s
+        if step + measure.held >= newest or now_s - verdict.since_s < measure.held_s
     }
     for row in mismatches:
         calls = {
             int(row["lowest"]): (int(row["lowest_rank"]),),
             int(row["highest"]): (int(row["highest_rank"]),),
         }
-        parting = CollectiveMismatch(int(row["communicator"]), int(row["number"]), calls)
-        known = communicators.get(parting.communicator)
-        name = known.name if known else str(parting.communicator)
+        mismatch = CollectiveMismatch(int(row["communicator"]), int(row["number"]), calls)
+        communicator = communicators.get(mismatch.communicator)
+        name = communicator.name if communicator else str(mismatch.communicator)
         # Of a completed collective only two differing calls are kept, not how many ranks made each.
-        subject = (
-            group_subject(parting.ranks, nodes)
-            if len(parting.ranks) > 1
-            else gather(parting.ranks, nodes)[0]
+        verdict = Verdict(
+            subject=group_subject(mismatch.ranks, nodes),
+            syndrome=Syndrome.MISMATCH,
+            since_s=now_s,
+            evidence=(
+                f"ranks called different operations in {name} and it completed",
+                *mismatch.describe_calls(),
+            ),
+            confidence=0.8,
+            cost_s_per_step=0.0,
+            advice=Advice.ALERT,
         )
-        evidence = (f"ranks called different things in {name} and it went through", *parting.told())
-        verdict = Verdict(subject, Syndrome.MISMATCH, now_s, evidence, 0.8, 0.0, Advice.ALERT)
-        still[subject, Syndrome.MISMATCH] = (verdict, max(newest, int(row["step"])))
-    return still
+        holding[_key(verdict)] = (verdict, max(newest, int(row["step"])))
+    return holding
 
 
 def _distinct(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
-    """Return one verdict for each subject and syndrome, the first."""
-    first: dict[tuple[Subject, Syndrome], Verdict] = {}
+    """Return the first verdict of each subject and syndrome."""
+    first: dict[_Key, Verdict] = {}
     for verdict in verdicts:
-        first.setdefault((verdict.subject, verdict.syndrome), verdict)
+        first.setdefault(_key(verdict), verdict)
     return tuple(first.values())

@@ -1,48 +1,69 @@
-"""From records to a digest: what a node (or a rack, or the whole job) tells upwards, computed where the records are.
+"""Summarizes records as a digest, computed where the records are.
 
-Readings overlap: rings are read every half second, and operations complete after they were first seen. Each operation is accounted for
-exactly once, by its time of arrival on its own rank's clock: a reading accounts for what arrived after the last reading's cut, up to
-the first operation still under way, which is the next cut. Nothing here compares clocks of different nodes.
+Readings overlap: rings are read every half second, and operations end after they were first read.
+Each operation is accounted for exactly once, by its time of arrival on its own rank's clock: a
+reading accounts for what arrived after the last reading's cut, up to the first operation that has
+not ended, which is the next cut. Clocks of different nodes are never compared here.
 
-An operation that never says it ended counts as ended once a later one of the same channel has, for those end in order, and as forgotten
-once its rank is three steps on, for nobody can have waited for it.
+An operation whose end was never recorded counts as ended once a later one of the same channel has
+ended, for these end in order. It counts as forgotten once its rank is three steps further: then no
+rank can be waiting for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.accounts import account_operations
+from keepstep.monitor.diagnosis.accounts import AccountInputs, account_operations
 from keepstep.monitor.diagnosis.signatures import signatures
-from keepstep.monitor.diagnosis.tables import FRONTIER, HISTORY, MEASURE, RANK, STEP, Digest, merge
+from keepstep.monitor.diagnosis.tables import (
+    EMPTY,
+    FRONTIER,
+    HISTORY,
+    MEASURE,
+    RANK,
+    STEP,
+    Digest,
+    merge,
+)
 from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
 
 FORGOTTEN_STEPS = 3
+"""Steps after which an operation whose end was not recorded counts as forgotten."""
+
+# Fields of a channel key, 63 bits in all.
+_RANK_BITS, _COMMUNICATOR_BITS, _DIRECTION_BITS, _PEER_BITS = 20, 17, 2, 24
 
 CUT = np.dtype(
     [
         ("rank", "<i4"),
         ("cut_s", "<f8"),  # arrivals up to here are accounted for
         ("busy_s", "<f8"),  # when the last of these ended
-        ("skip_step", "<u4"),  # the step in which reading began: known in part only
-        ("stamp", "<u8"),  # newest record seen
-        ("measured", "<u8"),  # newest measure seen
-        ("moved_s", "<f8"),  # last sign of life
-        ("step", "<u4"),  # highest step heard of
+        ("skip_step", "<u4"),  # the step in which reading began: only partly known
+        ("stamp", "<u8"),  # of the newest record read
+        ("measured", "<u8"),  # stamp of the newest measure read
+        ("moved_s", "<f8"),  # when anything last began or ended
+        ("step", "<u4"),  # highest step recorded
         ("marks_steps", "?"),
-        ("stepped_s", "<f8"),  # when its newest whole step ended
+        ("stepped_s", "<f8"),  # when its newest complete step ended
         ("received_s", "<f8"),  # when it last called a receive
-        ("received_of", "<i4"),  # and of whom
+        ("received_from", "<i4"),  # and from which rank
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class DigestState:
-    """What a reader of rings keeps between readings; bounded by its ranks and their communicators."""
+    """State between readings; its size is bounded by the ranks and their communicators.
+
+    Args:
+        cuts: dtype CUT, how far each rank is accounted for.
+        frontiers: dtype FRONTIER, the newest of each channel.
+        steps: dtype STEP, partial sums of incomplete steps.
+    """
 
     cuts: np.ndarray
     frontiers: np.ndarray
@@ -54,11 +75,11 @@ EMPTY_DIGEST_STATE = DigestState(np.zeros(0, CUT), np.zeros(0, FRONTIER), np.zer
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """All records of all ranks in one array, and whose they are.
+    """All records of some ranks in one array, with their owners.
 
     Args:
-        ranks: told ranks, ascending by rank.
-        records: their records, one after the other; dtype RECORD.
+        ranks: ascending by rank.
+        records: their records, one rank after the other; dtype RECORD.
         owner: for each record, the position of its rank in `ranks`.
     """
 
@@ -68,159 +89,209 @@ class RecordBatch:
 
     def column(self, name: str) -> np.ndarray:
         """Return one attribute of the ranks as an array."""
-        return np.array([getattr(one, name) for one in self.ranks])
+        return np.array([getattr(rank, name) for rank in self.ranks])
+
+
+@dataclass(frozen=True, slots=True)
+class _OperationBatch:
+    """Distinct operations, sorted by channel and number.
+
+    Args:
+        operations: dtype RECORD.
+        owner: for each operation, the position of its rank in the reading.
+        channel: for each operation, the key of its channel; see `_channel_keys`.
+    """
+
+    operations: np.ndarray
+    owner: np.ndarray
+    channel: np.ndarray
 
 
 def digest(
-    told: Iterable[RankRecords],
+    readings: Iterable[RankRecords],
     communicators: Mapping[int, Communicator],
     memory: DigestState = EMPTY_DIGEST_STATE,
 ) -> tuple[DigestState, Digest]:
-    """Return what the ranks' records come to since the last reading, and what to remember for the next.
+    """Return the state to remember, and a digest of what was recorded since the last reading.
 
-    Ranks that are missing keep their memory. A rank of which records were overwritten unread is started afresh.
+    Ranks that are missing keep their state. A rank whose records were overwritten before they were
+    read starts anew.
+
+    Args:
+        readings: what the rings of some ranks hold now; may repeat what was read before.
+        communicators: of the job.
+        memory: the state that the last call returned.
     """
-    ranks = tuple(sorted((one for one in told), key=lambda one: one.rank))
+    ranks = tuple(sorted(readings, key=lambda reading: reading.rank))
     if not ranks:
         return memory, merge((), communicators)
-    lengths = np.array([len(one.records) for one in ranks])
-    records = joined([one.records for one in ranks])
-    reading = RecordBatch(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
-    cuts = _cuts(reading, memory)
-    newest_stamp = _newest_stamps(reading)
-    reading = _unread(reading, cuts)
-    records = reading.records
+    lengths = np.array([len(reading.records) for reading in ranks])
+    records = joined([reading.records for reading in ranks])
+    batch = RecordBatch(ranks, records, np.repeat(np.arange(len(ranks)), lengths))
+    cuts = _cuts(batch, memory)
+    newest_stamp = _newest_stamps(batch)
+    batch = _unread(batch, cuts)
+    records = batch.records
 
     is_operation = records["kind"] == Kind.OPERATION
-    operations, operation_owner = _newest(
-        records.compress(is_operation), reading.owner[is_operation]
-    )
-    frontiers, is_open = _frontiers(reading, operations, operation_owner, memory.frontiers)
+    calls = _newest(records.compress(is_operation), batch.owner[is_operation])
+    frontiers, is_open = _frontiers(batch, calls, memory.frontiers)
     is_phase = records["kind"] == Kind.PHASE
-    phases, phase_owner = records.compress(is_phase), reading.owner[is_phase]
-    rows = _ranks(reading, operations, operation_owner, phases, phase_owner, cuts)
+    phases, phase_owner = records.compress(is_phase), batch.owner[is_phase]
+    rows = _ranks(batch, calls.operations, calls.owner, phases, phase_owner, cuts)
     for name in ("marks_steps", "moved_s", "step"):
         cuts[name] = rows[name]
 
     continued = np.isin(memory.steps["rank"], cuts["rank"][~np.isneginf(cuts["cut_s"])])
     accounts = account_operations(
-        cuts=cuts,
-        partial=memory.steps[continued],
-        operations=operations,
-        owner=operation_owner,
-        is_open=is_open,
-        phases=phases,
-        phase_owner=phase_owner,
-        offsets_s=rows["offset_s"],
-        communicators=communicators,
+        AccountInputs(
+            cuts=cuts,
+            partial=memory.steps[continued],
+            operations=calls.operations,
+            owner=calls.owner,
+            is_open=is_open,
+            phases=phases,
+            phase_owner=phase_owner,
+            offsets_s=rows["offset_s"],
+            communicators=communicators,
+        )
     )
-    measures = _measures(reading, cuts)
+    cuts = accounts.cuts
+    measures = _measures(batch, cuts)
     cuts["stamp"] = np.maximum(cuts["stamp"], newest_stamp)
-    told_ranks = cuts["rank"]
-    kept = memory.cuts[~np.isin(memory.cuts["rank"], told_ranks)]
-    kept_steps = memory.steps[~np.isin(memory.steps["rank"], told_ranks)]
-    kept_frontiers = memory.frontiers[~np.isin(memory.frontiers["rank"], told_ranks)]
-    following = DigestState(
-        joined([kept, cuts]),
-        joined([kept_frontiers, frontiers]),
-        joined([kept_steps, accounts.partial]),
+    other_cuts, other_frontiers, other_steps = (
+        table[~np.isin(table["rank"], cuts["rank"])]
+        for table in (memory.cuts, memory.frontiers, memory.steps)
     )
-    told_digest = Digest(
+    next_state = DigestState(
+        cuts=joined([other_cuts, cuts]),
+        frontiers=joined([other_frontiers, frontiers]),
+        steps=joined([other_steps, accounts.partial]),
+    )
+    new_digest = replace(
+        EMPTY,
         ranks=rows,
         frontiers=frontiers,
         steps=accounts.steps,
         collectives=accounts.collectives,
-        transfers=accounts.transfers,
-        last_arrivals=accounts.last_arrivals,
         messages=accounts.messages,
         measures=measures,
-        mismatches=accounts.mismatches,
     )
-    return following, merge((told_digest,), communicators)
+    return next_state, merge((new_digest,), communicators)
 
 
-def _cuts(reading: RecordBatch, memory: DigestState) -> np.ndarray:
-    """Return where accounting stands for each rank told; -inf for those not seen before, or read too late."""
-    cuts = np.zeros(len(reading.ranks), CUT)
-    cuts["rank"] = reading.column("rank")
+def _cuts(batch: RecordBatch, memory: DigestState) -> np.ndarray:
+    """Return how far each rank is accounted for.
+
+    -inf for ranks not read before, and for those whose records were overwritten before they were
+    read.
+    """
+    cuts = np.zeros(len(batch.ranks), CUT)
+    cuts["rank"] = batch.column("rank")
     for name in ("cut_s", "busy_s", "moved_s", "stepped_s", "received_s"):
         cuts[name] = -np.inf
     if not len(memory.cuts):
         return cuts
-    order = np.argsort(memory.cuts["rank"])
-    known = memory.cuts[order]
-    at = np.minimum(np.searchsorted(known["rank"], cuts["rank"]), len(known) - 1)
-    found = known["rank"][at] == cuts["rank"]
-    cuts[found] = known[at[found]]
-    # Stamps grow by two a record: if the lowest new one is not the next, records were overwritten before they were read.
-    stamps = reading.records["stamp"]
+    rank_order = np.argsort(memory.cuts["rank"])
+    known_cuts = memory.cuts[rank_order]
+    at = np.minimum(np.searchsorted(known_cuts["rank"], cuts["rank"]), len(known_cuts) - 1)
+    is_known = known_cuts["rank"][at] == cuts["rank"]
+    cuts[is_known] = known_cuts[at[is_known]]
+    # Stamps grow by two per record: if the lowest new stamp is not the next, records were
+    # overwritten before they were read.
+    stamps = batch.records["stamp"]
     lowest_new = np.full(len(cuts), np.iinfo(np.uint64).max, np.uint64)
-    new = stamps > cuts["stamp"][reading.owner]
-    np.minimum.at(lowest_new, reading.owner[new], stamps[new])
-    lost = (
-        found
+    new = stamps > cuts["stamp"][batch.owner]
+    np.minimum.at(lowest_new, batch.owner[new], stamps[new])
+    is_lost = (
+        is_known
         & (lowest_new != np.iinfo(np.uint64).max)
         & (lowest_new > cuts["stamp"] + np.uint64(2))
     )
-    cuts["cut_s"][lost] = -np.inf
-    cuts["busy_s"][lost] = -np.inf
+    cuts["cut_s"][is_lost] = -np.inf
+    cuts["busy_s"][is_lost] = -np.inf
     return cuts
 
 
-def _newest_stamps(reading: RecordBatch) -> np.ndarray:
-    newest = np.zeros(len(reading.ranks), np.uint64)
-    np.maximum.at(newest, reading.owner, reading.records["stamp"])
+def _newest_stamps(batch: RecordBatch) -> np.ndarray:
+    """Return the highest stamp of each rank."""
+    newest = np.zeros(len(batch.ranks), np.uint64)
+    np.maximum.at(newest, batch.owner, batch.records["stamp"])
     return newest
 
 
-def _unread(reading: RecordBatch, cuts: np.ndarray) -> RecordBatch:
-    """Drop what was accounted for and cannot change: whatever ended before its rank's cut, and measures told.
+def _unread(batch: RecordBatch, cuts: np.ndarray) -> RecordBatch:
+    """Drop records that were accounted for and cannot change.
 
-    What a ring still holds of the past is most of it, and costs no more than this look.
+    These are operations and phases that ended before their rank's cut, and measures already
+    reported. They are most of what a ring holds, and cost no more than this check.
     """
-    records, owner = reading.records, reading.owner
+    records, owner = batch.records, batch.owner
     ended_s = records["ended_s"]
     keep = (ended_s <= 0) | (ended_s > cuts["cut_s"][owner])
     keep &= (records["kind"] != Kind.MEASURE) | (records["stamp"] > cuts["measured"][owner])
-    return RecordBatch(reading.ranks, records.compress(keep), owner[keep])
+    return RecordBatch(batch.ranks, records.compress(keep), owner[keep])
 
 
-def _newest(operations: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each operation once, sorted by rank, channel and number; of several records of one, the one that ended last."""
+def _newest(operations: np.ndarray, owner: np.ndarray) -> _OperationBatch:
+    """Return each operation once, sorted by channel and number.
+
+    Of several records of an operation, the one that ended last is kept.
+    """
+    channel = _channel_keys(
+        owner, operations["communicator"], operations["code"], operations["peer"]
+    )
     if not len(operations):
-        return operations, owner
-    channel = _pack_channels(operations, owner)
+        return _OperationBatch(operations, owner, channel)
     order = np.lexsort((operations["ended_s"], operations["number"], channel))
     operations, owner, channel = operations.take(order), owner[order], channel[order]
-    last = np.ones(len(operations), bool)
-    last[:-1] = (channel[1:] != channel[:-1]) | (
+    is_last = np.ones(len(operations), bool)
+    is_last[:-1] = (channel[1:] != channel[:-1]) | (
         operations["number"][1:] != operations["number"][:-1]
     )
-    return operations.compress(last), owner[last]
+    return _OperationBatch(operations.compress(is_last), owner[is_last], channel[is_last])
 
 
-def _pack_channels(operations: np.ndarray, owner: np.ndarray) -> np.ndarray:
-    """Return one integer for each (rank, communicator, direction, peer): that within which numbers count."""
-    _, communicator = np.unique(operations["communicator"], return_inverse=True)
-    code = operations["code"].astype(np.int64)
+def _channel_keys(
+    rank: np.ndarray, communicator: np.ndarray, code: np.ndarray, peer: np.ndarray
+) -> np.ndarray:
+    """Pack channels into int64 keys that sort by rank, communicator, direction and peer.
+
+    Operations are numbered within a channel. Keys of different calls are not comparable: of
+    communicators, the position among those given is packed, not the 32-bit id.
+
+    Args:
+        rank: global rank, or position of the rank in a reading; shape (channels,), as the others.
+        communicator: id.
+        code: Operation.SEND or RECEIVE; any other value means a collective.
+        peer: global rank of the other side; ignored for collectives.
+    """
+    distinct, communicator_index = np.unique(communicator, return_inverse=True)
     direction = np.where(code == Operation.SEND, 1, np.where(code == Operation.RECEIVE, 2, 0))
-    peer = np.where(direction > 0, operations["peer"].astype(np.int64) + 1, 0)
-    # 24 bits of peers, 2 of direction, 17 of communicators within one reading, and 20 of ranks: 63.
-    channel: np.ndarray = (
-        ((owner.astype(np.int64) << 17) | communicator) << 2 | direction
-    ) << 24 | peer
-    return channel
+    peer_index = np.where(direction > 0, peer.astype(np.int64) + 1, 0)
+    assert len(distinct) <= 1 << _COMMUNICATOR_BITS, f"{len(distinct)} communicators"
+    assert _fits(rank, _RANK_BITS), "a rank is out of range"
+    assert _fits(peer_index, _PEER_BITS), "a peer is out of range"
+    keys = rank.astype(np.int64) << _COMMUNICATOR_BITS | communicator_index
+    keys = keys << _DIRECTION_BITS | direction
+    packed: np.ndarray = keys << _PEER_BITS | peer_index
+    return packed
+
+
+def _fits(values: np.ndarray, bits: int) -> bool:
+    """Return whether all values are unsigned integers of so many bits."""
+    return not len(values) or (values.min() >= 0 and int(values.max()) >> bits == 0)
 
 
 def _frontiers(
-    reading: RecordBatch, operations: np.ndarray, owner: np.ndarray, remembered: np.ndarray
+    batch: RecordBatch, calls: _OperationBatch, remembered: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return how far every rank is in every channel, and which operations are under way."""
-    ranks = reading.column("rank")
+    """Return the frontier of every rank in every channel, and which operations have not ended."""
+    ranks = batch.column("rank")
+    operations, owner, channel = calls.operations, calls.owner, calls.channel
     is_open = np.zeros(len(operations), bool)
     rows = np.zeros(0, FRONTIER)
     if len(operations):
-        channel = _pack_channels(operations, owner)
         starts = np.flatnonzero(np.concatenate([[True], channel[1:] != channel[:-1]]))
         index = np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(channel))))
         first = operations.take(starts)
@@ -233,14 +304,14 @@ def _frontiers(
         )
         rows["peer"] = np.where(rows["direction"] > 0, first["peer"], -1)
     old = remembered.compress(np.isin(remembered["rank"], ranks))
-    same, at = _match_channels(rows, old)
-    rows["history"][same] = old["history"][at[same]]
+    is_known, old_index = _match_channels(rows, old)
+    rows["history"][is_known] = old["history"][old_index[is_known]]
     if len(operations):
         numbers = operations["number"]
         rows["entered"] = np.maximum.reduceat(numbers, starts)
         rows["ended"] = np.maximum.reduceat(np.where(operations["ended_s"] > 0, numbers, 0), starts)
         for name in ("entered", "ended"):
-            rows[name][same] = np.maximum(rows[name][same], old[name][at[same]])
+            rows[name][is_known] = np.maximum(rows[name][is_known], old[name][old_index[is_known]])
         newest_step = np.zeros(len(ranks), np.int64)
         np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
         is_open = (operations["ended_s"] <= 0) & (numbers > rows["ended"][index])
@@ -253,88 +324,87 @@ def _frontiers(
         rows["open_nbytes"][has_open] = opened["nbytes"]
         rows["open_s"][has_open] = opened["enqueued_s"]
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
-        recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (
+        is_recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (
             rows["direction"][index] == 0
         )
         slots = (numbers % np.uint64(HISTORY)).astype(np.int64)
-        rows["history"][index[recent], slots[recent]] = signatures(operations.compress(recent))
-    # A channel of which nothing new was read is as far as it was, and has nothing under way.
-    others = np.ones(len(old), bool)
-    others[at[same]] = False
-    quiet = old[others]
+        rows["history"][index[is_recent], slots[is_recent]] = signatures(
+            operations.compress(is_recent)
+        )
+    # A channel without new records keeps its frontier, and has no open operation.
+    is_quiet = np.ones(len(old), bool)
+    is_quiet[old_index[is_known]] = False
+    quiet = old[is_quiet]
     quiet["open"] = 0
     return joined([rows, quiet]), is_open
 
 
 def _match_channels(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which frontiers' channels are among those of others, and for those, where."""
-    found, at = np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
+    """Return which frontiers' channels are among those of others, and for these, their position."""
     if not len(rows) or not len(others):
-        return found, at
+        return np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
     both = joined([rows, others])
-    _, communicator = np.unique(both["communicator"], return_inverse=True)
-    # 20 bits of ranks, 17 of communicators, 2 of direction (SEND and RECEIVE differ in their lowest bits), 24 of peers.
-    keys = (both["rank"].astype(np.int64) << 17 | communicator) << 2 | (
-        both["direction"].astype(np.int64) & 3
-    )
-    keys = keys << 24 | (both["peer"].astype(np.int64) + 1)
-    known = keys[len(rows) :]
-    order = np.argsort(known)
-    place = np.minimum(np.searchsorted(known[order], keys[: len(rows)]), len(known) - 1)
-    at = order[place]
-    return known[at] == keys[: len(rows)], at
+    keys = _channel_keys(both["rank"], both["communicator"], both["direction"], both["peer"])
+    row_keys, other_keys = keys[: len(rows)], keys[len(rows) :]
+    order = np.argsort(other_keys)
+    position = np.searchsorted(other_keys[order], row_keys)
+    nearest = order[np.minimum(position, len(others) - 1)]
+    return other_keys[nearest] == row_keys, nearest
 
 
 def _ranks(
-    reading: RecordBatch,
+    batch: RecordBatch,
     operations: np.ndarray,
     owner: np.ndarray,
     phases: np.ndarray,
     phase_owner: np.ndarray,
     cuts: np.ndarray,
 ) -> np.ndarray:
-    """Return what there is to say of each rank at the moment of reading."""
-    rows = np.zeros(len(reading.ranks), RANK)
-    rows["rank"], rows["read_at_s"] = reading.column("rank"), reading.column("read_at_s")
-    rows["alive"], rows["ending"] = reading.column("is_alive"), reading.column("ending")
+    """Return the RANK row of each rank at the time of reading.
+
+    Updates in `cuts` when each rank last completed a step and last called a receive.
+    """
+    rows = np.zeros(len(batch.ranks), RANK)
+    rows["rank"], rows["read_at_s"] = batch.column("rank"), batch.column("read_at_s")
+    rows["alive"], rows["ending"] = batch.column("is_alive"), batch.column("ending")
     rows["offset_s"], rows["offset_error_s"] = (
-        reading.column("offset_s"),
-        reading.column("offset_error_s"),
+        batch.column("offset_s"),
+        batch.column("offset_error_s"),
     )
     rows["phase"], rows["marks_steps"], rows["step"] = -1, cuts["marks_steps"], cuts["step"]
-    moved = cuts["moved_s"].copy()
+    moved_s = cuts["moved_s"].copy()
     for name in ("enqueued_s", "started_s", "ended_s"):
-        np.maximum.at(moved, owner, np.where(operations[name] > 0, operations[name], -np.inf))
+        np.maximum.at(moved_s, owner, np.where(operations[name] > 0, operations[name], -np.inf))
     np.maximum.at(rows["step"], owner, operations["step"])
     np.add.at(rows["failed"], owner, ((operations["flags"] & Flag.FAILED) > 0).astype(np.uint32))
-    # Garbage is collected in endless loops of user code as well: it is no sign of progress.
-    telling = phases["code"] != Phase.GARBAGE_COLLECTION
-    spoken, spoken_owner = phases.compress(telling), phase_owner[telling]
+    # Endless loops of user code collect garbage too: it is no sign of progress.
+    counts = phases["code"] != Phase.GARBAGE_COLLECTION
+    marks, mark_owner = phases.compress(counts), phase_owner[counts]
     for name in ("enqueued_s", "ended_s"):
-        np.maximum.at(moved, spoken_owner, np.where(spoken[name] > 0, spoken[name], -np.inf))
-    np.maximum.at(rows["step"], spoken_owner, spoken["step"])
-    # A phase that was left by an exception never ends; only the newest of its kind can be under way.
-    is_step = spoken["code"] == Phase.STEP
-    steps, others = spoken.compress(is_step), spoken.compress(~is_step)
-    rows["marks_steps"][spoken_owner[is_step]] = True
-    whose, newest = _newest_begun(steps, spoken_owner[is_step])
-    rows["in_step"][whose] = steps["ended_s"][newest] <= 0
+        np.maximum.at(moved_s, mark_owner, np.where(marks[name] > 0, marks[name], -np.inf))
+    np.maximum.at(rows["step"], mark_owner, marks["step"])
+    # A phase left by an exception never ends; only the newest of its kind can be open.
+    is_step = marks["code"] == Phase.STEP
+    steps, others = marks.compress(is_step), marks.compress(~is_step)
+    rows["marks_steps"][mark_owner[is_step]] = True
+    newest_owner, newest = _newest_begun(steps, mark_owner[is_step])
+    rows["in_step"][newest_owner] = steps["ended_s"][newest] <= 0
     is_receive = operations["code"] == Operation.RECEIVE
-    received = operations.compress(is_receive)
-    whose, newest = _newest_begun(received, owner[is_receive])
-    later = received["enqueued_s"][newest] > cuts["received_s"][whose]
-    whose, newest = whose[later], newest[later]
-    for name, told in (("received_s", "enqueued_s"), ("received_of", "peer")):
-        cuts[name][whose] = received[told][newest]
+    receives = operations.compress(is_receive)
+    newest_owner, newest = _newest_begun(receives, owner[is_receive])
+    later = receives["enqueued_s"][newest] > cuts["received_s"][newest_owner]
+    newest_owner, newest = newest_owner[later], newest[later]
+    for name, source in (("received_s", "enqueued_s"), ("received_from", "peer")):
+        cuts[name][newest_owner] = receives[source][newest]
     ended = steps["ended_s"] > 0
-    np.maximum.at(cuts["stepped_s"], spoken_owner[is_step][ended], steps["ended_s"][ended])
-    since = np.isfinite(cuts["stepped_s"]) & (cuts["received_s"] > cuts["stepped_s"])
-    rows["heard_from"] = np.where(since, cuts["received_of"], -1)
-    whose, newest = _newest_begun(others, spoken_owner[~is_step])
-    under_way = others["ended_s"][newest] <= 0
-    rows["phase"][whose[under_way]] = others["code"][newest[under_way]]
-    rows["phase_s"][whose[under_way]] = others["enqueued_s"][newest[under_way]]
-    rows["moved_s"] = moved
+    np.maximum.at(cuts["stepped_s"], mark_owner[is_step][ended], steps["ended_s"][ended])
+    has_received = np.isfinite(cuts["stepped_s"]) & (cuts["received_s"] > cuts["stepped_s"])
+    rows["received_from"] = np.where(has_received, cuts["received_from"], -1)
+    newest_owner, newest = _newest_begun(others, mark_owner[~is_step])
+    is_open = others["ended_s"][newest] <= 0
+    rows["phase"][newest_owner[is_open]] = others["code"][newest[is_open]]
+    rows["phase_s"][newest_owner[is_open]] = others["enqueued_s"][newest[is_open]]
+    rows["moved_s"] = moved_s
     return rows
 
 
@@ -347,16 +417,19 @@ def _newest_begun(records: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, n
     return owner[order][last], order[last]
 
 
-def _measures(reading: RecordBatch, cuts: np.ndarray) -> np.ndarray:
-    """Return the measures not yet told; the newest told one is noted in `cuts`."""
-    at = np.flatnonzero(reading.records["kind"] == Kind.MEASURE)
-    at = at[reading.records["stamp"][at] > cuts["measured"][reading.owner[at]]]
-    records, owner = reading.records.take(at), reading.owner[at]
+def _measures(batch: RecordBatch, cuts: np.ndarray) -> np.ndarray:
+    """Return the measures not yet reported.
+
+    Updates in `cuts` the newest reported measure.
+    """
+    chosen = np.flatnonzero(batch.records["kind"] == Kind.MEASURE)
+    chosen = chosen[batch.records["stamp"][chosen] > cuts["measured"][batch.owner[chosen]]]
+    records, owner = batch.records.take(chosen), batch.owner[chosen]
     rows = np.zeros(len(records), MEASURE)
-    rows["rank"] = reading.column("rank")[owner]
+    rows["rank"] = batch.column("rank")[owner]
     rows["step"] = np.where(records["step"] > 0, records["step"], records["number"])
     rows["code"], rows["communicator"] = records["code"], records["communicator"]
     rows["value"] = np.ascontiguousarray(records["nbytes"]).view(np.float64)
-    rows["at_s"] = records["enqueued_s"] + reading.column("offset_s")[owner]
+    rows["at_s"] = records["enqueued_s"] + batch.column("offset_s")[owner]
     np.maximum.at(cuts["measured"], owner, records["stamp"])
     return rows

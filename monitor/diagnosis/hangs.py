@@ -1,18 +1,22 @@
-"""Hangs: a job of which nothing moves any more, and the rank, link or communicator at the root of it.
+"""Finds hangs: jobs without progress, and the rank, link or communicator that is the root cause.
 
-The graph of `keepstep.monitor.diagnosis.waits` says where waiting ends; this decides whether it has lasted too long, and what to call it. All ages
-are of one rank by its own node's clock, from its last sign of life to the moment of reading; so clocks need not agree, and a reader that
-is behind sees young ages rather than old ones. A rank whose records were not read lately is never blamed for what it did not tell.
+The graph of `keepstep.monitor.diagnosis.waits` shows where waiting ends; this module decides
+whether the wait has lasted too long, and which syndrome it is. All ages are of one rank by its own
+node's clock, from its last progress to the time of reading. Clocks of different nodes therefore
+need not agree, and a reader that is behind sees young ages rather than old ones. A rank whose
+records were not read lately is never blamed for progress that it may have made since.
 
-Who stands still rightly is given longer: before the first step, within a checkpoint phase, in an evaluation and between steps (see
-`HangThresholds`).
-A rank that keeps moving is never a root, however long others wait for it.
+Ranks that stand still for good reason get more time: before the first step, within a checkpoint
+phase, in an evaluation and between steps (see `HangThresholds`). A rank that keeps making progress
+is never a root cause, however long others wait for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,21 +27,19 @@ from keepstep.monitor.diagnosis.waits import OpenOperation, Waits, wait_for
 from keepstep.monitor.records import Communicator, Ending, Phase
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
-INFINITE = float("inf")
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HangInputs:
-    """What hangs are judged from.
+    """Inputs of `find_hangs`.
 
     Args:
         ranks: dtype RANK, ascending by rank.
         frontiers: dtype FRONTIER.
         communicators: of the job.
         nodes: each rank's node.
-        unread_s: for each of `ranks`, how long ago its records were read anew.
+        unread_s: for each of `ranks`, seconds since new records of it were read.
         stopped: ranks whose process the kernel has stopped (SIGSTOP, a debugger).
-        step_s: the job's own step time; 0.0 if not known.
+        step_s: the job's step time; 0.0 if not known.
     """
 
     ranks: np.ndarray
@@ -50,37 +52,39 @@ class HangInputs:
 
 
 def find_hangs(job: HangInputs, thresholds: HangThresholds) -> tuple[Verdict, ...]:
-    """Return a verdict for each root of a standstill; none while nothing waits too long.
+    """Return a verdict for each root cause of a standstill; none while no wait is too long.
 
-    The graph is built only if some rank has waited a share of the patience, so a healthy job costs no more than a look.
+    The graph is built only if some rank has waited for a share of the patience, so a healthy job
+    costs little.
     """
     if not len(job.ranks):
         return ()
-    view = _HangAnalysis(job, thresholds)
-    dead = _dead(view)
+    analysis = _HangAnalysis(job, thresholds)
+    dead = _dead_processes(analysis)
     if dead:
-        # Backends end processes whose collectives do not fit: then that is the root, and the deaths follow from it.
-        partings = _mismatch_verdicts(view, np.ones(len(job.frontiers), bool))
-        if partings:
-            return partings
-    if view.longest_wait_s < thresholds.waiter_share * view.plain_s:
+        # Backends end processes whose collectives do not match: then the mismatch is the root
+        # cause, and the deaths follow from it.
+        mismatches = _mismatch_verdicts(analysis, np.ones(len(job.frontiers), bool))
+        if mismatches:
+            return mismatches
+    least_wait_s = thresholds.waiter_share * analysis.base_patience_s
+    if analysis.longest_wait_s < least_wait_s:
         return dead
-    partings = _mismatch_verdicts(
-        view, view.waits & (view.waited_s >= thresholds.waiter_share * view.plain_s)
-    )
-    if partings:
-        return dead + partings
-    silent = {rank for rank, row in view.rows.items() if not row["alive"]} | job.stopped
-    silent |= {rank for rank, unread in view.unread_s.items() if unread > thresholds.stale_s}
+    has_waited = analysis.is_waiting & (analysis.waited_s >= least_wait_s)
+    mismatches = _mismatch_verdicts(analysis, has_waited)
+    if mismatches:
+        return dead + mismatches
+    silent = analysis.dead | job.stopped
+    silent |= {rank for rank, unread in analysis.unread_s.items() if unread > thresholds.stale_s}
     waits = wait_for(job.frontiers, job.communicators, silent)
-    found = [*dead, *_absent(view, waits), *_stuck(view, waits)]
-    if not found and waits.cycle:
-        found.extend(_deadlock(view, waits.cycle))
-    return tuple(found)
+    verdicts = [*dead, *_absent_ranks(analysis, waits), *_stuck_operations(analysis, waits)]
+    if not verdicts and waits.cycle:
+        verdicts.extend(_deadlock(analysis, waits.cycle))
+    return tuple(verdicts)
 
 
 class _HangAnalysis:
-    """Ages and patience of one standstill, worked out once."""
+    """Ages and patience of one standstill, computed once."""
 
     def __init__(self, job: HangInputs, thresholds: HangThresholds) -> None:
         self.job, self.thresholds = job, thresholds
@@ -94,22 +98,27 @@ class _HangAnalysis:
                 strict=True,
             )
         )
-        at = np.minimum(np.searchsorted(ranks["rank"], frontiers["rank"]), len(ranks) - 1)
-        self.waits = (
-            (frontiers["open"] > 0) & (ranks["rank"][at] == frontiers["rank"]) & ranks["alive"][at]
+        rank_index = np.minimum(np.searchsorted(ranks["rank"], frontiers["rank"]), len(ranks) - 1)
+        self.is_waiting = (
+            (frontiers["open"] > 0)
+            & (ranks["rank"][rank_index] == frontiers["rank"])
+            & ranks["alive"][rank_index]
         )
-        self.waited_s = np.where(self.waits, ranks["read_at_s"][at] - frontiers["open_s"], 0.0)
+        self.waited_s = np.where(
+            self.is_waiting, ranks["read_at_s"][rank_index] - frontiers["open_s"], 0.0
+        )
+        self.dead = {rank for rank, row in self.rows.items() if not row["alive"]}
         self.longest_wait_s = float(np.max(self.waited_s, initial=0.0))
         self.started = bool((ranks["step"] >= 2).any())
-        self.plain_s = thresholds.patience_s(job.step_s)
+        self.base_patience_s = thresholds.patience_s(job.step_s)
 
     def patience_of_s(self, rank: int) -> float:
-        """Return how long this rank may stand still, given what it is at."""
+        """Return how long this rank may stand still, given its phase."""
         row = self.rows[rank]
-        patience = self.plain_s if self.started else self.thresholds.first_step_s
+        patience = self.base_patience_s if self.started else self.thresholds.first_step_s
         if row["phase"] == Phase.CHECKPOINT:
             return max(patience, self.thresholds.checkpoint_s)
-        # An evaluation that loads batches seems to begin a step.
+        # An evaluation that loads batches looks like the beginning of a step.
         if row["phase"] == Phase.EVALUATION or (row["marks_steps"] and not self.is_in_step(rank)):
             return max(patience, self.thresholds.between_steps_s)
         return patience
@@ -117,22 +126,23 @@ class _HangAnalysis:
     def is_in_step(self, rank: int) -> bool:
         """Return whether a rank is in a step.
 
-        A stage of a pipeline receives before its model runs, which is when its step is seen to begin: so is who has heard from a rank that is
-        in one as late. A loss that is sent around between steps comes from one that is not.
+        A pipeline stage receives before its model runs, which is when its step is recorded as
+        begun. A rank that has received from a rank in a step at least as late is therefore in a
+        step too. A loss that is sent between steps comes from a rank that is in no step.
         """
         row = self.rows[rank]
-        sender = self.rows.get(int(row["heard_from"]))
+        sender = self.rows.get(int(row["received_from"]))
         return bool(row["in_step"]) or (
             sender is not None and bool(sender["in_step"]) and sender["step"] >= row["step"]
         )
 
     def waited_at(self, operation: OpenOperation) -> dict[int, float]:
         """Return how long each rank has waited in an operation, in seconds."""
-        rows = np.flatnonzero(self._of(operation) & self.waits)
+        rows = np.flatnonzero(self._of(operation) & self.is_waiting)
         return {int(self.job.frontiers["rank"][row]): float(self.waited_s[row]) for row in rows}
 
     def payloads(self, operation: OpenOperation) -> dict[int, int]:
-        """Return the payload of each rank that waits in an operation, in bytes."""
+        """Return the payload of each rank that has an operation open, in bytes."""
         rows = np.flatnonzero(self._of(operation))
         return {
             int(self.job.frontiers["rank"][row]): int(self.job.frontiers["open_nbytes"][row])
@@ -141,30 +151,31 @@ class _HangAnalysis:
 
     def _of(self, operation: OpenOperation) -> np.ndarray:
         rows = self.job.frontiers
-        chosen: np.ndarray = (rows["communicator"] == operation.communicator) & (
+        is_call: np.ndarray = (rows["communicator"] == operation.communicator) & (
             rows["open"] == operation.number
         )
         if operation.pair is None:
-            chosen &= rows["direction"] == 0
+            is_call &= rows["direction"] == 0
         else:
-            chosen &= (
+            is_call &= (
                 (rows["direction"] > 0)
                 & np.isin(rows["rank"], operation.pair)
                 & np.isin(rows["peer"], operation.pair)
             )
-        return chosen
+        return is_call
 
     def name(self, operation: OpenOperation) -> str:
-        """Return for people what an operation is."""
+        """Return an operation's name for people."""
         if operation.pair is not None:
             return (
                 f"message {operation.number} from rank {operation.pair[0]} to {operation.pair[1]}"
             )
-        known = self.job.communicators.get(operation.communicator)
-        return f"operation {operation.number} of {known.name if known else operation.communicator}"
+        communicator = self.job.communicators.get(operation.communicator)
+        name = communicator.name if communicator else operation.communicator
+        return f"operation {operation.number} of {name}"
 
     def moved_s(self, rank: int) -> float:
-        """Return when a rank last moved, by the job's clock."""
+        """Return when a rank last made progress, by the job's clock."""
         row = self.rows[rank]
         moved_s = row["moved_s"] if np.isfinite(row["moved_s"]) else row["read_at_s"]
         return float(moved_s + row["offset_s"])
@@ -178,109 +189,209 @@ def _verdict(
     confidence: float,
     advice: Advice,
 ) -> Verdict:
-    return Verdict(subject, syndrome, since_s, tuple(evidence), confidence, INFINITE, advice)
+    return Verdict(
+        subject=subject,
+        syndrome=syndrome,
+        since_s=since_s,
+        evidence=tuple(evidence),
+        confidence=confidence,
+        cost_s_per_step=math.inf,
+        advice=advice,
+    )
 
 
-def _dead(view: _HangAnalysis) -> tuple[Verdict, ...]:
-    """Name processes that are gone and were still needed.
+class _Deaths:
+    """Which processes ended, how, and who still needed them.
 
-    At the end of a job processes go one after another, saying so, and nobody waits for them: that is no death. Who left because its operations
-    failed died of another's death, and so did who could still say that it ends while in an operation, if others could not; who said so and
-    was in no step had done its work. Who says that an exception of its own ended it comes before all who said nothing, for launchers kill
-    the others then; where most say so, it is the program. If all are gone otherwise and nobody's operations failed, someone ended the job
-    as a whole.
+    Attributes:
+        dead: ranks whose process is gone.
+        alive: the others.
+        witnesses: ranks, dead or alive, whose operations failed: usually because a peer had died.
+        raised: dead ranks that recorded an exception of their own program.
+        killed: dead ranks that recorded nothing.
+        waiters: for each dead rank, the living ranks that wait for it.
+        open_operations: for each dead rank, the names of the operations in which it was.
     """
-    dead = {rank for rank, row in view.rows.items() if not row["alive"]}
-    if not dead:
-        return ()
-    alive = {rank for rank, row in view.rows.items() if row["alive"]}
-    witnesses = {
-        rank for rank, row in view.rows.items() if row["failed"] or row["ending"] == Ending.FAILED
-    }
-    raised = {rank for rank in dead - witnesses if view.rows[rank]["ending"] == Ending.RAISED}
-    if not alive and not witnesses and not raised:
-        return ()
-    waits = wait_for(view.job.frontiers, view.job.communicators, dead)
-    missed = {
-        rank: [waiter for waiter in waiters if waiter in alive]
-        for rank, waiters in waits.absent.items()
-        if rank in dead
-    }
-    open_of: dict[int, list[str]] = {rank: [] for rank in dead}
-    for operation in waits.operations:
-        for rank in operation.waiting:
-            if rank in dead:
-                open_of[rank].append(view.name(operation))
-    killed = {rank for rank in dead if view.rows[rank]["ending"] == Ending.NONE}
-    victims = {rank for rank in dead - killed if open_of[rank]} if killed else set()
-    if len(raised) > 1 and 2 * len(raised) > len(view.rows):
-        return (_program_ended(view, raised),)
-    needed = []
-    for rank in sorted(raised or dead - witnesses - victims or dead - witnesses or dead):
-        waited = view.waited_s[
-            view.waits & np.isin(view.job.frontiers["rank"], missed.get(rank, []))
-        ]
-        is_missed = (
-            bool(missed.get(rank)) and float(waited.max(initial=0.0)) >= view.thresholds.dead_s
+
+    def __init__(self, analysis: _HangAnalysis) -> None:
+        self._analysis = analysis
+        rows = analysis.rows
+        self.dead = analysis.dead
+        self.alive = rows.keys() - self.dead
+        self.witnesses = {
+            rank for rank, row in rows.items() if row["failed"] or row["ending"] == Ending.FAILED
+        }
+        self.raised = {
+            rank for rank in self.dead - self.witnesses if rows[rank]["ending"] == Ending.RAISED
+        }
+        self.killed = {rank for rank in self.dead if rows[rank]["ending"] == Ending.NONE}
+
+    @cached_property
+    def _waits(self) -> Waits:
+        job = self._analysis.job
+        return wait_for(job.frontiers, job.communicators, self.dead)
+
+    @cached_property
+    def waiters(self) -> dict[int, list[int]]:
+        return {
+            rank: [waiter for waiter in waiters if waiter in self.alive]
+            for rank, waiters in self._waits.absent.items()
+            if rank in self.dead
+        }
+
+    @cached_property
+    def open_operations(self) -> dict[int, list[str]]:
+        names: dict[int, list[str]] = {rank: [] for rank in self.dead}
+        for operation in self._waits.operations:
+            for rank in operation.waiting:
+                if rank in self.dead:
+                    names[rank].append(self._analysis.name(operation))
+        return names
+
+    def is_job_ended_from_outside(self) -> bool:
+        """Return whether all processes are gone, and none recorded why: the job was ended."""
+        return not self.alive and not self.witnesses and not self.raised
+
+    def is_program_at_fault(self) -> bool:
+        """Return whether most processes ended by an exception: then the program is the cause."""
+        return len(self.raised) > 1 and 2 * len(self.raised) > len(self._analysis.rows)
+
+    def suspects(self) -> set[int]:
+        """Return the dead ranks among which the root causes are.
+
+        In this order:
+
+        1. Ranks that raised an exception: launchers then kill the others, which record nothing.
+        2. Ranks whose operations did not fail, without those that could still record their end
+           while in an operation, if other ranks could not: these died first.
+        3. Ranks whose operations did not fail.
+        4. All dead ranks.
+        """
+        without_failure = self.dead - self.witnesses
+        return (
+            self.raised
+            or without_failure - self._ended_in_operation()
+            or without_failure
+            or self.dead
         )
-        row = view.rows[rank]
-        had_work = (
-            view.is_in_step(rank) or not row["marks_steps"] or row["ending"] != Ending.FINISHED
+
+    def _ended_in_operation(self) -> set[int]:
+        """Return the ranks that recorded their end while in an operation, if others did not."""
+        if not self.killed:
+            return set()
+        return {rank for rank in self.dead - self.killed if self.open_operations[rank]}
+
+    def was_needed(self, rank: int) -> bool:
+        """Return whether a dead rank still had work to do when it ended."""
+        return (
+            rank in self.raised
+            or self._is_awaited(rank)
+            or bool(self.open_operations[rank])
+            or (bool(self.witnesses - {rank}) and self._had_work(rank))
         )
-        if rank in raised or is_missed or open_of[rank] or (witnesses - {rank} and had_work):
-            needed.append(rank)
+
+    def _is_awaited(self, rank: int) -> bool:
+        """Return whether living ranks have waited for a dead one for long enough."""
+        analysis = self._analysis
+        waiters = self.waiters.get(rank, [])
+        if not waiters:
+            return False
+        is_waiter = analysis.is_waiting & np.isin(analysis.job.frontiers["rank"], waiters)
+        longest_s = float(analysis.waited_s[is_waiter].max(initial=0.0))
+        return longest_s >= analysis.thresholds.dead_s
+
+    def _had_work(self, rank: int) -> bool:
+        """Return whether a rank was in a step, or did not record that it had finished."""
+        row = self._analysis.rows[rank]
+        return bool(
+            self._analysis.is_in_step(rank)
+            or not row["marks_steps"]
+            or row["ending"] != Ending.FINISHED
+        )
+
+
+def _dead_processes(analysis: _HangAnalysis) -> tuple[Verdict, ...]:
+    """Return verdicts on processes that are gone and were still needed.
+
+    At the end of a job processes end one after another, record it, and no rank waits for them:
+    that is no fault. See `_Deaths` for how the ranks that died first are
+    distinguished from those that died as a consequence.
+    """
+    if not analysis.dead:
+        return ()
+    deaths = _Deaths(analysis)
+    if deaths.is_job_ended_from_outside():
+        return ()
+    if deaths.is_program_at_fault():
+        return (_program_ended(analysis, deaths.raised),)
+    needed = [rank for rank in sorted(deaths.suspects()) if deaths.was_needed(rank)]
     verdicts = []
-    for subject in gather(needed, view.job.nodes):
-        evidence = [
-            f"process of rank {rank} {'was ended by an exception' if rank in raised else 'is gone'}, last heard of in step"
-            f" {view.rows[rank]['step']}"
-            for rank in subject.ranks[:4]
-        ]
-        evidence += [
-            f"it was in {name}" for rank in subject.ranks[:4] for name in open_of[rank][:1]
-        ]
-        waiters = sorted({waiter for rank in subject.ranks for waiter in missed.get(rank, ())})
-        if waiters:
-            evidence.append(f"{len(waiters)} ranks wait for it, rank {waiters[0]} among them")
-        if witnesses:
-            evidence.append(
-                f"operations of {len(witnesses)} ranks failed, of rank {min(witnesses)} among them"
-            )
+    for subject in gather(needed, analysis.job.nodes):
         advice = Advice.REPLACE_NODE if subject.kind == "node" else Advice.RESTART_WORKER
-        since_s = min(view.moved_s(rank) for rank in subject.ranks)
+        since_s = min(analysis.moved_s(rank) for rank in subject.ranks)
+        evidence = _death_evidence(analysis, deaths, subject)
         verdicts.append(_verdict(subject, Syndrome.DEAD_PROCESS, since_s, evidence, 1.0, advice))
     return tuple(verdicts)
 
 
-def _program_ended(view: _HangAnalysis, raised: Collection[int]) -> Verdict:
-    step = max(int(view.rows[rank]["step"]) for rank in raised)
-    told = f"exceptions ended {len(raised)} of {len(view.rows)} processes, the last in step {step}"
-    since_s = min(view.moved_s(rank) for rank in raised)
-    return _verdict(Subject("job", ()), Syndrome.DEAD_PROCESS, since_s, (told,), 1.0, Advice.ALERT)
+def _death_evidence(analysis: _HangAnalysis, deaths: _Deaths, subject: Subject) -> list[str]:
+    evidence = []
+    for rank in subject.ranks[:4]:
+        end = "was ended by an exception" if rank in deaths.raised else "is gone"
+        step = analysis.rows[rank]["step"]
+        evidence.append(f"process of rank {rank} {end}; its last record is of step {step}")
+    evidence += [
+        f"it was in {name}"
+        for rank in subject.ranks[:4]
+        for name in deaths.open_operations[rank][:1]
+    ]
+    waiters = sorted({waiter for rank in subject.ranks for waiter in deaths.waiters.get(rank, ())})
+    if waiters:
+        evidence.append(f"{len(waiters)} ranks wait for it, rank {waiters[0]} among them")
+    if deaths.witnesses:
+        evidence.append(
+            f"operations of {len(deaths.witnesses)} ranks failed, "
+            f"of rank {min(deaths.witnesses)} among them"
+        )
+    return evidence
 
 
-def _mismatch_verdicts(view: _HangAnalysis, chosen: np.ndarray) -> tuple[Verdict, ...]:
-    """Name who called something else than the others, in the communicators of the chosen frontiers."""
-    frontiers = view.job.frontiers
-    collective = frontiers["direction"] == 0
+def _program_ended(analysis: _HangAnalysis, raised: Collection[int]) -> Verdict:
+    """Return the verdict that the program itself is at fault, on the whole job."""
+    step = max(int(analysis.rows[rank]["step"]) for rank in raised)
+    sentence = (
+        f"exceptions ended {len(raised)} of {len(analysis.rows)} processes, the last in step {step}"
+    )
+    since_s = min(analysis.moved_s(rank) for rank in raised)
+    return _verdict(
+        Subject("job", ()), Syndrome.DEAD_PROCESS, since_s, (sentence,), 1.0, Advice.ALERT
+    )
+
+
+def _mismatch_verdicts(analysis: _HangAnalysis, chosen: np.ndarray) -> tuple[Verdict, ...]:
+    """Return verdicts on ranks whose call differs, in the communicators of the chosen frontiers."""
+    frontiers = analysis.job.frontiers
+    is_collective = frontiers["direction"] == 0
     verdicts = []
-    for identity in np.unique(frontiers["communicator"][chosen & collective]).tolist():
-        parting = first_mismatch(frontiers[collective & (frontiers["communicator"] == identity)])
-        if parting is None:
+    for identity in np.unique(frontiers["communicator"][chosen & is_collective]).tolist():
+        mismatch = first_mismatch(
+            frontiers[is_collective & (frontiers["communicator"] == identity)]
+        )
+        if mismatch is None:
             continue
-        culprits = parting.minority
+        minority = mismatch.minority
         subjects = (
-            gather(culprits, view.job.nodes)
-            if culprits
-            else (group_subject(parting.ranks, view.job.nodes),)
+            gather(minority, analysis.job.nodes)
+            if minority
+            else (group_subject(mismatch.ranks, analysis.job.nodes),)
         )
-        known = view.job.communicators.get(identity)
+        communicator = analysis.job.communicators.get(identity)
         evidence = (
-            f"ranks call different things in {known.name if known else identity}",
-            *parting.told(),
+            f"ranks call different operations in {communicator.name if communicator else identity}",
+            *mismatch.describe_calls(),
         )
-        since_s = min(view.moved_s(rank) for rank in parting.ranks if rank in view.rows)
-        confidence = 0.95 if culprits else 0.6
+        since_s = min(analysis.moved_s(rank) for rank in mismatch.ranks if rank in analysis.rows)
+        confidence = 0.95 if minority else 0.6
         for subject in subjects:
             verdicts.append(
                 _verdict(subject, Syndrome.MISMATCH, since_s, evidence, confidence, Advice.ALERT)
@@ -288,83 +399,97 @@ def _mismatch_verdicts(view: _HangAnalysis, chosen: np.ndarray) -> tuple[Verdict
     return tuple(verdicts)
 
 
-def _absent(view: _HangAnalysis, waits: Waits) -> list[Verdict]:
-    """Name ranks that others wait for, that wait for nobody, and that have stood still for too long."""
+def _absent_ranks(analysis: _HangAnalysis, waits: Waits) -> list[Verdict]:
+    """Return verdicts on ranks that others wait for and that do not wait themselves.
+
+    Only those that have stood still for too long.
+    """
     by_syndrome: dict[Syndrome, dict[int, tuple[str, ...]]] = {}
     for rank, waiters in waits.absent.items():
-        row = view.rows.get(rank)
+        row = analysis.rows.get(rank)
         if row is not None and not row["alive"]:
             continue
         present = [
-            waiter for waiter in waiters if waiter in view.rows and view.rows[waiter]["alive"]
+            waiter
+            for waiter in waiters
+            if waiter in analysis.rows and analysis.rows[waiter]["alive"]
         ]
-        longest_s = max((view.idle_s[waiter] for waiter in present), default=0.0)
-        told = f"{len(present)} ranks wait for it at once, for up to {longest_s:.1f} s"
-        if row is None or view.unread_s[rank] > view.thresholds.stale_s:
-            unread_s = view.unread_s.get(rank, INFINITE)
-            if row is not None and min(unread_s, longest_s) > view.thresholds.silent_s:
-                evidence = (f"no records of rank {rank} could be read for {unread_s:.0f} s", told)
+        longest_s = max((analysis.idle_s[waiter] for waiter in present), default=0.0)
+        waiters_sentence = f"{len(present)} ranks wait for it directly, for up to {longest_s:.1f} s"
+        if row is None or analysis.unread_s[rank] > analysis.thresholds.stale_s:
+            unread_s = analysis.unread_s.get(rank, math.inf)
+            if row is not None and min(unread_s, longest_s) > analysis.thresholds.silent_s:
+                evidence = (
+                    f"no records of rank {rank} could be read for {unread_s:.0f} s",
+                    waiters_sentence,
+                )
                 by_syndrome.setdefault(Syndrome.DEAD_PROCESS, {})[rank] = evidence
             continue
-        stopped = rank in view.job.stopped
-        patience_s = view.plain_s if stopped else view.patience_of_s(rank)
-        if view.idle_s[rank] < patience_s or longest_s < view.thresholds.waiter_share * patience_s:
+        stopped = rank in analysis.job.stopped
+        patience_s = analysis.base_patience_s if stopped else analysis.patience_of_s(rank)
+        if (
+            analysis.idle_s[rank] < patience_s
+            or longest_s < analysis.thresholds.waiter_share * patience_s
+        ):
             continue
-        at = "is stopped by a signal" if stopped else "never arrived"
+        state = "is stopped by a signal" if stopped else "never arrived"
         evidence = (
-            f"rank {rank} {at}; its last sign of life is {view.idle_s[rank]:.1f} s old, in step {row['step']}",
-            told,
+            f"rank {rank} {state}; it last made progress {analysis.idle_s[rank]:.1f} s ago, "
+            f"in step {row['step']}",
+            waiters_sentence,
         )
         syndrome = Syndrome.NON_COMMUNICATION_HANG
         if not stopped and row["phase"] == Phase.DATA_WAIT:
             syndrome = Syndrome.DATA_STALL
             evidence = (
-                f"rank {rank} waits for data since {row['read_at_s'] - row['phase_s']:.1f} s",
-                told,
+                f"rank {rank} has waited for data for {row['read_at_s'] - row['phase_s']:.1f} s",
+                waiters_sentence,
             )
         elif not stopped and row["phase"] == Phase.CHECKPOINT:
             syndrome = Syndrome.CHECKPOINT_STALL
             evidence = (
-                f"rank {rank} is in a checkpoint since {row['read_at_s'] - row['phase_s']:.1f} s",
-                told,
+                f"rank {rank} has been in a checkpoint for "
+                f"{row['read_at_s'] - row['phase_s']:.1f} s",
+                waiters_sentence,
             )
         by_syndrome.setdefault(syndrome, {})[rank] = evidence
     verdicts = []
-    for syndrome, found in by_syndrome.items():
-        silent = syndrome is Syndrome.DEAD_PROCESS
-        for subject in gather(found, view.job.nodes):
-            lines = [line for rank in subject.ranks[:4] if rank in found for line in found[rank]]
+    for syndrome, evidence_of in by_syndrome.items():
+        is_unread = syndrome is Syndrome.DEAD_PROCESS
+        for subject in gather(evidence_of, analysis.job.nodes):
+            ranks = [rank for rank in subject.ranks if rank in evidence_of]
+            lines = [line for rank in subject.ranks[:4] for line in evidence_of.get(rank, ())]
             advice = Advice.RESTART_WORKER
-            if silent:
+            if is_unread:
                 advice = Advice.ALERT
             elif subject.kind == "node":
                 advice = Advice.REPLACE_NODE
-            since_s = min(view.moved_s(rank) for rank in subject.ranks if rank in found)
-            verdicts.append(
-                _verdict(subject, syndrome, since_s, lines, 0.5 if silent else 0.95, advice)
-            )
+            since_s = min(analysis.moved_s(rank) for rank in ranks)
+            confidence = 0.5 if is_unread else 0.95
+            verdicts.append(_verdict(subject, syndrome, since_s, lines, confidence, advice))
     return verdicts
 
 
-def _stuck(view: _HangAnalysis, waits: Waits) -> list[Verdict]:
-    """Name operations that all have begun and that do not end."""
+def _stuck_operations(analysis: _HangAnalysis, waits: Waits) -> list[Verdict]:
+    """Return verdicts on operations that all ranks have begun and that do not end."""
     verdicts: dict[tuple[Subject, Syndrome], Verdict] = {}
     for operation in waits.stuck:
-        waited_s = view.waited_at(operation)
+        waited_s = analysis.waited_at(operation)
         members = [rank for rank in operation.waiting if rank in waited_s]
         if not members:
             continue
-        patience_s = max(view.patience_of_s(rank) for rank in members)
+        patience_s = max(analysis.patience_of_s(rank) for rank in members)
         if (
             min(waited_s.values()) < patience_s
-            or max(view.idle_s[rank] for rank in members) < patience_s
+            or max(analysis.idle_s[rank] for rank in members) < patience_s
         ):
             continue
-        subject, syndrome, confidence, more = _blame(view, operation, members)
-        since_s = max(view.moved_s(rank) for rank in members)
+        subject, syndrome, confidence, reasons = _blame(analysis, operation, members)
+        since_s = max(analysis.moved_s(rank) for rank in members)
         evidence = (
-            f"all ranks have begun {view.name(operation)}, the last {min(waited_s.values()):.1f} s ago",
-            *more,
+            f"all ranks have begun {analysis.name(operation)}, "
+            f"the last {min(waited_s.values()):.1f} s ago",
+            *reasons,
         )
         advice = Advice.ALERT if subject.kind in ("group", "link") else Advice.RESTART_WORKER
         verdicts.setdefault(
@@ -374,82 +499,90 @@ def _stuck(view: _HangAnalysis, waits: Waits) -> list[Verdict]:
 
 
 def _blame(
-    view: _HangAnalysis, operation: OpenOperation, members: Collection[int]
+    analysis: _HangAnalysis, operation: OpenOperation, members: Collection[int]
 ) -> tuple[Subject, Syndrome, float, tuple[str, ...]]:
-    """Return who is at fault where all have begun an operation, with what, how surely, and why."""
-    nodes = view.job.nodes
-    stopped = sorted(view.job.stopped & set(members))
+    """Return who is at fault where all ranks have begun an operation.
+
+    Returns the subject, its syndrome, the confidence, and the reasons as evidence.
+    """
+    nodes = analysis.job.nodes
+    stopped = sorted(analysis.job.stopped & set(members))
     if stopped:
-        told = tuple(f"the process of rank {rank} is stopped by a signal" for rank in stopped[:4])
+        evidence = tuple(
+            f"the process of rank {rank} is stopped by a signal" for rank in stopped[:4]
+        )
         subjects = gather(stopped, nodes)
         subject = subjects[0] if len(subjects) == 1 else group_subject(stopped, nodes)
-        return subject, Syndrome.NON_COMMUNICATION_HANG, 0.95, told
-    payloads = view.payloads(operation)
+        return subject, Syndrome.NON_COMMUNICATION_HANG, 0.95, evidence
+    payloads = analysis.payloads(operation)
     if len(set(payloads.values())) > 1:
-        told = (
-            f"payloads differ: {', '.join(f'rank {rank} {nbytes}' for rank, nbytes in sorted(payloads.items())[:6])}",
-        )
-        return group_subject(payloads, nodes), Syndrome.MISMATCH, 0.7, told
+        sizes = [f"{nbytes} bytes at rank {rank}" for rank, nbytes in sorted(payloads.items())[:6]]
+        evidence = (f"payloads differ: {', '.join(sizes)}",)
+        return group_subject(payloads, nodes), Syndrome.MISMATCH, 0.7, evidence
     if operation.pair is not None:
         return link_subject(*operation.pair, nodes), Syndrome.COMMUNICATION_HANG, 0.8, ()
-    known = view.job.communicators[operation.communicator].ranks
-    rows = view.job.frontiers
+    group = analysis.job.communicators[operation.communicator].ranks
+    rows = analysis.job.frontiers
     rows = rows[(rows["communicator"] == operation.communicator) & (rows["direction"] == 0)]
-    # The rank with the fewest launches (C4D): others have called more, asynchronously, and this one stopped calling.
+    # The rank with the fewest launches (C4D): the others have called more operations,
+    # asynchronously, and this rank stopped calling.
     fewest = rows["rank"][rows["entered"] < rows["entered"].max()].tolist()
-    if 0 < len(fewest) <= (len(known) - 1) // 2:
+    if 0 < len(fewest) <= (len(group) - 1) // 2:
         subjects = gather(fewest, nodes)
-        told = (
+        evidence = (
             f"ranks {', '.join(map(str, fewest[:6]))} have called fewer operations than the others",
         )
         subject = subjects[0] if len(subjects) == 1 else group_subject(fewest, nodes)
-        if len(members) == len(known):
-            return subject, Syndrome.NON_COMMUNICATION_HANG, 0.8, told
-    if len(members) <= (len(known) - 1) // 2:
-        told = (f"{len(known) - len(members)} ranks have left it, {len(members)} have not",)
-        return group_subject(members, nodes), Syndrome.COMMUNICATION_HANG, 0.8, told
-    return group_subject(known, nodes), Syndrome.COMMUNICATION_HANG, 0.7, ()
+        if len(members) == len(group):
+            return subject, Syndrome.NON_COMMUNICATION_HANG, 0.8, evidence
+    if len(members) <= (len(group) - 1) // 2:
+        evidence = (f"{len(group) - len(members)} ranks have left it, {len(members)} have not",)
+        return group_subject(members, nodes), Syndrome.COMMUNICATION_HANG, 0.8, evidence
+    return group_subject(group, nodes), Syndrome.COMMUNICATION_HANG, 0.7, ()
 
 
-def _deadlock(view: _HangAnalysis, cycle: tuple[int, ...]) -> list[Verdict]:
-    """Name ranks that wait for each other in a circle.
+def _deadlock(analysis: _HangAnalysis, cycle: tuple[int, ...]) -> list[Verdict]:
+    """Return a verdict on ranks that wait for each other in a cycle.
 
-    A rank in the circle that only has asynchronous operations under way may not be waiting at all: it may have posted a receive and gone
-    astray in its own code. If there are such ranks, and one of them stopped clearly before all others, it is the likelier root.
+    A rank in the cycle whose open operations are all asynchronous may not be waiting at all: it may
+    have posted a receive and then hang in its own code. If one such rank stopped clearly before all
+    others, it is the likelier root cause.
     """
-    idle_s = {rank: view.idle_s[rank] for rank in cycle}
+    idle_s = {rank: analysis.idle_s[rank] for rank in cycle}
     if (
-        min(idle_s.values()) < view.plain_s * view.thresholds.waiter_share
-        or max(idle_s.values()) < view.plain_s
+        min(idle_s.values()) < analysis.base_patience_s * analysis.thresholds.waiter_share
+        or max(idle_s.values()) < analysis.base_patience_s
     ):
         return []
-    told: tuple[str, ...] = (
-        f"ranks wait for each other in a circle: {' -> '.join(map(str, (*cycle, cycle[0])))}",
+    evidence: tuple[str, ...] = (
+        f"ranks wait for each other in a cycle: {' -> '.join(map(str, (*cycle, cycle[0])))}",
     )
-    since_s = min(view.moved_s(rank) for rank in cycle)
-    frontiers = view.job.frontiers
+    since_s = min(analysis.moved_s(rank) for rank in cycle)
+    frontiers = analysis.job.frontiers
     blocking = set(frontiers["rank"][(frontiers["open"] > 0) & ~frontiers["asynchronous"]].tolist())
-    loose = [rank for rank in cycle if rank not in blocking]
-    if loose:
-        first = max(loose, key=lambda rank: idle_s[rank])
+    nonblocking = [rank for rank in cycle if rank not in blocking]
+    if nonblocking:
+        first = max(nonblocking, key=lambda rank: idle_s[rank])
         others = max((age for rank, age in idle_s.items() if rank != first), default=0.0)
-        if idle_s[first] > others + view.thresholds.waiter_share * view.job.step_s:
-            told = (
-                *told,
-                f"rank {first} has only asynchronous operations under way and stopped before the others",
+        if idle_s[first] > others + analysis.thresholds.waiter_share * analysis.job.step_s:
+            evidence = (
+                *evidence,
+                f"rank {first} has only asynchronous operations open and stopped before the others",
             )
-            subject = rank_subject(first, view.job.nodes)
+            subject = rank_subject(first, analysis.job.nodes)
             return [
                 _verdict(
                     subject,
                     Syndrome.NON_COMMUNICATION_HANG,
                     since_s,
-                    told,
+                    evidence,
                     0.6,
                     Advice.RESTART_WORKER,
                 )
             ]
-    subject = group_subject(cycle, view.job.nodes)
+    subject = group_subject(cycle, analysis.job.nodes)
     return [
-        _verdict(subject, Syndrome.MISMATCH, since_s, told, 0.6 if loose else 0.9, Advice.ALERT)
+        _verdict(
+            subject, Syndrome.MISMATCH, since_s, evidence, 0.6 if nonblocking else 0.9, Advice.ALERT
+        )
     ]

@@ -1,13 +1,16 @@
-"""A few steps' worth of one figure for many subjects, and which of these deviate: from their peers, or from their own past.
+"""Keeps the last steps of one quantity for many subjects, and finds which subjects deviate.
 
-Figures are times, so deviations are differences of logarithms. Two comparisons, each with its own blind spot:
+The quantities are times, so deviations are differences of logarithms. There are two comparisons,
+and each misses something:
 
-- with peers, now: the median of subjects that do equal work in the same step. Sees what was slow from the start; needs three peers.
-- with its own past: each subject's figure over what it used to be, compared with how everybody's has changed. Sees a change though
-  nobody does equal work; is blind to what was slow from the start. If all change together, nobody deviates.
+- with peers, now: the median of subjects that do equal work in the same step. Finds what was slow
+  from the start; needs three peers.
+- with its own past: each subject's value over what it used to be, compared with how all subjects'
+  values have changed. Finds a change even if no other subject does equal work; misses what was slow
+  from the start. If all change together, none deviates.
 
-The past is learnt from steps in which the subject did not deviate, a window later, when that is known; it follows slow change, as of
-sequence length, at 5 % a step.
+The past is learnt from steps in which the subject did not deviate, one window later, when that is
+known. It follows slow changes, as of sequence length, at 5 % a step.
 """
 
 from __future__ import annotations
@@ -24,16 +27,17 @@ _MEAN_TO_SIGMA = 1.2533
 """Standard deviation of normal values over their mean absolute deviation: sqrt(pi / 2)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeries:
-    """The last steps of a figure.
+    """The last steps of one quantity.
 
     Args:
         keys: the subjects, int64, ascending; shape (subjects,).
-        steps: which steps; shape (steps,).
-        values: logarithm of seconds, NaN where not told; shape (steps, subjects).
-        past: logarithm of what each used to take, NaN until learnt; shape (subjects,).
-        drift: how far each's window has been from its past, other than all have together, on average; NaN until learnt.
+        steps: step numbers; shape (steps,).
+        values: logarithm of seconds, NaN where not reported; shape (steps, subjects).
+        past: logarithm of what each subject used to take, NaN until learnt; shape (subjects,).
+        drift: mean distance of each subject's window from its past, beyond the distance that all
+            have in common; NaN until learnt; shape (subjects,).
     """
 
     keys: np.ndarray
@@ -43,72 +47,91 @@ class StepSeries:
     drift: np.ndarray
 
     def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> StepSeries:
-        """Return the history with one more step, of at most `window`. Keys are distinct; unknown ones are added."""
+        """Return the series with one more step.
+
+        Args:
+            step: its number.
+            keys: distinct subjects; unknown ones are added.
+            seconds: value of each key.
+            window: steps to keep.
+        """
         keys = keys.astype(np.int64)
         if np.array_equal(keys, self.keys):
             newest = np.log(np.maximum(seconds, 1e-9))
             values = np.concatenate([self.values, newest[None]])[-window:]
             return replace(self, steps=np.append(self.steps, step)[-window:], values=values)
-        every = np.union1d(self.keys, keys)
-        old = np.searchsorted(every, self.keys)
-        values = np.full((len(self.steps) + 1, len(every)), np.nan)
-        values[:-1, old] = self.values
-        values[-1, np.searchsorted(every, keys)] = np.log(np.maximum(seconds, 1e-9))
-        past, drift = np.full((2, len(every)), np.nan)
-        past[old], drift[old] = self.past, self.drift
+        all_keys = np.union1d(self.keys, keys)
+        old_position = np.searchsorted(all_keys, self.keys)
+        values = np.full((len(self.steps) + 1, len(all_keys)), np.nan)
+        values[:-1, old_position] = self.values
+        values[-1, np.searchsorted(all_keys, keys)] = np.log(np.maximum(seconds, 1e-9))
+        past, drift = np.full((2, len(all_keys)), np.nan)
+        past[old_position], drift[old_position] = self.past, self.drift
         values = values[-window:]
-        # Subjects that no step of the window tells of are gone: this bounds the memory.
-        alive = ~np.isnan(values).all(axis=0)
+        # Subjects without a value in the window are dropped: this bounds the memory.
+        is_present = ~np.isnan(values).all(axis=0)
         return StepSeries(
-            every[alive],
-            np.append(self.steps, step)[-window:],
-            values[:, alive],
-            past[alive],
-            drift[alive],
+            keys=all_keys[is_present],
+            steps=np.append(self.steps, step)[-window:],
+            values=values[:, is_present],
+            past=past[is_present],
+            drift=drift[is_present],
         )
 
     def learn(self, deviating: np.ndarray, thresholds: SlowThresholds) -> StepSeries:
-        """Return the history with what the last step teaches of subjects that do not deviate; `deviating` has shape (subjects,)."""
+        """Return the series with each past updated, except of subjects that deviate.
+
+        Args:
+            deviating: whether each subject deviates; shape (subjects,).
+            thresholds: the number of steps to learn the past from.
+        """
         if len(self.steps) < thresholds.baseline or not len(self.keys):
             return self
         middles = _medians(self.values)
-        # The oldest step: what began to deviate in the newer ones is found before it is the oldest. Nor is one high step learnt from.
-        taught = np.fmin(self.values[0], middles)
+        # The oldest step: a deviation that began in newer ones is found before it is the oldest. A
+        # single high step is not learnt from either.
+        learnt = np.fmin(self.values[0], middles)
         fresh = np.isnan(self.past) & ~deviating
-        calm = ~np.isnan(self.past) & ~np.isnan(taught) & ~deviating
+        calm = ~np.isnan(self.past) & ~np.isnan(learnt) & ~deviating
         past, drift = self.past.copy(), self.drift.copy()
         if calm.any():
-            apart = np.abs(middles - past - np.median((middles - past)[calm]))
-            drift[calm] += _LEARNING * (apart[calm] - drift[calm])
+            distance = np.abs(middles - past - np.median((middles - past)[calm]))
+            drift[calm] += _LEARNING * (distance[calm] - drift[calm])
         past[fresh], drift[fresh] = middles[fresh], 0.0
-        past[calm] += _LEARNING * (taught[calm] - past[calm])
-        return StepSeries(self.keys, self.steps, self.values, past, drift)
+        past[calm] += _LEARNING * (learnt[calm] - past[calm])
+        return replace(self, past=past, drift=drift)
 
     def baseline_noise(self) -> float:
-        """Return the standard deviation of a subject's window from its past, as most subjects have shown it; 0.0 if not known.
+        """Return the typical standard deviation of a window from its past; 0.0 if not known.
 
-        Where processors are shared with others, the middle of ten steps wanders further than noise of single steps tells.
+        Where processors are shared with other programs, the median of ten steps varies more than
+        the noise of single steps suggests.
         """
         known = self.drift[~np.isnan(self.drift)]
         return _MEAN_TO_SIGMA * float(np.median(known)) if len(known) else 0.0
 
 
 NOTHING = StepSeries(
-    np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, 0)), np.zeros(0), np.zeros(0)
+    keys=np.zeros(0, np.int64),
+    steps=np.zeros(0, np.int64),
+    values=np.zeros((0, 0)),
+    past=np.zeros(0),
+    drift=np.zeros(0),
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Deviations:
     """How subjects deviate over the window; arrays have shape (subjects,).
 
     Args:
-        ratio: of each subject's figure to what is expected of it, the median over the window; NaN where nothing is expected.
-        hot: whether it deviates upwards, enough and for long enough.
-        excess_s: seconds over what is expected, the median over the window.
-        from_peers: whether the expectation came from peers, else from its own past.
+        ratio: value over the expected one, the median over the window; NaN where none is expected.
+        hot: whether the subject deviates upwards, far and long enough.
+        excess_s: seconds over the expected value, the median over the window.
+        from_peers: whether the expectation came from peers, or from the subject's own past.
         since: position in `steps` from which the deviation shows.
-        shift: how the median of all has changed from their own past, as a ratio; NaN if not known.
+        shift: ratio by which the median of all subjects has changed from their own past; NaN if not
+            known.
         noise: standard deviation of one step's logarithm.
     """
 
@@ -127,88 +150,102 @@ def deviations(
     """Compare every subject with its peers, and with its own past.
 
     Args:
-        history: of one figure.
-        groups: for each subject, what it is compared with: subjects of equal group are peers; shape (subjects,).
-        least_ratio: the smallest ratio that counts, over 1.
+        history: of one quantity.
+        groups: subjects of equal group are peers; shape (subjects,).
+        least_ratio: the smallest ratio, above 1, that counts.
         thresholds: how long, and how far beyond the noise.
     """
     count = len(history.keys)
     if not count or not len(history.steps):
         empty = np.zeros(count)
         return Deviations(
-            empty, empty > 0, empty, empty > 0, empty.astype(np.int64), float("nan"), 0.0
+            ratio=empty,
+            hot=empty > 0,
+            excess_s=empty,
+            from_peers=empty > 0,
+            since=empty.astype(np.int64),
+            shift=float("nan"),
+            noise=0.0,
         )
-    peers, enough = _from_peers(history.values, groups, thresholds.peers)
+    peers, has_peers = _from_peers(history.values, groups, thresholds.peers)
     changed = history.values - history.past
-    known = ~np.isnan(changed)
+    is_known = ~np.isnan(changed)
     common = np.array(
         [
-            np.median(row[told]) if told.sum() >= thresholds.peers else np.nan
-            for row, told in zip(changed, known, strict=True)
+            np.median(row[present]) if present.sum() >= thresholds.peers else np.nan
+            for row, present in zip(changed, is_known, strict=True)
         ]
     )
     own = changed - common[:, None]
-    told = common[~np.isnan(common)]
-    shift = float(np.exp(np.median(told))) if len(told) else float("nan")
+    known_common = common[~np.isnan(common)]
+    shift = float(np.exp(np.median(known_common))) if len(known_common) else float("nan")
     baseline_noise = history.baseline_noise()
     hot_by_peers, noise = _find_deviating(
-        np.where(enough, peers, np.nan), least_ratio, baseline_noise, thresholds
+        np.where(has_peers, peers, np.nan), least_ratio, baseline_noise, thresholds
     )
     hot_by_past, own_noise = _find_deviating(own, least_ratio, baseline_noise, thresholds)
-    from_peers = hot_by_peers | (~hot_by_past & enough[-1])
-    chosen = np.where(from_peers, peers, own)
-    ratio = _medians(chosen)
-    expected = np.exp(history.values - chosen)
+    from_peers = hot_by_peers | (~hot_by_past & has_peers[-1])
+    residuals = np.where(from_peers, peers, own)
+    ratio = _medians(residuals)
+    expected = np.exp(history.values - residuals)
     excess_s = _medians(np.exp(history.values) - expected)
-    high = chosen > np.log(least_ratio) / 2
+    is_high = residuals > np.log(least_ratio) / 2
     # The first step after the last calm one, within the window.
-    since = np.where(high.all(axis=0), 0, len(high) - np.argmin(high[::-1], axis=0))
-    since = np.minimum(since, len(high) - 1)
+    since = np.where(is_high.all(axis=0), 0, len(is_high) - np.argmin(is_high[::-1], axis=0))
+    since = np.minimum(since, len(is_high) - 1)
     return Deviations(
-        np.exp(ratio),
-        hot_by_peers | hot_by_past,
-        excess_s,
-        from_peers,
-        since,
-        shift,
-        noise if noise else own_noise,
+        ratio=np.exp(ratio),
+        hot=hot_by_peers | hot_by_past,
+        excess_s=excess_s,
+        from_peers=from_peers,
+        since=since,
+        shift=shift,
+        noise=noise if noise else own_noise,
     )
 
 
 def _from_peers(
     values: np.ndarray, groups: np.ndarray, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return logarithms over the median of the group, step by step, and where the group is large enough to tell."""
+    """Return logarithms over the median of the group, step by step.
+
+    Also returns where the group has at least `least` members.
+    """
     residuals = np.full(values.shape, np.nan)
-    enough = np.zeros(values.shape, bool)
-    for row, residual, large in zip(values, residuals, enough, strict=True):
-        told = ~np.isnan(row)
-        grouped = median_by(groups[told], row[told])
-        residual[told] = row[told] - grouped.medians[grouped.index]
-        large[told] = grouped.counts[grouped.index] >= least
-    return residuals, enough
+    has_peers = np.zeros(values.shape, bool)
+    for row, residual, row_has_peers in zip(values, residuals, has_peers, strict=True):
+        reported = ~np.isnan(row)
+        grouped = median_by(groups[reported], row[reported])
+        residual[reported] = row[reported] - grouped.medians[grouped.index]
+        row_has_peers[reported] = grouped.counts[grouped.index] >= least
+    return residuals, has_peers
 
 
 def _find_deviating(
     residuals: np.ndarray, least_ratio: float, baseline_noise: float, thresholds: SlowThresholds
 ) -> tuple[np.ndarray, float]:
-    """Return who deviates upwards, and the noise: beyond it, beyond the least ratio, and in enough steps of the window."""
+    """Return which subjects deviate upwards, and the noise.
+
+    A subject deviates if it is beyond the noise and the least ratio, in enough steps of the window.
+    """
     steps = len(residuals)
     if steps < thresholds.sustained:
         return np.zeros(residuals.shape[1], bool), 0.0
     middles = _medians(residuals)
-    told = ~np.isnan(middles)
-    if not told.any():
+    is_reported = ~np.isnan(middles)
+    if not is_reported.any():
         return np.zeros(residuals.shape[1], bool), 0.0
-    around = (residuals - middles)[:, told]
-    noise = spread(around[~np.isnan(around)])
-    # The middle of a window is known to noise / sqrt(steps); subjects differ among each other by what hardware differs.
-    doubt = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), baseline_noise)
-    limit = max(np.log(least_ratio), thresholds.sigmas * doubt)
-    # Who is far out says nothing of how the others differ: of six links, two slow ones would make each other look usual.
-    usual = told & ~(middles > limit)
-    among = usual if 2 * usual.sum() >= told.sum() else told
-    limit = max(limit, thresholds.sigmas * spread(middles[among]))
+    centred = (residuals - middles)[:, is_reported]
+    noise = spread(centred[~np.isnan(centred)])
+    # The error of a window's median is noise / sqrt(steps); subjects also differ as their hardware
+    # does.
+    median_error = max(MEDIAN_TO_MEAN_ERROR * noise / np.sqrt(steps), baseline_noise)
+    limit = max(np.log(least_ratio), thresholds.sigmas * median_error)
+    # Subjects far out are left out of the spread: of six links, two slow ones would otherwise make
+    # each other look usual.
+    is_usual = is_reported & ~(middles > limit)
+    compared = is_usual if 2 * is_usual.sum() >= is_reported.sum() else is_reported
+    limit = max(limit, thresholds.sigmas * spread(middles[compared]))
     with np.errstate(invalid="ignore"):
         often = (residuals > limit / 2).sum(axis=0) >= thresholds.sustained
         hot: np.ndarray = (middles > limit) & often
@@ -216,7 +253,7 @@ def _find_deviating(
 
 
 def _medians(table: np.ndarray) -> np.ndarray:
-    """Return each column's median over what is told; NaN for a column that tells nothing."""
+    """Return each column's median over values that are not NaN; NaN for a column without any."""
     if not len(table):
         return np.full(table.shape[1], np.nan)
     if not np.isnan(table).any():

@@ -1,7 +1,8 @@
-"""Numbers that workers report: losses that are not finite, spikes of loss or gradient norm, replicas that disagree.
+"""Judges numbers that workers report: loss, gradient norm, checksums of replicas.
 
-Spikes are judged in the logarithm of the median over ranks, against a window of earlier steps, for both figures are heavy-tailed. Odd
-steps do not enter the window. Checksums are equal or they are not: the minority is named, and without a majority nobody is.
+Spikes are judged in the logarithm of the median over ranks, against a window of earlier steps, for
+both measures are heavy-tailed. Anomalous steps do not enter the window. Checksums are compared for
+equality: the minority is named, and without a majority no rank is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ _NAMES = {int(Measure.LOSS): "loss", int(Measure.GRADIENT_NORM): "gradient norm"
 
 @dataclass(frozen=True, slots=True)
 class MeasureFinding:
-    """A verdict, and until which step and time it stands; that on replicas until those of its communicator are found to agree, too."""
+    """A verdict, and how long it holds.
+
+    Args:
+        verdict: what was found.
+        step: it holds at least until this step,
+        until_s: and at least until this time.
+        communicator: if not 0, it also holds until replicas of this communicator are found equal.
+    """
 
     verdict: Verdict
     step: int
@@ -31,15 +39,15 @@ class MeasureFinding:
     communicator: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasureHistory:
-    """What is remembered of measures.
+    """State between calls.
 
     Args:
         pending: measures of steps not yet judged, dtype MEASURE.
-        calm: for each measure, the logarithms of the medians of the last steps that were not odd.
-        odd: for each measure, how many steps in a row were odd.
-        standing: what was found and still stands.
+        calm: for each measure, logarithms of the medians of the last normal steps.
+        odd: for each measure, the number of consecutive anomalous steps.
+        standing: findings that still hold.
         step: the newest step judged.
     """
 
@@ -50,12 +58,14 @@ class MeasureHistory:
     step: int
 
 
-EMPTY_MEASURE_HISTORY = MeasureHistory(np.zeros(0, MEASURE), {}, {}, (), 0)
+EMPTY_MEASURE_HISTORY = MeasureHistory(
+    pending=np.zeros(0, MEASURE), calm={}, odd={}, standing=(), step=0
+)
 
 
 def judge_measures(
     curves: MeasureHistory,
-    told: np.ndarray,
+    measures: np.ndarray,
     expected: int,
     late: float,
     communicators: Mapping[int, Communicator],
@@ -63,16 +73,29 @@ def judge_measures(
     now_s: float,
     thresholds: MeasureThresholds,
 ) -> tuple[MeasureHistory, tuple[Verdict, ...]]:
-    """Take in new measures (dtype MEASURE) and return the verdicts that stand.
+    """Add new measures, and return the verdicts that hold.
 
-    A step is judged once `expected` ranks have told of it, or others are `late` steps on; what is not finite is judged at once. News of far nodes
-    come later than those of near ones, so a finding stands from when it is made.
+    A step is judged once all expected ranks have reported it, or others are `late` steps further;
+    values that are not finite are judged at once. Measures of far nodes arrive later than those of
+    near ones, so a finding holds from the time at which it is made.
+
+    Args:
+        curves: as returned by the last call.
+        measures: new measures, dtype MEASURE.
+        expected: number of ranks expected to report.
+        late: steps after which missing ranks are no longer waited for.
+        communicators: of the job.
+        nodes: each rank's node.
+        now_s: the job's clock.
+        thresholds: what counts, and for how long findings hold.
     """
-    pending = np.concatenate([curves.pending, told])
-    standing = {(one.verdict.subject, one.verdict.syndrome): one for one in curves.standing}
-    curves = replace(curves, step=max(curves.step, int(told["step"].max(initial=0))))
+    pending = np.concatenate([curves.pending, measures])
+    standing = {
+        (finding.verdict.subject, finding.verdict.syndrome): finding for finding in curves.standing
+    }
+    curves = replace(curves, step=max(curves.step, int(measures["step"].max(initial=0))))
     until = (curves.step + thresholds.held, now_s + thresholds.held_s)
-    for verdict in _not_finite(told, nodes):
+    for verdict in _not_finite(measures, nodes):
         standing[verdict.subject, verdict.syndrome] = MeasureFinding(verdict, *until)
     keep = np.ones(len(pending), bool)
     calm, odd = dict(curves.calm), dict(curves.odd)
@@ -83,55 +106,65 @@ def judge_measures(
         if len(keys)
         else np.zeros(0, np.int64)
     )
-    for at in np.split(order, starts[1:]) if len(order) else ():
-        rows = pending[at]
+    for chosen in np.split(order, starts[1:]) if len(order) else ():
+        rows = pending[chosen]
         step, code = int(rows["step"][0]), int(rows["code"][0])
         is_checksum = code == Measure.REPLICA_CHECKSUM
-        known = communicators.get(int(rows["communicator"][0]))
-        wanted = len(known.ranks) if is_checksum and known else expected
-        if len(rows) < wanted and step + late > curves.step:
+        communicator = communicators.get(int(rows["communicator"][0]))
+        expected_rows = len(communicator.ranks) if is_checksum and communicator else expected
+        if len(rows) < expected_rows and step + late > curves.step:
             continue
-        keep[at] = False
-        found = (
+        keep[chosen] = False
+        verdicts = (
             _disagreement(rows, nodes)
             if is_checksum
             else _spike(rows, calm, odd, nodes, thresholds)
         )
-        compared = int(rows["communicator"][0]) if is_checksum else 0
-        if compared:
-            # The newest comparison is what holds of these replicas.
+        compared_communicator = int(rows["communicator"][0]) if is_checksum else 0
+        if compared_communicator:
+            # The newest comparison of these replicas decides whether the finding holds.
             standing = {
-                key: replace(one, communicator=0) if one.communicator == compared else one
-                for key, one in standing.items()
+                key: replace(finding, communicator=0)
+                if finding.communicator == compared_communicator
+                else finding
+                for key, finding in standing.items()
             }
-        for verdict in found:
+        for verdict in verdicts:
             earlier = standing.get((verdict.subject, verdict.syndrome))
             since_s = earlier.verdict.since_s if earlier else verdict.since_s
-            finding = MeasureFinding(replace(verdict, since_s=since_s), *until, compared)
+            finding = MeasureFinding(
+                replace(verdict, since_s=since_s), *until, compared_communicator
+            )
             standing[verdict.subject, verdict.syndrome] = finding
-    still = tuple(
-        one
-        for one in standing.values()
-        if one.communicator or one.step >= curves.step or one.until_s >= now_s
+    still_standing = tuple(
+        finding
+        for finding in standing.values()
+        if finding.communicator or finding.step >= curves.step or finding.until_s >= now_s
     )
-    curves = MeasureHistory(pending[keep], calm, odd, still, curves.step)
-    return curves, tuple(one.verdict for one in still)
+    curves = MeasureHistory(
+        pending=pending[keep], calm=calm, odd=odd, standing=still_standing, step=curves.step
+    )
+    return curves, tuple(finding.verdict for finding in still_standing)
 
 
 def _not_finite(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:
+    """Return verdicts on ranks, or on the job, whose loss or gradient norm is not finite."""
     numbers = rows[np.isin(rows["code"], tuple(_NAMES))]
-    bad = numbers[~np.isfinite(numbers["value"])]
-    if not len(bad):
+    not_finite = numbers[~np.isfinite(numbers["value"])]
+    if not len(not_finite):
         return []
-    first = bad[bad["step"] == bad["step"].min()]
+    first = not_finite[not_finite["step"] == not_finite["step"].min()]
     step, code = int(first["step"][0]), int(first["code"][0])
     ranks = np.unique(first["rank"][first["code"] == code]).tolist()
-    others = np.unique(numbers["rank"][(numbers["step"] == step) & (numbers["code"] == code)])
+    reporting = np.unique(numbers["rank"][(numbers["step"] == step) & (numbers["code"] == code)])
     since_s = float(first["at_s"].min())
-    told = f"{_NAMES[code]} of step {step} is {first['value'][0]} at {len(ranks)} of {len(others)} ranks"
-    subjects = gather(ranks, nodes) if 2 * len(ranks) < len(others) else (Subject("job", ()),)
+    sentence = (
+        f"{_NAMES[code]} of step {step} is {first['value'][0]} "
+        f"at {len(ranks)} of {len(reporting)} ranks"
+    )
+    subjects = gather(ranks, nodes) if 2 * len(ranks) < len(reporting) else (Subject("job", ()),)
     return [
-        Verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, (told,), 1.0, 0.0, Advice.ALERT)
+        _verdict(subject, Syndrome.LOSS_NOT_FINITE, since_s, sentence, 1.0, Advice.ALERT)
         for subject in subjects
     ]
 
@@ -143,63 +176,81 @@ def _spike(
     nodes: Mapping[int, str],
     thresholds: MeasureThresholds,
 ) -> list[Verdict]:
-    """Judge one step of one measure over the ranks; `calm` and `odd` are brought up to date."""
+    """Judge one step of one measure over the ranks; updates `calm` and `odd`."""
     code, step = int(rows["code"][0]), int(rows["step"][0])
     values = rows["value"][np.isfinite(rows["value"]) & (rows["value"] > 0)]
     if not len(values):
         return []
-    now = float(np.log(np.median(values)))
-    past = np.array(calm.get(code, ()))
-    if len(past) >= thresholds.history:
-        usual = float(np.median(past))
-        limit = max(np.log(thresholds.least_ratio), thresholds.sigmas * spread(past))
-        if now - usual > limit:
+    level = float(np.log(np.median(values)))
+    past_levels = np.array(calm.get(code, ()))
+    if len(past_levels) >= thresholds.history:
+        usual = float(np.median(past_levels))
+        limit = max(np.log(thresholds.least_ratio), thresholds.sigmas * spread(past_levels))
+        if level - usual > limit:
             odd[code] = odd.get(code, 0) + 1
             if odd[code] >= thresholds.window // 2:
-                # It has stayed there: this is how things are now, not a spike.
+                # A level that lasts is the new normal, not a spike.
                 calm[code], odd[code] = (), 0
-            told = f"{_NAMES[code]} of step {step} is {np.exp(now):.4g}, {np.exp(now - usual):.1f} times the median of {len(past)} steps"
-            lasting = odd.get(code, 0) >= thresholds.sustained
-            confidence, advice = (0.9, Advice.ALERT) if lasting else (0.6, Advice.OBSERVE)
+            sentence = (
+                f"{_NAMES[code]} of step {step} is {np.exp(level):.4g}, "
+                f"{np.exp(level - usual):.1f} times the median of {len(past_levels)} steps"
+            )
+            is_lasting = odd.get(code, 0) >= thresholds.sustained
+            confidence, advice = (0.9, Advice.ALERT) if is_lasting else (0.6, Advice.OBSERVE)
             since_s = float(rows["at_s"].min())
-            return [
-                Verdict(
-                    Subject("job", ()),
-                    Syndrome.LOSS_SPIKE,
-                    since_s,
-                    (told,),
-                    confidence,
-                    0.0,
-                    advice,
-                )
-            ]
+            job = Subject("job", ())
+            return [_verdict(job, Syndrome.LOSS_SPIKE, since_s, sentence, confidence, advice)]
     odd[code] = 0
-    calm[code] = (*calm.get(code, ()), now)[-thresholds.window :]
+    calm[code] = (*calm.get(code, ()), level)[-thresholds.window :]
     return []
 
 
 def _disagreement(rows: np.ndarray, nodes: Mapping[int, str]) -> list[Verdict]:
-    """Compare the checksums of one group of replicas in one step."""
+    """Return verdicts on replicas of one group whose checksums differ in one step."""
     sums, index, counts = np.unique(rows["value"], return_inverse=True, return_counts=True)
     if len(sums) < 2:
         return []
     step, since_s = int(rows["step"][0]), float(rows["at_s"].min())
     ranks = rows["rank"]
     if 2 * counts.max() > len(rows):
-        odd = ranks[index != counts.argmax()].tolist()
-        told = f"after step {step}, {counts.max()} of {len(rows)} replicas agree; ranks {', '.join(map(str, odd[:8]))} differ"
+        minority = ranks[index != counts.argmax()].tolist()
+        sentence = (
+            f"after step {step}, {counts.max()} of {len(rows)} replicas agree; "
+            f"ranks {', '.join(map(str, minority[:8]))} differ"
+        )
         return [
-            Verdict(
+            _verdict(
                 subject,
                 Syndrome.SILENT_CORRUPTION,
                 since_s,
-                (told,),
+                sentence,
                 0.95,
-                0.0,
                 Advice.REPLACE_NODE if subject.node else Advice.RESTART_WORKER,
             )
-            for subject in gather(odd, nodes)
+            for subject in gather(minority, nodes)
         ]
-    told = f"after step {step}, {len(rows)} replicas hold {len(sums)} different states, none of them a majority: inconclusive"
+    sentence = (
+        f"after step {step}, {len(rows)} replicas hold {len(sums)} different states, "
+        "none of them a majority: inconclusive"
+    )
     group = group_subject(ranks.tolist(), nodes)
-    return [Verdict(group, Syndrome.SILENT_CORRUPTION, since_s, (told,), 0.5, 0.0, Advice.ALERT)]
+    return [_verdict(group, Syndrome.SILENT_CORRUPTION, since_s, sentence, 0.5, Advice.ALERT)]
+
+
+def _verdict(
+    subject: Subject,
+    syndrome: Syndrome,
+    since_s: float,
+    sentence: str,
+    confidence: float,
+    advice: Advice,
+) -> Verdict:
+    return Verdict(
+        subject=subject,
+        syndrome=syndrome,
+        since_s=since_s,
+        evidence=(sentence,),
+        confidence=confidence,
+        cost_s_per_step=0.0,
+        advice=advice,
+    )

@@ -1,10 +1,11 @@
-"""What a node's own figures say: a processor denied or slowed down, memory running out, a device that errs.
+"""Judges nodes' metrics: throttled processors, memory that runs out, device errors.
 
-`NodeMetrics` is what a daemon fills in from psutil, cgroup `cpu.stat` and NVML. Counters are as their sources give them, since boot or
-since the counter began; differences are taken here, against the reading before. Times are by the node's clock.
+A daemon fills in `NodeMetrics` from psutil, cgroup `cpu.stat` and NVML. Counters are as their
+sources give them, since boot or since the counter began; differences to the reading before are
+taken here. Times are by the node's clock.
 
-Denied processor time or a hot GPU harms nobody until a rank is slow by it: such findings explain slow ranks, and are no verdicts by
-themselves. Memory and device errors are.
+Denied processor time or a hot GPU does no harm until a rank is slow by it: such findings only
+explain slow ranks, and are not verdicts. Findings on memory and device errors are verdicts.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class GpuMetrics:
 
 @dataclass(frozen=True, slots=True)
 class NodeMetrics:
-    """One node at one moment. 0 stands for "not known" where nothing else is said.
+    """One node at one moment. 0 means "not known" unless stated otherwise.
 
     Args:
         node: its name, as in RankRecords.
@@ -84,7 +85,13 @@ class NodeMetrics:
 
 @dataclass(frozen=True, slots=True)
 class NodeMetricsHistory:
-    """What is remembered of one node: its last readings (at most `sustained` + 1), the oldest first, and its errors at first sight."""
+    """State of one node between calls.
+
+    Args:
+        readings: its last readings (at most `sustained` + 1), oldest first.
+        ecc_at_first: uncorrectable errors of each GPU at the first reading.
+        xids_at_first: number of Xids of each GPU at the first reading.
+    """
 
     readings: tuple[NodeMetrics, ...]
     ecc_at_first: Mapping[int, int]
@@ -93,7 +100,12 @@ class NodeMetricsHistory:
 
 @dataclass(frozen=True, slots=True)
 class NodeFindings:
-    """Verdicts, and for nodes whose ranks may be slow because of it, why."""
+    """Findings on nodes.
+
+    Args:
+        verdicts: on memory and devices.
+        throttled: for nodes whose ranks may be slow because of it, the reason.
+    """
 
     verdicts: tuple[Verdict, ...]
     throttled: Mapping[str, str]
@@ -106,29 +118,35 @@ def judge_nodes(
     now_s: float,
     thresholds: NodeThresholds,
 ) -> tuple[dict[str, NodeMetricsHistory], NodeFindings]:
-    """Take in readings, one a node, repeated ones among them, and return what stands."""
-    following: dict[str, NodeMetricsHistory] = {}
+    """Add readings, one per node, and return what holds.
+
+    Repeated readings are ignored.
+    """
+    next_histories: dict[str, NodeMetricsHistory] = {}
     for name, reading in metrics.items():
-        known = past.get(name) or NodeMetricsHistory(
+        history_before = past.get(name) or NodeMetricsHistory(
             (), _counts(reading, "ecc_uncorrected"), _xid_counts(reading)
         )
-        readings = known.readings
+        readings = history_before.readings
         if not readings or reading.at_s > readings[-1].at_s:
             readings = (*readings, reading)[-(thresholds.sustained + 1) :]
-        following[name] = NodeMetricsHistory(readings, known.ecc_at_first, known.xids_at_first)
+        next_histories[name] = NodeMetricsHistory(
+            readings, history_before.ecc_at_first, history_before.xids_at_first
+        )
     clocks = _usual_clocks(metrics)
     verdicts: list[Verdict] = []
     throttled: dict[str, str] = {}
-    for name, one in sorted(following.items()):
-        verdicts.extend(_device_errors(name, one, nodes, now_s, thresholds))
-        verdicts.extend(_memory(name, one, nodes, now_s, thresholds))
-        reason = _throttled(one, clocks, thresholds)
+    for name, history in sorted(next_histories.items()):
+        verdicts.extend(_device_errors(name, history, nodes, now_s, thresholds))
+        verdicts.extend(_memory(name, history, nodes, now_s, thresholds))
+        reason = _throttled(history, clocks, thresholds)
         if reason:
             throttled[name] = reason
-    return following, NodeFindings(tuple(verdicts), throttled)
+    return next_histories, NodeFindings(tuple(verdicts), throttled)
 
 
 def _counts(reading: NodeMetrics, name: str) -> dict[int, int]:
+    """Return a counter of each GPU."""
     return {gpu.index: int(getattr(gpu, name)) for gpu in reading.gpus}
 
 
@@ -137,12 +155,15 @@ def _xid_counts(reading: NodeMetrics) -> dict[int, int]:
 
 
 def _usual_clocks(metrics: Mapping[str, NodeMetrics]) -> tuple[float, float]:
-    """Return the median clock of processors and of busy GPUs over the nodes; 0.0 with fewer than three to compare."""
-    processors = [one.cpu_hz for one in metrics.values() if one.cpu_hz > 0]
+    """Return the median clock of processors and of busy GPUs over the nodes.
+
+    0.0 with fewer than three to compare.
+    """
+    processors = [reading.cpu_hz for reading in metrics.values() if reading.cpu_hz > 0]
     devices = [
         gpu.clock_hz
-        for one in metrics.values()
-        for gpu in one.gpus
+        for reading in metrics.values()
+        for gpu in reading.gpus
         if gpu.clock_hz > 0 and gpu.busy_share > 0.5
     ]
     return (
@@ -152,89 +173,123 @@ def _usual_clocks(metrics: Mapping[str, NodeMetrics]) -> tuple[float, float]:
 
 
 def _throttled(
-    past: NodeMetricsHistory, clocks: tuple[float, float], thresholds: NodeThresholds
+    history: NodeMetricsHistory, clocks: tuple[float, float], thresholds: NodeThresholds
 ) -> str:
-    """Return why a node is held back, sustained over its last readings; empty if it is not."""
-    if len(past.readings) < thresholds.sustained:
+    """Return why a node is slow, sustained over its last readings; empty if it is not."""
+    if len(history.readings) < thresholds.sustained:
         return ""
-    recent = past.readings[-thresholds.sustained :]
-    if len(past.readings) > thresholds.sustained:
-        pairs = list(zip(past.readings[:-1], past.readings[1:], strict=True))
+    recent = history.readings[-thresholds.sustained :]
+    if len(history.readings) > thresholds.sustained:
+        pairs = list(zip(history.readings[:-1], history.readings[1:], strict=True))
         shares = [
             (after.throttled_s - before.throttled_s) / (after.at_s - before.at_s)
             for before, after in pairs
         ]
         if min(shares) > thresholds.throttled_share:
             return f"its cgroup was denied the processor {min(shares):.0%} of the time (cpu.stat)"
-    if clocks[0] and all(0 < one.cpu_hz < thresholds.clock_ratio * clocks[0] for one in recent):
-        return f"its processors run at {recent[-1].cpu_hz / 1e9:.2f} GHz, other nodes' at {clocks[0] / 1e9:.2f}"
+    if clocks[0] and all(
+        0 < reading.cpu_hz < thresholds.clock_ratio * clocks[0] for reading in recent
+    ):
+        return (
+            f"its processors run at {recent[-1].cpu_hz / 1e9:.2f} GHz, "
+            f"other nodes' at {clocks[0] / 1e9:.2f} GHz"
+        )
     for gpu in recent[-1].gpus:
-        same = [other for one in recent for other in one.gpus if other.index == gpu.index]
-        if all(other.celsius >= thresholds.gpu_celsius for other in same):
+        same_gpu = [
+            other for reading in recent for other in reading.gpus if other.index == gpu.index
+        ]
+        if all(other.celsius >= thresholds.gpu_celsius for other in same_gpu):
             return f"GPU {gpu.index} is at {gpu.celsius:.0f} degrees Celsius"
         slow = thresholds.clock_ratio * clocks[1]
         if clocks[1] and all(
-            0 < other.clock_hz < slow and other.busy_share > 0.5 for other in same
+            0 < other.clock_hz < slow and other.busy_share > 0.5 for other in same_gpu
         ):
-            return f"GPU {gpu.index} runs at {gpu.clock_hz / 1e6:.0f} MHz, others at {clocks[1] / 1e6:.0f}"
+            return (
+                f"GPU {gpu.index} runs at {gpu.clock_hz / 1e6:.0f} MHz, "
+                f"others at {clocks[1] / 1e6:.0f} MHz"
+            )
     return ""
 
 
 def _device_errors(
     name: str,
-    past: NodeMetricsHistory,
+    history: NodeMetricsHistory,
     nodes: Mapping[int, str],
     now_s: float,
     thresholds: NodeThresholds,
 ) -> list[Verdict]:
-    told = []
-    for gpu in past.readings[-1].gpus:
-        more = gpu.ecc_uncorrected - past.ecc_at_first.get(gpu.index, 0)
-        if more > 0:
-            told.append(f"GPU {gpu.index} has {more} new uncorrectable memory errors")
+    """Return a verdict on new uncorrectable memory errors and Xids of the device."""
+    evidence = []
+    for gpu in history.readings[-1].gpus:
+        new_errors = gpu.ecc_uncorrected - history.ecc_at_first.get(gpu.index, 0)
+        if new_errors > 0:
+            evidence.append(f"GPU {gpu.index} has {new_errors} new uncorrectable memory errors")
         codes = [
             code
-            for code in gpu.xids[past.xids_at_first.get(gpu.index, 0) :]
+            for code in gpu.xids[history.xids_at_first.get(gpu.index, 0) :]
             if code in thresholds.bad_xids
         ]
         if codes:
-            told.append(f"GPU {gpu.index} reports Xid {', '.join(map(str, sorted(set(codes))))}")
-    if not told:
+            evidence.append(
+                f"GPU {gpu.index} reports Xid {', '.join(map(str, sorted(set(codes))))}"
+            )
+    if not evidence:
         return []
     subject = node_subject(name, nodes)
     return [
-        Verdict(subject, Syndrome.DEVICE_ERROR, now_s, tuple(told), 0.95, 0.0, Advice.REPLACE_NODE)
+        Verdict(
+            subject=subject,
+            syndrome=Syndrome.DEVICE_ERROR,
+            since_s=now_s,
+            evidence=tuple(evidence),
+            confidence=0.95,
+            cost_s_per_step=0.0,
+            advice=Advice.REPLACE_NODE,
+        )
     ]
 
 
 def _memory(
     name: str,
-    past: NodeMetricsHistory,
+    history: NodeMetricsHistory,
     nodes: Mapping[int, str],
     now_s: float,
     thresholds: NodeThresholds,
 ) -> list[Verdict]:
-    readings = [one for one in past.readings if one.memory_total > 0]
+    """Return a verdict on memory that is nearly used up, or soon will be."""
+    readings = [reading for reading in history.readings if reading.memory_total > 0]
     if len(readings) < thresholds.sustained:
         return []
     last = readings[-1]
-    shares = [one.memory_available / one.memory_total for one in readings[-thresholds.sustained :]]
-    told = ""
+    shares = [
+        reading.memory_available / reading.memory_total
+        for reading in readings[-thresholds.sustained :]
+    ]
+    sentence = ""
     if max(shares) < thresholds.memory_share:
-        told = f"{last.memory_available / 2**20:.0f} MiB of memory are left, {shares[-1]:.1%}"
+        sentence = f"{last.memory_available / 2**20:.0f} MiB of memory are left, {shares[-1]:.1%}"
     elif max(shares) < thresholds.memory_low_share and last.at_s > readings[0].at_s:
         rate = (readings[0].memory_available - last.memory_available) / (
             last.at_s - readings[0].at_s
         )
-        falling = all(
+        is_falling = all(
             after.memory_available < before.memory_available for before, after in pairwise(readings)
         )
-        if falling and last.memory_available / rate < thresholds.memory_horizon_s:
-            told = f"memory shrinks by {rate / 2**20:.0f} MiB a second and is gone in {last.memory_available / rate:.0f} s"
-    if not told:
+        if is_falling and last.memory_available / rate < thresholds.memory_horizon_s:
+            sentence = (
+                f"memory shrinks by {rate / 2**20:.0f} MiB a second "
+                f"and is gone in {last.memory_available / rate:.0f} s"
+            )
+    if not sentence:
         return []
     return [
         Verdict(
-            node_subject(name, nodes), Syndrome.MEMORY_SHORT, now_s, (told,), 0.9, 0.0, Advice.ALERT
+            subject=node_subject(name, nodes),
+            syndrome=Syndrome.MEMORY_SHORT,
+            since_s=now_s,
+            evidence=(sentence,),
+            confidence=0.9,
+            cost_s_per_step=0.0,
+            advice=Advice.ALERT,
         )
     ]

@@ -1,7 +1,8 @@
-"""Where ranks parted: collectives that bear the same number in one communicator, and are not the same.
+"""Finds where ranks diverged: different collectives with the same number in one communicator.
 
-The classic silent deadlock: one rank skips a call, or calls with another size, and every later call of the communicator pairs with the
-wrong one. Whoever is in the minority at the first number that differs is named; with no majority, nobody is.
+This is the classic silent deadlock: one rank skips a call, or calls with another size, and every
+later call of the communicator is paired with the wrong one. The ranks in the minority at the first
+number that differs are named; without a majority, no rank is.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from keepstep.monitor.diagnosis.tables import HISTORY
 
 @dataclass(frozen=True, slots=True)
 class CollectiveMismatch:
-    """The first number at which ranks of a communicator called different things.
+    """The first number at which ranks of a communicator called different operations.
 
     Args:
         communicator: its id.
-        number: in the communicator.
-        calls: what was called, and by which ranks.
+        number: sequence number in the communicator.
+        calls: ranks by the signature of their call.
     """
 
     communicator: int
@@ -32,13 +33,13 @@ class CollectiveMismatch:
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """The ranks that called otherwise than most, ascending; empty if there is no majority."""
-        most = max(self.calls.values(), key=len)
+        """The ranks whose call differs from the majority's, ascending; empty without a majority."""
+        majority = max(self.calls.values(), key=len)
         total = sum(map(len, self.calls.values()))
-        if 2 * len(most) <= total:
+        if 2 * len(majority) <= total:
             return ()
         return tuple(
-            sorted(rank for ranks in self.calls.values() if ranks is not most for rank in ranks)
+            sorted(rank for ranks in self.calls.values() if ranks is not majority for rank in ranks)
         )
 
     @property
@@ -46,8 +47,11 @@ class CollectiveMismatch:
         """All ranks whose call at this number is known."""
         return tuple(sorted(rank for ranks in self.calls.values() for rank in ranks))
 
-    def told(self) -> tuple[str, ...]:
-        """Return who called what, for people; most first, at most four ranks by name."""
+    def describe_calls(self) -> tuple[str, ...]:
+        """Return one line for each different call, for people.
+
+        The most frequent call first; at most four ranks of each by name.
+        """
         lines = []
         for signature, ranks in sorted(
             self.calls.items(), key=lambda item: (-len(item[1]), item[1])
@@ -60,7 +64,12 @@ class CollectiveMismatch:
 
 
 def first_mismatch(frontiers: np.ndarray) -> CollectiveMismatch | None:
-    """Return where the ranks of one communicator parted, as far as frontiers (its collectives' alone) remember."""
+    """Return the first mismatch of one communicator's collectives; None if there is none.
+
+    Args:
+        frontiers: dtype FRONTIER, of this communicator's collectives only. Earlier mismatches than
+            their `history` holds are not found.
+    """
     if len(frontiers) < 2:
         return None
     entered = frontiers["entered"].astype(np.int64)

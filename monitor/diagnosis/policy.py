@@ -1,14 +1,17 @@
-"""What to do about verdicts: a state machine with hysteresis, patience that follows cost, and a budget.
+"""Decides what to do about verdicts: hysteresis, patience that follows cost, and a budget.
 
-Three guards stand between a verdict and a machine being taken away:
+Three mechanisms protect a machine from being taken away for a wrong verdict:
 
-- hysteresis: a verdict must stand for a while before anything is done, and must be gone for a while before it is forgotten, so that one
-  that flickers neither acts early nor starts afresh each time;
-- ski rental: waiting out a slowdown costs a little every step, acting costs much at once, and nobody knows how long it will last. Acting
-  when the loss so far equals the action's cost never costs more than twice what a prophet would pay (Karlin et al., 1988; Greyhound
-  escalates so). A hang loses a second every second, so it is acted upon as soon as its verdict is sustained;
-- a budget: no more replacements and restarts an hour than stated, and never more than a share of the nodes replaced within the window,
-  whatever verdicts come. What the budget denies becomes an alert. Only time gives the budget back.
+- hysteresis: a verdict must hold for a while before anything is done, and must be gone for a while
+  before it is forgotten. One that flickers neither causes an early action nor restarts the wait
+  each time;
+- ski rental: waiting costs a little every step, acting costs much at once, and the duration of the
+  slowdown is not known. Acting when the loss so far equals the action's cost never costs more than
+  twice the optimum (Karlin et al., 1988; Greyhound escalates so). A hang loses a second every
+  second, so it is acted upon as soon as its verdict is sustained;
+- a budget: a maximum of replacements and restarts per window, and of the share of nodes replaced
+  within it, whatever the verdicts. An action that the budget denies becomes an alert. The budget
+  recovers with time only.
 
 Pure: (state, verdicts, now) -> (state, actions).
 """
@@ -24,7 +27,7 @@ from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
 
 
 class Mode(StrEnum):
-    """How far a policy may go; each includes the ones before."""
+    """How far a policy may go; each mode includes the ones before."""
 
     OBSERVE = "observe only"
     ALERT = "alert"
@@ -33,7 +36,7 @@ class Mode(StrEnum):
 
 
 class ActionKind(StrEnum):
-    """What is done."""
+    """The kind of an action."""
 
     ALERT = "alert"
     RESTART_WORKER = "restart worker"
@@ -45,10 +48,10 @@ class EnforcementAction:
     """Something to do, once.
 
     Args:
-        kind: what.
+        kind: what to do.
         subject: to whom.
-        verdict: because of what.
-        reason: for people: what was lost so far, or why no more is done.
+        verdict: because of which verdict.
+        reason: for people: what was lost so far, or why nothing more is done.
         nodes: nodes to replace; empty unless `kind` is REPLACE_NODE.
         ranks: ranks whose workers to restart; empty unless `kind` is RESTART_WORKER.
     """
@@ -61,7 +64,8 @@ class EnforcementAction:
     ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {'; '.join(self.verdict.evidence)}"
+        evidence = "; ".join(self.verdict.evidence)
+        return f"{self.kind}: {self.subject}, {self.verdict.syndrome} ({self.reason}): {evidence}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +73,22 @@ class EnforcementPolicy:
     """The rules.
 
     Args:
-        mode: how far to go; watching comes first, trust later.
-        sustained_s: how long a verdict must stand before anything is done: two readings of a hang already lasting 3 s.
-        forgotten_s: how long it must be gone to be forgotten: a slow rank's verdict flickers with the window of ten steps.
-        alert_again_s: after this long, a verdict that still stands is told again: people overlook things.
-        restart_cost_s: what a restart of a worker costs the job; keepstep's measured gap is 1 s, other launchers take a minute.
-        replace_cost_s: what a replacement costs: a spare's start-up, a new generation, state to load.
-        least_confidence: verdicts below are told and no more.
-        replacements: at most so many nodes within `window_s`.
-        restarts: at most so many workers restarted within `window_s`.
-        fleet_share: at most this share of all nodes replaced within `window_s`; at least one is allowed if `replacements` is.
+        mode: how far to go; observe first, act once the verdicts have proved right.
+        sustained_s: how long a verdict must hold before anything is done: two readings of a hang
+            already lasting 3 s.
+        forgotten_s: how long it must be gone to be forgotten: a slow rank's verdict flickers with
+            the window of ten steps.
+        alert_again_s: after this long, an alert on a verdict that still holds is repeated: people
+            overlook alerts.
+        restart_cost_s: what a restart of a worker costs the job; keepstep's measured gap is 1 s,
+            other launchers take a minute.
+        replace_cost_s: what a replacement costs: a spare's start-up, a new generation, state to
+            load.
+        least_confidence: verdicts below cause alerts only.
+        replacements: maximum number of nodes replaced within `window_s`.
+        restarts: maximum number of workers restarted within `window_s`.
+        fleet_share: maximum share of all nodes replaced within `window_s`; at least one is allowed
+            if `replacements` is.
         window_s: the budget's window; an hour, in which a person can look.
     """
 
@@ -101,10 +111,10 @@ class PolicyCase:
 
     Args:
         verdict: the newest.
-        first_s: when it was first told.
-        last_s: when it was last told.
-        lost_s: seconds the job has lost by it since `first_s`, while it stood.
-        alerted_s: when people were last told; -inf if never.
+        first_s: when it was first reported.
+        last_s: when it was last reported.
+        lost_s: seconds the job has lost by it since `first_s`, while it held.
+        alerted_s: when people were last alerted; -inf if never.
         acted: what was done, if anything.
     """
 
@@ -118,12 +128,12 @@ class PolicyCase:
 
 @dataclass(frozen=True, slots=True)
 class EnforcementState:
-    """What a policy remembers.
+    """State between calls.
 
     Args:
         cases: by subject and syndrome.
-        replaced: when nodes were replaced, within the window, the oldest first.
-        restarted: when workers were restarted.
+        replaced: when nodes were replaced, within the window, oldest first.
+        restarted: when workers were restarted, within the window, oldest first.
         now_s: of the last call.
     """
 
@@ -141,14 +151,15 @@ def decide(
     step_s: float,
     now_s: float,
 ) -> tuple[EnforcementState, tuple[EnforcementAction, ...]]:
-    """Return what to do about the verdicts that stand now. Pure: equal inputs give equal outputs.
+    """Return what to do about the verdicts that hold now. Pure: equal inputs give equal outputs.
 
     Args:
         policy: the rules.
         state: as returned by the last call.
-        verdicts: all that stand now.
-        nodes: each rank's node: the fleet that the budget counts by.
-        step_s: the job's step time, which turns costs per step into costs per second; 0.0 if not known.
+        verdicts: all that hold now.
+        nodes: each rank's node: the fleet that the budget is relative to.
+        step_s: the job's step time, which turns costs per step into costs per second; 0.0 if not
+            known.
         now_s: monotonic; an earlier time than before is taken as the same.
     """
     now_s = max(now_s, state.now_s)
@@ -162,13 +173,16 @@ def decide(
     actions: list[EnforcementAction] = []
     if policy.mode is Mode.OBSERVE:
         return state, ()
-    # The costliest first: the budget goes to who loses most. Ties are broken by name, so that equal inputs give equal outputs.
+    # The costliest first: the budget goes to the largest loss. Ties are broken by name, so equal
+    # inputs give equal outputs.
     standing = [
         key
         for key, case in cases.items()
         if case.last_s == now_s and now_s - case.first_s >= policy.sustained_s
     ]
-    for key in sorted(standing, key=lambda one: (-cases[one].lost_s, str(one[0]), one[1])):
+    for key in sorted(
+        standing, key=lambda case_key: (-cases[case_key].lost_s, str(case_key[0]), case_key[1])
+    ):
         state, action = _next_action(policy, state, key, nodes)
         if action:
             actions.append(action)
@@ -182,7 +196,7 @@ def _update_cases(
     step_s: float,
     now_s: float,
 ) -> dict[tuple[Subject, Syndrome], PolicyCase]:
-    """Return the cases with what stands now taken in, and what was gone for long forgotten."""
+    """Return the cases updated with current verdicts, without those gone for long."""
     cases = {
         key: case for key, case in state.cases.items() if now_s - case.last_s <= policy.forgotten_s
     }
@@ -192,13 +206,14 @@ def _update_cases(
         if case is None:
             cases[key] = PolicyCase(verdict, now_s, now_s)
             continue
-        # Time in which it was gone was not lost by it; two calls that both saw it bracket time that was.
-        stood_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
+        # Time during which the verdict was gone does not count as lost; it counts only between two
+        # consecutive calls that both have it.
+        held_s = now_s - case.last_s if case.last_s == state.now_s else 0.0
         cases[key] = replace(
             case,
             verdict=verdict,
             last_s=now_s,
-            lost_s=case.lost_s + stood_s * _loss_rate(verdict, step_s),
+            lost_s=case.lost_s + held_s * _loss_rate(verdict, step_s),
         )
     return cases
 
@@ -216,26 +231,34 @@ def _next_action(
     key: tuple[Subject, Syndrome],
     nodes: Mapping[int, str],
 ) -> tuple[EnforcementState, EnforcementAction | None]:
-    """Return the one thing to do about a case now, if there is any."""
+    """Return the one action about a case that is due now, if any, and the state after it."""
     case = state.cases[key]
     verdict = case.verdict
     wanted = _wanted(policy, state, verdict, nodes)
     if wanted is not None and case.acted is not wanted and _is_due(policy, case, wanted):
-        places, ranks = _targets(wanted, verdict, nodes)
-        denied = _refusal_reason(policy, state, wanted, places, ranks, nodes)
-        if not denied:
+        target_nodes, target_ranks = _targets(wanted, verdict, nodes)
+        refusal = _refusal_reason(policy, state, wanted, target_nodes, target_ranks, nodes)
+        if not refusal:
             action = EnforcementAction(
-                wanted, verdict.subject, verdict, _describe_loss(state, case), places, ranks
+                wanted,
+                verdict.subject,
+                verdict,
+                _describe_loss(state, case),
+                target_nodes,
+                target_ranks,
             )
             return _charge_budget(state, key, action), action
-        return _alert(policy, state, key, f"not done: {denied}")
+        return _alert(policy, state, key, f"not done: {refusal}")
     if verdict.advice is Advice.OBSERVE:
         return state, None
     return _alert(policy, state, key, _describe_loss(state, case))
 
 
 def _describe_loss(state: EnforcementState, case: PolicyCase) -> str:
-    """Return for people what was lost: by a standstill all the time since it began, whoever looked."""
+    """Return for people what was lost so far.
+
+    By a hang, that is all the time since it began, whether it was noticed or not.
+    """
     lost_s = (
         state.now_s - case.verdict.since_s
         if math.isinf(case.verdict.cost_s_per_step)
@@ -247,26 +270,30 @@ def _describe_loss(state: EnforcementState, case: PolicyCase) -> str:
 def _wanted(
     policy: EnforcementPolicy, state: EnforcementState, verdict: Verdict, nodes: Mapping[int, str]
 ) -> ActionKind | None:
-    """Return what the verdict calls for, as far as the policy goes; None for telling people at most.
+    """Return the action that a verdict calls for, as far as the policy allows.
 
-    A worker that was restarted and has the same kind of trouble again, or still, is on a bad node: that escalates to a replacement,
-    though not before the restart has had the time to work.
+    None if people are to be alerted at most. A worker that was restarted and has the same kind of
+    fault again, or still, is on a bad node: this escalates to a replacement, but not before the
+    restart has had the time to work.
     """
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
     if verdict.advice is Advice.REPLACE_NODE and policy.mode is Mode.REPLACE:
-        return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
+        return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
         restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
         if not restarted:
             return ActionKind.RESTART_WORKER
         if policy.mode is Mode.REPLACE and state.now_s - restarted[-1] >= policy.replace_cost_s:
-            return ActionKind.REPLACE_NODE if _places(verdict.subject, nodes) else None
+            return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     return None
 
 
 def _is_due(policy: EnforcementPolicy, case: PolicyCase, wanted: ActionKind) -> bool:
-    """Return whether the loss so far equals the cost of acting; standstills and errors of a device or of data do not wait."""
+    """Return whether the loss so far equals the cost of acting.
+
+    Hangs and errors of a device or of data do not wait.
+    """
     cost_s = case.verdict.cost_s_per_step
     if math.isinf(cost_s) or cost_s <= 0.0:
         return True
@@ -275,7 +302,8 @@ def _is_due(policy: EnforcementPolicy, case: PolicyCase, wanted: ActionKind) -> 
     )
 
 
-def _places(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
+def _subject_nodes(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the nodes of a subject."""
     if subject.kind == "node":
         return (subject.node,)
     return tuple(sorted({nodes[rank] for rank in subject.ranks if nodes.get(rank)}))
@@ -284,8 +312,9 @@ def _places(subject: Subject, nodes: Mapping[int, str]) -> tuple[str, ...]:
 def _targets(
     wanted: ActionKind, verdict: Verdict, nodes: Mapping[int, str]
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the nodes to replace, and the ranks to restart."""
     if wanted is ActionKind.REPLACE_NODE:
-        return _places(verdict.subject, nodes), ()
+        return _subject_nodes(verdict.subject, nodes), ()
     return (), verdict.subject.ranks
 
 
@@ -293,20 +322,26 @@ def _refusal_reason(
     policy: EnforcementPolicy,
     state: EnforcementState,
     wanted: ActionKind,
-    places: Collection[str],
+    target_nodes: Collection[str],
     ranks: Collection[int],
     nodes: Mapping[int, str],
 ) -> str:
-    """Return why the budget does not allow it; empty if it does."""
+    """Return why the budget denies an action; empty if it does not."""
     if wanted is ActionKind.RESTART_WORKER:
         if len(state.restarted) + len(ranks) > policy.restarts:
-            return f"{len(state.restarted)} workers were restarted within {policy.window_s:.0f} s, the budget is {policy.restarts}"
+            return (
+                f"{len(state.restarted)} workers were restarted within {policy.window_s:.0f} s, "
+                f"the budget is {policy.restarts}"
+            )
         return ""
-    if any(place == replaced for _, replaced in state.replaced for place in places):
-        return "the node was replaced already, and a new one of its name has the same trouble"
+    if any(node == replaced for _, replaced in state.replaced for node in target_nodes):
+        return "the node was replaced already, and a new one of its name has the same fault"
     allowed = max_replacements(policy, nodes)
-    if len(state.replaced) + len(places) > allowed:
-        return f"{len(state.replaced)} nodes were replaced within {policy.window_s:.0f} s, the budget is {allowed}"
+    if len(state.replaced) + len(target_nodes) > allowed:
+        return (
+            f"{len(state.replaced)} nodes were replaced within {policy.window_s:.0f} s, "
+            f"the budget is {allowed}"
+        )
     return ""
 
 
@@ -319,6 +354,7 @@ def max_replacements(policy: EnforcementPolicy, nodes: Mapping[int, str]) -> int
 def _charge_budget(
     state: EnforcementState, key: tuple[Subject, Syndrome], action: EnforcementAction
 ) -> EnforcementState:
+    """Return the state with an action recorded as done."""
     cases = {
         **state.cases,
         key: replace(state.cases[key], acted=action.kind, alerted_s=state.now_s),
@@ -332,7 +368,10 @@ def _charge_budget(
 
 
 def revert_action(state: EnforcementState, action: EnforcementAction) -> EnforcementState:
-    """Return the state with an action of the last `decide` taken back, because it was not carried out: it costs no budget, and is due again."""
+    """Return the state without an action of the last `decide` that was not carried out.
+
+    It costs no budget, and is due again.
+    """
     key = (action.subject, action.verdict.syndrome)
     case = state.cases.get(key)
     return replace(
@@ -341,12 +380,12 @@ def revert_action(state: EnforcementState, action: EnforcementAction) -> Enforce
         replaced=tuple(
             entry
             for entry in state.replaced
-            if entry not in {(state.now_s, one) for one in action.nodes}
+            if entry not in {(state.now_s, node) for node in action.nodes}
         ),
         restarted=tuple(
             entry
             for entry in state.restarted
-            if entry not in {(state.now_s, one) for one in action.ranks}
+            if entry not in {(state.now_s, rank) for rank in action.ranks}
         ),
     )
 
@@ -354,6 +393,7 @@ def revert_action(state: EnforcementState, action: EnforcementAction) -> Enforce
 def _alert(
     policy: EnforcementPolicy, state: EnforcementState, key: tuple[Subject, Syndrome], reason: str
 ) -> tuple[EnforcementState, EnforcementAction | None]:
+    """Return an alert about a case, unless people were alerted recently."""
     case = state.cases[key]
     if state.now_s - case.alerted_s < policy.alert_again_s:
         return state, None

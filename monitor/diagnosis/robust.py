@@ -1,8 +1,9 @@
-"""Statistics that a minority of wild values cannot move: medians and their spread, over all or by group.
+"""Statistics that a minority of outliers cannot move: medians and their spread, also by group.
 
-The breakdown point of the median and of the median absolute deviation is one half: up to half of the values may be anything.
-Ratios to the mean lack that: with four ranks, one must be nine times slower to be three times slower than the mean of all.
-Rousseeuw and Croux, "Alternatives to the Median Absolute Deviation" (1993), for the factors.
+The breakdown point of the median and of the median absolute deviation is one half: up to half of
+the values may be arbitrary. Ratios to the mean lack that property: with four ranks, one must be
+nine times slower to be three times slower than the mean of all. Rousseeuw and Croux, "Alternatives
+to the Median Absolute Deviation" (1993), for the factors.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 MAD_TO_SIGMA = 1.4826
-"""Makes the median absolute deviation of normal values estimate their standard deviation."""
+"""Factor from the median absolute deviation of normal values to their standard deviation."""
 
 MEDIAN_TO_MEAN_ERROR = 1.2533
 """Standard error of the median of normal values over that of their mean: sqrt(pi / 2)."""
 
 
 def spread(values: np.ndarray) -> float:
-    """Return the standard deviation that the values' median absolute deviation tells; 0.0 for none."""
+    """Estimate the standard deviation from the median absolute deviation.
+
+    Returns 0.0 for no values.
+    """
     if not len(values):
         return 0.0
     return float(MAD_TO_SIGMA * np.median(np.abs(values - np.median(values))))
@@ -43,7 +47,12 @@ class Grouped:
 
 
 def median_by(keys: np.ndarray, values: np.ndarray) -> Grouped:
-    """Return the median of the values of every key, in n log n. `keys` has shape (values,) and any sortable dtype."""
+    """Return the median of the values of every key, in n log n time.
+
+    Args:
+        keys: of any sortable dtype; shape (values,).
+        values: shape (values,).
+    """
     distinct, index, counts = np.unique(keys, return_inverse=True, return_counts=True)
     if not len(distinct):
         return Grouped(distinct, index, counts, np.zeros(0))

@@ -1,7 +1,8 @@
-"""What ranks must agree on when they call a collective, packed into one integer so that thousands compare at once.
+"""Packs what ranks must agree on when they call a collective into one integer.
 
-Layout, from the top: 8 bits operation + 1 (so that 0 means "not known"), 8 bits dtype, 16 bits root + 1, 32 bits payload. The payload is
-left out where ranks may differ in it rightly: gathers, scatters and exchanges of uneven parts.
+Integers allow comparing thousands of calls at once. Layout, from the top: 8 bits operation + 1 (so
+0 means "not known"), 8 bits dtype, 16 bits root + 1, 32 bits payload. The payload is left out for
+operations in which ranks may pass different sizes: gathers, scatters and exchanges of uneven parts.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ SYMMETRIC = (
     Operation.ALL_TO_ALL,
     Operation.BARRIER,
 )
-"""No rank can leave before the last has come, and all leave nearly together: who is in for the shortest came last."""
+"""No rank can leave before the last one arrives, and all leave nearly together: the rank with
+the shortest duration arrived last."""
 
 
 def signatures(operations: np.ndarray) -> np.ndarray:
-    """Return the signatures, uint64, of records of collectives."""
+    """Return the signatures of records of collectives.
+
+    Args:
+        operations: dtype RECORD; shape (operations,).
+
+    Returns the signatures, uint64; shape (operations,).
+    """
     code = operations["code"]
     root = np.where(np.isin(code, ROOTED), operations["peer"].astype(np.int64) + 1, 0).astype(
         np.uint64
@@ -40,7 +48,7 @@ def signatures(operations: np.ndarray) -> np.ndarray:
 
 
 def describe(signature: int) -> str:
-    """Return for people what a signature says: `all_reduce of 4096 bytes of float32`."""
+    """Return a signature's text for people, such as `all_reduce of 4096 bytes of float32`."""
     code = (signature >> 56) - 1
     if code < 0:
         return "an unknown operation"
@@ -50,18 +58,21 @@ def describe(signature: int) -> str:
         ((signature >> 32) & 0xFFFF) - 1,
         signature & 0xFFFFFFFF,
     )
-    words = operation.name.lower()
+    text = operation.name.lower()
     if operation in EQUALLY_SIZED:
-        words += f" of {nbytes} bytes"
+        text += f" of {nbytes} bytes"
     if operation is not Operation.BARRIER and dtype:
-        words += f" of {DTYPES[dtype]}"
-    # Flight Recorder's dumps do not tell the root.
-    return words + (f" with root {root}" if operation in ROOTED and root >= 0 else "")
+        text += f" of {DTYPES[dtype]}"
+    # Flight Recorder's dumps do not record the root.
+    return text + (f" with root {root}" if operation in ROOTED and root >= 0 else "")
 
 
 def size_classes(nbytes: np.ndarray) -> np.ndarray:
-    """Return for each payload its class, uint8: 0 for none, else 1 + the power of two below, as times go with magnitudes."""
+    """Return the size class of each payload, uint8: 0 for none, else 1 + floor(log2(nbytes)).
+
+    Transfer times depend on the order of magnitude of the payload.
+    """
     classes = np.zeros(len(nbytes), np.uint8)
-    some = nbytes > 0
-    classes[some] = 1 + np.log2(nbytes[some].astype(np.float64)).astype(np.uint8)
+    is_positive = nbytes > 0
+    classes[is_positive] = 1 + np.log2(nbytes[is_positive].astype(np.float64)).astype(np.uint8)
     return classes

@@ -1,9 +1,10 @@
-"""The last steps of a job, over all ranks: collected from digests until each step is whole, then kept for a window.
+"""Keeps the last steps of a job over all ranks, collected from digests until each is complete.
 
-A step is whole once all ranks that are expected have told of it, or of a later one: a rank that lost its records does not hold the others
-up. News of far nodes come later than those of near ones, by seconds where daemons ask each other once a second, which is many short steps;
-a rank that says nothing at all is waited for that long. Times, delays and transfers of one step enter their histories together. Memory
-is bounded by the window and by that wait.
+A step is complete once all expected ranks have reported it, or a later one: a rank whose records
+were lost does not delay the others. Reports of far nodes arrive later than those of near ones, by
+seconds where daemons poll each other once a second, which is many short steps; a rank that reports
+nothing is waited for that long. Times, delays and transfers of one step enter their series
+together. Memory is bounded by the window and by that wait.
 """
 
 from __future__ import annotations
@@ -30,29 +31,34 @@ from keepstep.monitor.diagnosis.transfers import transfer_keys
 from keepstep.monitor.records import Communicator, joined
 
 _LATE_S = 6.0
-"""How much later than the first rank's news of a step the last one's may come: three levels of daemons, each of which asks once a second
-and digests once a second."""
+"""Maximum seconds between the first and the last rank's report of a step: three levels of
+daemons, each of which polls once a second and digests once a second."""
 _LATE_STEPS = 3
-"""And that many steps at least, however long they are, but"""
+"""The same in steps: at least this many, however long they are."""
 _MOST_LATE_STEPS = 1000
-"""no more than so many, for all of them are kept."""
+"""At most this many, since all of them are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Steps, whole and not yet whole.
+    """Complete and incomplete steps.
 
     Args:
-        pending: increments of steps not yet whole; only the tables that speak of steps are used, and `mismatches`, which
-            holds those that the last digest brought to light.
-        rows: whole steps, dtype STEP, step after step.
-        last_arrivals: of whole steps.
-        own, links, transfers: histories of own times by rank, median delays by link, transfer times by communicator.
-        averages: history of average delays by link.
-        saves: history of checkpoint phases by rank, of steps in which enough ranks saved to be compared.
-        link_counts, transfer_counts: operations of the newest whole step, by key of the history.
-        newest: number of the newest whole step.
-        distrusted: number of the newest step of which messages were told by clocks that have turned out to be off.
+        pending: increments of incomplete steps; only the tables by step are used, and `mismatches`,
+            which holds those that the last digest added.
+        rows: complete steps, dtype STEP, step after step.
+        last_arrivals: of complete steps.
+        own: series of own times by rank.
+        links: series of median delays by link.
+        averages: series of average delays by link.
+        transfers: series of transfer times by communicator.
+        saves: series of checkpoint phases by rank, of steps in which enough ranks saved to be
+            compared.
+        link_counts: messages of the newest complete step, by key of `links`.
+        transfer_counts: collectives of the newest complete step, by key of `transfers`.
+        newest: number of the newest complete step.
+        distrusted: number of the newest step whose message times were recorded with clocks that
+            turned out to be off.
     """
 
     pending: Digest = EMPTY
@@ -73,16 +79,19 @@ class Window:
         return float(np.median(self.rows["duration_s"])) if len(self.rows) else 0.0
 
     def table(self) -> np.ndarray:
-        """Return the whole steps as a table, dtype STEP, shape (steps, ranks), as `own`; step 0 where a rank did not tell."""
+        """Return the complete steps as a table, dtype STEP, shape (steps, ranks) as `own`.
+
+        Step 0 where a rank did not report the step.
+        """
         table = np.zeros((len(self.own.steps), len(self.own.keys)), STEP)
         table["rank"] = self.own.keys
-        at = np.searchsorted(self.own.steps, self.rows["step"])
-        who = np.searchsorted(self.own.keys, self.rows["rank"])
-        table[at, who] = self.rows
+        step_index = np.searchsorted(self.own.steps, self.rows["step"])
+        rank_index = np.searchsorted(self.own.keys, self.rows["rank"])
+        table[step_index, rank_index] = self.rows
         return table
 
     def ended_s(self) -> tuple[float, ...]:
-        """Return when each whole step ended, by the job's clock; the median over ranks."""
+        """Return when each complete step ended, by the job's clock; the median over ranks."""
         return tuple(
             float(np.median(self.rows["ended_s"][self.rows["step"] == step]))
             for step in self.own.steps.tolist()
@@ -91,26 +100,28 @@ class Window:
 
 def collect(
     window: Window,
-    told: Digest,
+    new_digest: Digest,
     expected: np.ndarray,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     clock_error_s: Mapping[int, float],
     thresholds: SlowThresholds,
 ) -> tuple[Window, int]:
-    """Take in a digest's increments; return the window and how many steps became whole.
+    """Add a digest's increments; return the window and how many steps became complete.
 
     Args:
         window: so far.
-        told: increments not taken in before.
-        expected: ranks that are alive and heard of.
+        new_digest: increments not added before.
+        expected: ranks that are alive and reporting.
         communicators: of the job.
         nodes: each rank's node.
-        clock_error_s: how far each rank's clock may be off the job's.
+        clock_error_s: largest error of each rank's clock against the job's.
         thresholds: the window's length, and the steps to warm up.
     """
     unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
-    pending = merge((unmatched, _drop_repeated(_of_steps(told), window.pending)), communicators)
+    pending = merge(
+        (unmatched, _drop_repeated(_of_steps(new_digest), window.pending)), communicators
+    )
     pending = _later(pending, window.newest)
     window = replace(window, pending=pending)
     count = 0
@@ -119,8 +130,8 @@ def collect(
     late = late_steps(step_s)
     for step in steps:
         rows = pending.steps.compress(pending.steps["step"] == step)
-        heard = pending.steps["rank"][pending.steps["step"] >= step]
-        if not np.isin(expected, heard).all() and steps[-1] < step + late:
+        reported = pending.steps["rank"][pending.steps["step"] >= step]
+        if not np.isin(expected, reported).all() and steps[-1] < step + late:
             break
         window = replace(window, newest=step)
         if step > thresholds.warmup:
@@ -130,34 +141,48 @@ def collect(
 
 
 def late_steps(step_s: float) -> float:
-    """Return how many steps a rank's news of a step may lie behind the first one's, in a job whose step takes `step_s`; 0.0 if not known."""
+    """Return how many steps a rank's report of a step may come after the first rank's.
+
+    Args:
+        step_s: the job's step time; 0.0 if not known.
+    """
     return min(max(_LATE_STEPS, _LATE_S / max(step_s, 1e-9)), _MOST_LATE_STEPS)
 
 
-def distrusting(window: Window, told: Digest) -> Window:
-    """Return the window when clocks have turned out to be off: messages that were told by them are not to be read off both sides."""
-    heard = [
+def distrusting(window: Window, new_digest: Digest) -> Window:
+    """Return the window for clocks that turned out to be off.
+
+    Delays of messages recorded so far are then no longer computed from both sides' clocks.
+    """
+    reported_steps = [
         window.newest,
-        *(int(table["step"].max(initial=0)) for table in (window.pending.messages, told.messages)),
+        *(
+            int(table["step"].max(initial=0))
+            for table in (window.pending.messages, new_digest.messages)
+        ),
     ]
-    return replace(window, distrusted=max(heard))
+    return replace(window, distrusted=max(reported_steps))
 
 
-def _drop_repeated(told: Digest, pending: Digest) -> Digest:
-    """Drop what a daemon tells again that was restarted: operations that are counted twice would seem to be whole."""
-    known = np.isin(_packed(told.steps), _packed(pending.steps))
-    if not known.any():
-        return told
-    newest = told.steps["step"][known].max()
+def _drop_repeated(new_digest: Digest, pending: Digest) -> Digest:
+    """Drop what a restarted daemon reports again.
+
+    Operations that are counted twice would seem to be complete.
+    """
+    is_known = np.isin(_packed(new_digest.steps), _packed(pending.steps))
+    if not is_known.any():
+        return new_digest
+    newest = new_digest.steps["step"][is_known].max()
     later = {
         name: rows.compress(rows["step"] > newest)
         for name in ("collectives", "transfers", "last_arrivals", "messages")
-        for rows in (getattr(told, name),)
+        for rows in (getattr(new_digest, name),)
     }
-    return replace(told, steps=told.steps.compress(~known), **later)
+    return replace(new_digest, steps=new_digest.steps.compress(~is_known), **later)
 
 
 def _packed(rows: np.ndarray) -> np.ndarray:
+    """Return one integer for each rank and step."""
     packed: np.ndarray = rows["rank"].astype(np.int64) << 32 | rows["step"].astype(np.int64)
     return packed
 
@@ -170,18 +195,19 @@ def _push(
     clock_error_s: Mapping[int, float],
     thresholds: SlowThresholds,
 ) -> Window:
+    """Return the window with one more complete step."""
     pending, length = window.pending, thresholds.window
     messages = pending.messages.compress(pending.messages["step"] == step)
-    sent, took_s = message_delays(
+    message_keys, message_delay_s = message_delays(
         messages, clock_error_s if step > window.distrusted else {}, nodes
     )
-    links, delays_s, link_counts = median_delays(sent, took_s)
+    links, delays_s, link_counts = median_delays(message_keys, message_delay_s)
     transfers = pending.transfers.compress(pending.transfers["step"] == step)
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
     saved = rows[rows["checkpoint_s"] > 0]
-    kept = joined([window.rows, rows])
-    kept = kept.compress(kept["step"] >= own.steps[0])
+    kept_rows = joined([window.rows, rows])
+    kept_rows = kept_rows.compress(kept_rows["step"] >= own.steps[0])
     last_arrivals = joined(
         [
             window.last_arrivals,
@@ -190,15 +216,18 @@ def _push(
     )
     return replace(
         window,
-        rows=kept,
+        rows=kept_rows,
         last_arrivals=last_arrivals.compress(last_arrivals["step"] >= own.steps[0]),
         own=own,
         links=window.links.push(step, links, delays_s, length),
-        averages=window.averages.push(step, links, average_delays(sent, took_s), length),
+        averages=window.averages.push(
+            step, links, average_delays(message_keys, message_delay_s), length
+        ),
         transfers=window.transfers.push(
             step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length
         ),
-        # Whoever saves alone, rank 0 say, has no peers, and must not crowd out what all do.
+        # A rank that saves alone, such as rank 0, has no peers, and its steps must not displace
+        # those in which all ranks save.
         saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length)
         if len(saved) >= thresholds.peers
         else window.saves,
@@ -209,20 +238,21 @@ def _push(
     )
 
 
-def _of_steps(told: Digest) -> Digest:
+def _of_steps(new_digest: Digest) -> Digest:
+    """Return the tables by step of a digest."""
     return replace(
         EMPTY,
-        steps=told.steps,
-        collectives=told.collectives,
-        transfers=told.transfers,
-        last_arrivals=told.last_arrivals,
-        messages=told.messages,
-        mismatches=told.mismatches,
+        steps=new_digest.steps,
+        collectives=new_digest.collectives,
+        transfers=new_digest.transfers,
+        last_arrivals=new_digest.last_arrivals,
+        messages=new_digest.messages,
+        mismatches=new_digest.mismatches,
     )
 
 
 def _later(pending: Digest, newest: int) -> Digest:
-    """Drop what belongs to steps that are over; partly known operations of these will never be whole."""
+    """Drop rows of steps that are over; partly known operations of these will never be complete."""
 
     def later(rows: np.ndarray, dtype: np.dtype) -> np.ndarray:
         assert rows.dtype == dtype

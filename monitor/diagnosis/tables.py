@@ -1,11 +1,13 @@
-"""Digests: what a node's records come to, in tables that merge up a tree.
+"""Defines digests: summaries of nodes' records in tables that merge up a tree.
 
-A digest holds few numbers per rank and communicator. Tables keyed by rank are simply joined; those keyed by an operation (a collective,
-a message) are folded, so that what ranks of different nodes tell of one operation becomes one row. Folding takes minima, maxima and
-sums only: merging is associative and commutative, and any tree over the nodes gives the same result. Once a collective is known of
-all its ranks, its row dissolves into sums per communicator and step.
+A digest holds a few numbers per rank and communicator. Tables keyed by rank are concatenated; those
+keyed by an operation (a collective, a message) are folded, so rows of one operation from ranks of
+different nodes become one row. Folding takes minima, maxima and sums only: merging is associative
+and commutative, and any tree over the nodes gives the same result. Once all ranks of a collective
+have reported it, its row becomes part of the sums per communicator and step.
 
-`ranks` and `frontiers` are snapshots (the newest digest says all); the other tables are increments, to be merged exactly once.
+`ranks` and `frontiers` are snapshots (the newest digest replaces older ones); the other tables are
+increments, to be merged exactly once.
 """
 
 from __future__ import annotations
@@ -21,26 +23,25 @@ RANK = np.dtype(
     [
         ("rank", "<i4"),
         ("alive", "?"),
-        ("ending", "u1"),  # Ending: what it said of its end
-        ("marks_steps", "?"),  # whether it ever told a STEP phase
+        ("ending", "u1"),  # Ending, as the process recorded it
+        ("marks_steps", "?"),  # whether it ever recorded a STEP phase
         ("in_step", "?"),
-        (
-            "heard_from",
-            "<i4",
-        ),  # of whom it received a message since its last whole step ended, -1 if of nobody
-        ("phase", "i1"),  # innermost phase under way, -1 if none
-        ("step", "<u4"),  # highest step heard of
-        ("failed", "<u4"),  # operations within reach that ended with an error
+        # Sender of the last message received since its last complete step ended, -1 if none.
+        ("received_from", "<i4"),
+        ("phase", "i1"),  # innermost open phase, -1 if none
+        ("step", "<u4"),  # highest step recorded
+        ("failed", "<u4"),  # operations in this reading that ended with an error
         ("read_at_s", "<f8"),  # by the node's clock, as are the next two
         ("moved_s", "<f8"),  # when it last began or ended anything
-        ("phase_s", "<f8"),  # when the phase under way began
+        ("phase_s", "<f8"),  # when the open phase began
         ("offset_s", "<f8"),
-        ("offset_error_s", "<f8"),  # how far that may be off; infinite if it was not measured
+        ("offset_error_s", "<f8"),  # largest error of offset_s; infinite if not measured
     ]
 )
 
 HISTORY = 8
-"""Operations of which a frontier remembers what was called: enough to see where two ranks parted."""
+"""Number of recent operations per frontier whose signatures are kept: enough to find where
+two ranks diverged."""
 
 FRONTIER = np.dtype(
     [
@@ -50,15 +51,12 @@ FRONTIER = np.dtype(
         ("peer", "<i4"),  # of send and receive, else -1
         ("entered", "<u8"),  # highest number begun
         ("ended", "<u8"),  # highest number ended
-        ("open", "<u8"),  # lowest number under way, 0 if none
+        ("open", "<u8"),  # lowest number that has not ended, 0 if none
         ("open_nbytes", "<u8"),
-        ("open_s", "<f8"),  # when that was called, by the node's clock
-        ("asynchronous", "?"),  # of the open one
-        (
-            "history",
-            "<u8",
-            (HISTORY,),
-        ),  # signatures of the last numbers, at number % HISTORY; 0: not known
+        ("open_s", "<f8"),  # when the open operation was called, by the node's clock
+        ("asynchronous", "?"),  # whether the open operation is
+        # Signatures of the last numbers, at number % HISTORY; 0: not known.
+        ("history", "<u8", (HISTORY,)),
     ]
 )
 
@@ -66,7 +64,7 @@ STEP = np.dtype(
     [
         ("rank", "<i4"),
         ("step", "<u4"),
-        ("role", "<u8"),  # hash of what it called: ranks with equal roles do equal work
+        ("role", "<u8"),  # hash of its calls: ranks with equal roles do equal work
         ("own_s", "<f8"),  # outside of any operation
         ("duration_s", "<f8"),
         ("data_s", "<f8"),
@@ -83,12 +81,12 @@ COLLECTIVE = np.dtype(
         ("step", "<u4"),
         ("size_class", "u1"),
         ("arrived", "<u4"),
-        (
-            "shortest_s",
-            "<f8",
-        ),  # of the last to arrive: the transfer alone; inf where ranks leave at different times
-        ("last", "<i4"),  # who that was
-        ("lowest", "<u8"),  # signatures: if they differ, ranks called different things
+        # Duration at the rank that arrived last: the transfer alone; inf where ranks leave at
+        # different times.
+        ("shortest_s", "<f8"),
+        ("last", "<i4"),  # the rank that arrived last
+        # Signatures: if they differ, ranks called different operations.
+        ("lowest", "<u8"),
         ("highest", "<u8"),
         ("lowest_rank", "<i4"),
         ("highest_rank", "<i4"),
@@ -115,9 +113,9 @@ MESSAGE = np.dtype(
         ("number", "<u8"),
         ("step", "<u4"),
         ("size_class", "u1"),
-        ("sides", "u1"),  # 1: sender told, 2: receiver told
-        ("shortest_s", "<f8"),  # of the later of the two
-        ("later_s", "<f8"),  # when that one called, by the job's clock
+        ("sides", "u1"),  # 1: recorded by the sender, 2: by the receiver, 3: by both
+        ("shortest_s", "<f8"),  # duration at the side that called later
+        ("later_s", "<f8"),  # when that side called, by the job's clock
         ("received_s", "<f8"),  # by the job's clock
     ]
 )
@@ -134,9 +132,9 @@ MEASURE = np.dtype(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """What some ranks' records come to; see the tables' dtypes above."""
+    """Summary of some ranks' records; see the tables' dtypes above."""
 
     ranks: np.ndarray
     frontiers: np.ndarray
@@ -147,50 +145,55 @@ class Digest:
     messages: np.ndarray
     measures: np.ndarray
     mismatches: np.ndarray
-    """Collectives, of dtype COLLECTIVE, that ranks have completed though they called different things."""
+    """Collectives, of dtype COLLECTIVE, that completed although ranks called different
+    operations."""
 
 
 EMPTY = Digest(
-    np.zeros(0, RANK),
-    np.zeros(0, FRONTIER),
-    np.zeros(0, STEP),
-    np.zeros(0, COLLECTIVE),
-    np.zeros(0, TRANSFER),
-    np.zeros(0, LAST_ARRIVAL),
-    np.zeros(0, MESSAGE),
-    np.zeros(0, MEASURE),
-    np.zeros(0, COLLECTIVE),
+    ranks=np.zeros(0, RANK),
+    frontiers=np.zeros(0, FRONTIER),
+    steps=np.zeros(0, STEP),
+    collectives=np.zeros(0, COLLECTIVE),
+    transfers=np.zeros(0, TRANSFER),
+    last_arrivals=np.zeros(0, LAST_ARRIVAL),
+    messages=np.zeros(0, MESSAGE),
+    measures=np.zeros(0, MEASURE),
+    mismatches=np.zeros(0, COLLECTIVE),
 )
 
 
 def merge(digests: Iterable[Digest], communicators: Mapping[int, Communicator]) -> Digest:
-    """Return the digest of all ranks of some digests of distinct ranks. Linear, but for sorting, in their rows."""
+    """Merge digests of distinct ranks into one.
+
+    Takes n log n time in the number of rows.
+    """
     parts = list(digests) or [EMPTY]
     collectives = fold_collectives(joined([part.collectives for part in parts]))
-    whole, partial = split_whole(collectives, communicators)
-    differing = whole[whole["lowest"] != whole["highest"]]
+    complete, partial = split_whole(collectives, communicators)
+    mismatched = complete[complete["lowest"] != complete["highest"]]
     return Digest(
         ranks=_sorted(parts, "ranks", "rank"),
         frontiers=_sorted(parts, "frontiers", "peer", "direction", "communicator", "rank"),
         steps=_sorted(parts, "steps", "rank", "step"),
         collectives=partial,
         transfers=_fold_transfers(
-            joined([*(part.transfers for part in parts), transfers_of(whole)])
+            joined([*(part.transfers for part in parts), transfers_of(complete)])
         ),
         last_arrivals=_fold_last_arrivals(
-            joined([*(part.last_arrivals for part in parts), last_arrivals_of(whole)])
+            joined([*(part.last_arrivals for part in parts), last_arrivals_of(complete)])
         ),
         messages=fold_messages(joined([part.messages for part in parts])),
         measures=_sorted(parts, "measures", "rank", "communicator", "code", "step"),
-        mismatches=joined([*(part.mismatches for part in parts), differing]),
+        mismatches=joined([*(part.mismatches for part in parts), mismatched]),
     )
 
 
 def fold_collectives(rows: np.ndarray) -> np.ndarray:
-    """Make one row of all rows of one collective."""
+    """Fold all rows of the same collective into one row."""
     if not len(rows):
         return rows
-    # The last sort key is the first that counts; by duration within a collective, so that its first row is the last to arrive.
+    # numpy.lexsort sorts by its last key first. Within a collective, rows are sorted by duration,
+    # so the first row is that of the last rank to arrive.
     rows = rows.take(
         np.lexsort((rows["last"], rows["shortest_s"], rows["number"], rows["communicator"]))
     )
@@ -214,33 +217,33 @@ def fold_collectives(rows: np.ndarray) -> np.ndarray:
 def split_whole(
     rows: np.ndarray, communicators: Mapping[int, Communicator]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Divide folded collectives into those of which all ranks have told, and the others."""
+    """Split folded collectives into those that all ranks have reported, and the others."""
     distinct, index = np.unique(rows["communicator"], return_inverse=True)
     sizes = np.array([_size(communicators, int(identity)) for identity in distinct], np.int64)
-    whole = rows["arrived"] >= sizes[index] if len(rows) else np.zeros(0, bool)
-    return rows.compress(whole), rows.compress(~whole)
+    is_complete = rows["arrived"] >= sizes[index] if len(rows) else np.zeros(0, bool)
+    return rows.compress(is_complete), rows.compress(~is_complete)
 
 
-def transfers_of(whole: np.ndarray) -> np.ndarray:
-    """Return the transfers, not yet summed, of collectives of which all ranks have told."""
-    whole = whole.compress(np.isfinite(whole["shortest_s"]))
-    rows = np.zeros(len(whole), TRANSFER)
+def transfers_of(collectives: np.ndarray) -> np.ndarray:
+    """Return one TRANSFER row for each collective that all ranks have reported, not yet summed."""
+    collectives = collectives.compress(np.isfinite(collectives["shortest_s"]))
+    rows = np.zeros(len(collectives), TRANSFER)
     for name in ("communicator", "size_class", "step"):
-        rows[name] = whole[name]
-    rows["count"], rows["sum_s"] = 1, whole["shortest_s"]
+        rows[name] = collectives[name]
+    rows["count"], rows["sum_s"] = 1, collectives["shortest_s"]
     return rows
 
 
-def last_arrivals_of(whole: np.ndarray) -> np.ndarray:
-    """Return who came last to the collectives of which all ranks have told."""
-    whole = whole.compress(np.isfinite(whole["shortest_s"]))
-    rows = np.zeros(len(whole), LAST_ARRIVAL)
-    rows["rank"], rows["step"], rows["times"] = whole["last"], whole["step"], 1
+def last_arrivals_of(collectives: np.ndarray) -> np.ndarray:
+    """Return the last rank to arrive at each collective that all ranks have reported."""
+    collectives = collectives.compress(np.isfinite(collectives["shortest_s"]))
+    rows = np.zeros(len(collectives), LAST_ARRIVAL)
+    rows["rank"], rows["step"], rows["times"] = collectives["last"], collectives["step"], 1
     return rows
 
 
 def fold_messages(rows: np.ndarray) -> np.ndarray:
-    """Make one row of what sender and receiver tell of one message."""
+    """Fold the sender's and the receiver's row of the same message into one row."""
     if len(rows) < 2:
         return rows
     rows = rows.take(
@@ -281,7 +284,7 @@ def _fold_last_arrivals(rows: np.ndarray) -> np.ndarray:
 
 
 def _starts(*columns: np.ndarray) -> np.ndarray:
-    """Return where groups of equal values begin in columns that are sorted together."""
+    """Return where runs of equal values begin in columns that are sorted together."""
     changed = np.zeros(len(columns[0]), bool)
     changed[0] = True
     for column in columns:
@@ -295,6 +298,9 @@ def _sorted(parts: Iterable[Digest], table: str, *keys: str) -> np.ndarray:
 
 
 def _size(communicators: Mapping[int, Communicator], identity: int) -> int:
-    """Return how many ranks a communicator has; of an unknown one, more than can ever arrive."""
-    known = communicators.get(identity)
-    return len(known.ranks) if known else 2**31
+    """Return how many ranks a communicator has.
+
+    For an unknown communicator, returns more than can ever arrive, so its collectives stay partial.
+    """
+    communicator = communicators.get(identity)
+    return len(communicator.ranks) if communicator else 2**31

@@ -1,7 +1,8 @@
-"""Every number that diagnosis compares with, each with the reason for its value.
+"""Defines every number that diagnosis compares with, each with the reason for its value.
 
-What can be relative to the job is: times are multiples of its own step, deviations multiples of its own noise. Absolute seconds remain
-where a person's or a kernel's patience counts, and where noise of a scheduler would be taken for a fault in very short steps.
+Thresholds are relative where possible: times are multiples of the job's step time, deviations
+multiples of its noise. Absolute seconds remain where the patience of a person or of a kernel
+counts, and where a scheduler's noise would be taken for a fault in very short steps.
 """
 
 from __future__ import annotations
@@ -14,31 +15,40 @@ class HangThresholds:
     """When a wait is a hang."""
 
     least_s: float = 2.4
-    """No shorter stop is a hang: a full garbage collection, a page-in or a scheduler's whim last a second. A reader that comes twice
-    a second then tells within 3 s, and a policy, which wants a verdict sustained, acts after as long."""
+    """No shorter stop is a hang: a full garbage collection, a page-in or a scheduling delay
+    takes a second. A reader that reads twice a second then reports within 3 s; a policy,
+    which requires a sustained verdict, acts later."""
     steps: float = 3.0
-    """Steps' worth of time without progress: a single odd step (other sequence length, hiccup) takes less than two."""
+    """Steps' worth of time without progress: a single slow step (longer sequence, hiccup)
+    takes less than two."""
     waiter_share: float = 1 / 3
-    """Share of the above that somebody must have waited; the root itself must have stood still for all of it."""
+    """Share of the patience that some rank must have waited; the root cause itself must have
+    stood still for all of it."""
     first_step_s: float = 300.0
-    """Before any rank has completed a step: compilation, NCCL's connections and the first batch take minutes, not seconds."""
+    """Before any rank has completed a step: compilation, NCCL's connections and the first
+    batch take minutes, not seconds."""
     checkpoint_s: float = 120.0
-    """For a rank within a checkpoint phase: stores are slow at times, and a write that retries is not a hang."""
+    """For a rank in a checkpoint phase: stores are slow at times, and a write that retries is
+    not a hang."""
     between_steps_s: float = 60.0
-    """For a rank that marks its steps and is in none, or evaluates: each call of its model, and what it makes of the results, logs or
-    saves while the others wait for it."""
+    """For a rank that marks its steps and is in none, or that evaluates: applies to each call
+    of its model, and to what it does with the results, such as logging or saving while the
+    others wait."""
     dead_s: float = 0.5
-    """A process that is gone is no matter of patience; this only lets survivors' errors arrive, so that they say who waited."""
+    """A dead process needs no patience; this only lets the survivors' errors arrive, so the
+    evidence includes who waited."""
     witness_s: float = 10.0
-    """A failed operation is told once, and the death that it witnesses may be read later, on another node; who outlived one is no witness
-    for good."""
+    """A failed operation is reported once, and the death that it shows may be read later, on
+    another node. A rank that lives on after a failure does not count as a witness for longer."""
     stale_s: float = 2.0
-    """If a rank's records were last read longer ago, the reader is behind and the rank is not blamed; readers come every 0.5 s."""
+    """If a rank's records were last read longer ago, the reader is behind and the rank is not
+    blamed; rings are read every 0.5 s."""
     silent_s: float = 15.0
-    """If they were last read longer ago than this and others wait for the rank, its node's monitor is gone, likely with the node."""
+    """If they were last read longer ago than this and others wait for the rank, its node's
+    monitor is gone, likely with the node."""
 
     def patience_s(self, step_s: float) -> float:
-        """Return how long nothing may move in a job whose step takes `step_s`."""
+        """Return how long a job whose step takes `step_s` may make no progress."""
         return max(self.least_s, self.steps * step_s)
 
 
@@ -47,97 +57,117 @@ class SlowThresholds:
     """When a rank, a communicator or a link is slow."""
 
     window: int = 10
-    """Steps looked at together: verdicts must come within 20, and the median of ten ignores four bad ones."""
+    """Steps judged together: verdicts must come within 20, and the median of ten ignores four
+    bad ones."""
     sustained: int = 8
-    """Of the window, steps in which the deviation must have shown."""
+    """Steps of the window in which the deviation must be visible."""
     least_s: float = 1.0
-    """The deviation must have lasted as long in time, too: in steps of milliseconds, a neighbour's burst fills a whole window."""
+    """Minimum duration of the deviation: in steps of milliseconds, a burst of another process
+    fills an entire window."""
     warmup: int = 3
-    """First steps of a generation that are not looked at: caches, allocators and autotuning settle."""
+    """First steps of a generation that are ignored: caches, allocators and autotuning settle."""
     peers: int = 3
-    """With fewer, a median does not tell who deviates: two that disagree are inconclusive."""
+    """With fewer, a median does not show which one deviates: two that disagree are
+    inconclusive."""
     own_excess: float = 0.10
-    """Own time over that of peers: Greyhound acts on changes of 10 %, and about 0.5 % of MegaScale's machines were 10 % slow."""
+    """Own time over that of peers: Greyhound acts on changes of 10 %, and about 0.5 % of
+    MegaScale's machines were 10 % slow."""
     sigmas: float = 6.0
-    """Deviations in multiples of the noise: normal noise exceeds 6 once in 10^9, so 16,384 ranks over 10^4 steps stay quiet."""
+    """Deviations in multiples of the noise: normal noise exceeds 6 once in 10^9, so 16,384
+    ranks over 10^4 steps cause no false alarm."""
     cost_share: float = 0.03
-    """Share of the step that it must cost: less is not worth a person's look."""
+    """Share of the step that the slowness must cost: less is not worth a person's attention."""
     cost_s: float = 0.002
-    """Seconds a step that it must cost: below, a scheduler's time slices decide."""
+    """Seconds a step that it must cost: below this, a scheduler's time slices dominate."""
     transfer_ratio: float = 2.0
-    """Transfer time over that of peers or of its own past: congestion comes and goes below this."""
+    """Transfer time over that of peers or of its own past: congestion varies by less than
+    this."""
     job_transfer_ratio: float = 3.0
-    """The same for all communicators of a job at once, against their past: with no peer to compare, more is asked."""
+    """The same for all communicators of a job at once, against their past: without peers to
+    compare with, a larger deviation is required."""
     job_cost_share: float = 0.10
     """Share of the step that such a common slowdown must cost."""
     job_own_ratio: float = 1.2
-    """If own times have grown by more at the same time, the machines are busy and not the network."""
+    """If own times have grown by more at the same time, the machines are busy, and the
+    network is not the cause."""
     baseline: int = 10
-    """Steps from which the own past is learnt; it learns nothing from steps that were found anomalous."""
+    """Steps from which a subject's past is learnt; steps that were found anomalous are left
+    out."""
     widespread_share: float = 0.25
-    """Share of peers that may be slow at once; if more are, it is the job's business or its hardware differs: nobody is blamed."""
+    """Share of peers that may be slow at once; if more are, the job itself or differing
+    hardware is the cause, and no rank is blamed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StallThresholds:
-    """When data, checkpoints or garbage collection hold the job up."""
+    """When data, checkpoints or garbage collection delay the job."""
 
     data_share: float = 0.30
-    """Share of the step that all ranks wait for data: a loader that keeps up hides behind compute."""
+    """Share of the step that all ranks wait for data: a loader that keeps up is hidden behind
+    compute."""
     garbage_share: float = 0.05
-    """Share of the step that the rank which collects longest costs, averaged over the window: irregular collection stalls everybody."""
+    """Share of the step that the longest collection costs, averaged over the window:
+    collections at different steps delay all ranks."""
     checkpoint_ratio: float = 3.0
     """A rank's checkpoint phase over its peers': stores vary by a factor of two."""
     saves: int = 3
-    """Checkpoints in a row in which a rank must take so long: a disk that others use too has odd tenths of a second now and then."""
+    """Consecutive checkpoints in which a rank must take so long: a shared disk now and then
+    adds tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasureThresholds:
-    """When loss and gradient norm are odd."""
+    """When loss and gradient norm are anomalous."""
 
     window: int = 64
     """Steps kept."""
     history: int = 24
     """Steps needed before spikes are looked for: the spread of fewer is too uncertain."""
     sigmas: float = 12.0
-    """A spike, in multiples of the noise of its logarithm: both are heavy-tailed; loss spikes that hurt are far outside."""
+    """A spike, in multiples of the noise of its logarithm: both measures are heavy-tailed;
+    harmful loss spikes are far outside."""
     least_ratio: float = 1.5
-    """A spike is at least this over the median: a very smooth curve has a very small spread."""
+    """A spike is at least this ratio over the median: a very smooth curve has a very small
+    spread."""
     sustained: int = 3
-    """Steps of a spike after which a person should look; a single one mostly heals."""
+    """Steps of a spike after which a person should look; most single spikes recover by
+    themselves."""
     held: int = 10
-    """Steps for which a finding stands at least after the step that showed it."""
+    """Minimum number of steps for which a finding holds after the step in which it was found."""
     held_s: float = 60.0
-    """Seconds for which it stands at least: policies want a verdict sustained, and whoever reads metrics comes every half minute. Replicas
-    that differ do so until they are compared again and agree."""
+    """Minimum seconds for which it holds: policies require a sustained verdict, and metrics
+    are scraped every half minute. A finding that replicas differ holds until they are
+    compared again and agree."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeThresholds:
-    """When a node's own figures explain or announce trouble."""
+    """When a node's metrics explain a slow rank or predict a failure."""
 
     throttled_share: float = 0.25
     """Share of time in which the cgroup was denied the processor."""
     clock_ratio: float = 0.80
-    """Processor or GPU clock over the median of all nodes: power capping and heat take 20 % and more, turbo differs by 10 %."""
+    """Processor or GPU clock over the median of all nodes: power capping and heat reduce it
+    by 20 % and more, turbo varies by 10 %."""
     gpu_celsius: float = 90.0
-    """Data-centre GPUs begin to slow down between 85 and 95 degrees Celsius."""
+    """Data-centre GPUs begin to reduce their clock between 85 and 95 degrees Celsius."""
     memory_share: float = 0.03
-    """Share of memory available below which the kernel's killer is near."""
+    """Share of memory available below which the kernel is about to kill processes."""
     memory_horizon_s: float = 120.0
-    """Memory that at its present trend is gone within this time is about to run out."""
+    """Memory that at its present trend is used up within this time is about to run out."""
     memory_low_share: float = 0.15
-    """The trend counts only below this share: page cache filling up looks like a leak too."""
+    """The trend counts only below this share: page cache that fills up looks like a leak too."""
     sustained: int = 3
-    """Readings in a row: one odd reading is nothing. Errors of a device count at once."""
+    """Consecutive readings required: a single reading proves nothing. Device errors count at
+    once."""
     bad_xids: tuple[int, ...] = (48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120)
-    """Xid codes that speak of the device rather than of the program, from NVIDIA's list of Xid errors (13, 31, 43, 45 are the program's)."""
+    """Xid codes that indicate a fault of the device and not of the program, from NVIDIA's
+    list of Xid errors (13, 31, 43, 45 are the program's)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """All of them."""
+    """All thresholds."""
 
     hang: HangThresholds = field(default_factory=HangThresholds)
     slow: SlowThresholds = field(default_factory=SlowThresholds)
@@ -146,7 +176,10 @@ class Thresholds:
     node: NodeThresholds = field(default_factory=NodeThresholds)
 
     def scaled(self, factor: float) -> Thresholds:
-        """Return the same for a job whose every time is `factor` times as long: absolute seconds grow, ratios stay."""
+        """Return the thresholds for a job in which every time is `factor` times as long.
+
+        Absolute seconds grow, ratios stay.
+        """
         hang = replace(
             self.hang,
             least_s=self.hang.least_s * factor,

@@ -1,10 +1,12 @@
-"""Communicators whose collectives are slow though everybody has arrived.
+"""Finds communicators whose collectives are slow although all ranks have arrived.
 
-A collective's transfer time is the duration at the rank that arrived last, the shortest of all: what remains of the operation when nobody
-is waited for. It is compared, per size class, with that of communicators of equal size and reach, and with its own past.
+A collective's transfer time is the duration at the rank that arrived last, the shortest of all:
+what remains of the operation when no rank is waited for. It is compared, per size class, with that
+of communicators of equal size and reach, and with its own past.
 
-A slow communicator does not tell which of its ranks is at fault. If several are slow, a node that is in all of them and of whose
-communicators none is fast is named; else the group is. If all have slowed down together, it is the job's network.
+A slow communicator does not show which of its ranks is at fault. If several are slow, the node that
+is in all of them and in no fast one is named; otherwise the group is. If all have slowed down
+together, it is the job's network.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ def transfer_keys(communicator: np.ndarray, size_class: np.ndarray) -> np.ndarra
     return packed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransferInputs:
-    """What transfer times are judged with.
+    """Inputs of `find_slow_transfers` beside the series.
 
     Args:
         communicators: of the job.
         nodes: each rank's node.
         counts: collectives a step, by packed key.
         step_s: the job's step time.
-        own_shift: how own times have changed from their past, as a ratio; NaN if not known.
+        own_shift: ratio by which own times have changed from their past; NaN if not known.
         since_s: when each step of the history ended, by the job's clock.
     """
 
@@ -57,76 +59,79 @@ def find_slow_transfers(
     if not len(history.keys):
         return (), np.zeros(0, bool)
     groups = _groups(history.keys, fabric)
-    found = deviations(history, groups, thresholds.transfer_ratio, thresholds)
+    deviation = deviations(history, groups, thresholds.transfer_ratio, thresholds)
     counts = np.array([fabric.counts.get(int(key), 1.0) for key in history.keys])
-    cost_s = np.nan_to_num(found.excess_s) * counts
-    costly = found.hot & (cost_s >= max(thresholds.cost_share * fabric.step_s, thresholds.cost_s))
-    common = _all_together(history, fabric, counts, thresholds)
-    if common is not None:
-        return (common,), np.ones(len(found.hot), bool)
+    cost_s = np.nan_to_num(deviation.excess_s) * counts
+    is_costly = deviation.hot & (
+        cost_s >= max(thresholds.cost_share * fabric.step_s, thresholds.cost_s)
+    )
+    job_verdict = _all_together(history, fabric, counts, thresholds)
+    if job_verdict is not None:
+        return (job_verdict,), np.ones(len(deviation.hot), bool)
     verdicts = []
-    for group in np.unique(groups[costly]):
+    for group in np.unique(groups[is_costly]):
         members = np.flatnonzero(groups == group)
-        slow = members[costly[members]]
+        slow = members[is_costly[members]]
         if 2 * len(slow) > len(members):
             continue
         identities = [int(history.keys[at]) >> _CLASS_BITS for at in slow]
-        others = [int(history.keys[at]) >> _CLASS_BITS for at in members if not found.hot[at]]
+        others = [int(history.keys[at]) >> _CLASS_BITS for at in members if not deviation.hot[at]]
         subject, confidence = _localise(identities, others, fabric)
         worst = slow[np.argmax(cost_s[slow])]
         verdicts.append(
-            _verdict(subject, confidence, slow, int(worst), history, found, cost_s, fabric)
+            _verdict(subject, confidence, slow, int(worst), history, deviation, cost_s, fabric)
         )
-    return _best(verdicts), found.hot
+    return _best(verdicts), deviation.hot
 
 
 def _groups(keys: np.ndarray, fabric: TransferInputs) -> np.ndarray:
-    """Return for each key an id of (ranks, size class, within a node or across)."""
+    """Return a group number for each key: of (ranks, size class, within a node or across)."""
     distinct, index = np.unique(keys >> _CLASS_BITS, return_inverse=True)
     sizes = np.zeros(len(distinct), np.int64)
     across = np.zeros(len(distinct), bool)
     for at, identity in enumerate(distinct.tolist()):
-        known = fabric.communicators.get(identity)
-        if known:
-            sizes[at] = len(known.ranks)
-            first = fabric.nodes.get(known.ranks[0])
-            across[at] = any(fabric.nodes.get(rank) != first for rank in known.ranks)
+        communicator = fabric.communicators.get(identity)
+        if communicator:
+            sizes[at] = len(communicator.ranks)
+            first = fabric.nodes.get(communicator.ranks[0])
+            across[at] = any(fabric.nodes.get(rank) != first for rank in communicator.ranks)
     classes = keys & ((1 << _CLASS_BITS) - 1)
-    kinds: np.ndarray = (sizes[index] << 16) | (classes << 1) | across[index]
-    return kinds
+    groups: np.ndarray = (sizes[index] << 16) | (classes << 1) | across[index]
+    return groups
 
 
 def _localise(
     slow: Sequence[int], fast: Sequence[int], fabric: TransferInputs
 ) -> tuple[Subject, float]:
-    """Return whom all slow communicators and no fast one have in common, and how sure that is."""
-    known = [
+    """Return what all slow communicators and no fast one have in common, and the confidence."""
+    slow_members = [
         set(fabric.communicators[identity].ranks)
         for identity in slow
         if identity in fabric.communicators
     ]
-    if not known:
+    if not slow_members:
         return Subject("job", ()), 0.3
     if len(set(slow)) > 1:
-        cleared = {
+        fast_members = {
             rank
             for identity in fast
             if identity in fabric.communicators
             for rank in fabric.communicators[identity].ranks
         }
-        common = set.intersection(*known) - cleared
-        if len(common) == 1:
-            return rank_subject(next(iter(common)), fabric.nodes), 0.75
-        places = [
-            {fabric.nodes.get(rank, "") for rank in ranks if rank not in cleared} for ranks in known
+        common_ranks = set.intersection(*slow_members) - fast_members
+        if len(common_ranks) == 1:
+            return rank_subject(next(iter(common_ranks)), fabric.nodes), 0.75
+        slow_nodes = [
+            {fabric.nodes.get(rank, "") for rank in ranks if rank not in fast_members}
+            for ranks in slow_members
         ]
-        shared = set.intersection(*places) - {""}
-        if len(shared) == 1:
-            return node_subject(shared.pop(), fabric.nodes), 0.75
-    everybody = set.union(*known)
-    if len(everybody) >= len(fabric.nodes):
+        common_nodes = set.intersection(*slow_nodes) - {""}
+        if len(common_nodes) == 1:
+            return node_subject(common_nodes.pop(), fabric.nodes), 0.75
+    all_members = set.union(*slow_members)
+    if len(all_members) >= len(fabric.nodes):
         return Subject("job", ()), 0.4
-    return group_subject(everybody, fabric.nodes), 0.5
+    return group_subject(all_members, fabric.nodes), 0.5
 
 
 def _verdict(
@@ -135,61 +140,72 @@ def _verdict(
     slow: np.ndarray,
     worst: int,
     history: StepSeries,
-    found: Deviations,
+    deviation: Deviations,
     cost_s: np.ndarray,
     fabric: TransferInputs,
 ) -> Verdict:
+    """Return a verdict on one subject and its slow communicators."""
     identity = int(history.keys[worst]) >> _CLASS_BITS
-    known = fabric.communicators.get(identity)
-    name = known.name if known else str(identity)
+    communicator = fabric.communicators.get(identity)
+    name = communicator.name if communicator else str(identity)
+    transfer_s = np.exp(np.nanmedian(history.values[:, worst]))
     evidence = [
-        f"collectives of {name} take {np.exp(np.nanmedian(history.values[:, worst])):.4f} s after the last rank has come, "
-        f"{found.ratio[worst]:.1f} times what is expected"
+        f"collectives of {name} take {transfer_s:.4f} s after the last rank has arrived, "
+        f"{deviation.ratio[worst]:.1f} times the expected time"
     ]
     if len(slow) > 1:
-        evidence.append(f"so do {len(slow) - 1} others of its kind")
+        evidence.append(f"so do {len(slow) - 1} other communicators of equal size")
     since_s = (
-        float(fabric.since_s[min(int(found.since[worst]), len(fabric.since_s) - 1)])
+        float(fabric.since_s[min(int(deviation.since[worst]), len(fabric.since_s) - 1)])
         if len(fabric.since_s)
         else 0.0
     )
     advice = Advice.REPLACE_NODE if subject.kind == "node" else Advice.ALERT
     cost = float(cost_s[worst])
     return Verdict(
-        subject, Syndrome.COMMUNICATION_SLOW, since_s, tuple(evidence), confidence, cost, advice
+        subject=subject,
+        syndrome=Syndrome.COMMUNICATION_SLOW,
+        since_s=since_s,
+        evidence=tuple(evidence),
+        confidence=confidence,
+        cost_s_per_step=cost,
+        advice=advice,
     )
 
 
 def _best(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
-    """Keep one verdict for each subject; drop groups and the job that contain a subject already named more precisely."""
-    named: dict[Subject, Verdict] = {}
-    for verdict in sorted(verdicts, key=lambda one: -one.cost_s_per_step):
-        named.setdefault(verdict.subject, verdict)
-    precise = {
-        rank for subject in named if subject.kind in ("rank", "node") for rank in subject.ranks
+    """Keep one verdict per subject.
+
+    Groups and the job are dropped if they contain a subject that is named more precisely.
+    """
+    by_subject: dict[Subject, Verdict] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: -verdict.cost_s_per_step):
+        by_subject.setdefault(verdict.subject, verdict)
+    precise_ranks = {
+        rank for subject in by_subject if subject.kind in ("rank", "node") for rank in subject.ranks
     }
     return tuple(
         verdict
-        for subject, verdict in named.items()
+        for subject, verdict in by_subject.items()
         if subject.kind in ("rank", "node")
-        or not (precise & set(subject.ranks) or (precise and subject.kind == "job"))
+        or not (precise_ranks & set(subject.ranks) or (precise_ranks and subject.kind == "job"))
     )
 
 
 def _all_together(
     history: StepSeries, fabric: TransferInputs, counts: np.ndarray, thresholds: SlowThresholds
 ) -> Verdict | None:
-    """Judge a slowdown of all communicators against their own past."""
+    """Return a verdict on the job if all communicators are slower than their own past."""
     changed = history.values - history.past
     if len(changed) < thresholds.sustained or np.isnan(changed).all():
         return None
-    rows = [row[~np.isnan(row)] for row in changed]
-    common = np.array([np.median(row) if len(row) else 0.0 for row in rows])
-    if (common > np.log(thresholds.job_transfer_ratio)).sum() < thresholds.sustained:
+    rows = [values[~np.isnan(values)] for values in changed]
+    common_change = np.array([np.median(values) if len(values) else 0.0 for values in rows])
+    if (common_change > np.log(thresholds.job_transfer_ratio)).sum() < thresholds.sustained:
         return None
     if not fabric.own_shift <= thresholds.job_own_ratio:
         return None
-    # A step waits for the communicators of one rank, not for all of the job's: count each kind once.
+    # A step waits for the communicators of one rank, not for all of the job: count each group once.
     groups = _groups(history.keys, fabric)
     extra_s = np.exp(np.nan_to_num(history.values[-1], nan=-30.0)) - np.exp(
         np.nan_to_num(history.past, nan=-30.0)
@@ -199,18 +215,18 @@ def _all_together(
     )
     if cost_s < max(thresholds.job_cost_share * fabric.step_s, thresholds.cost_s):
         return None
-    ratio = float(np.exp(np.median(common)))
+    ratio = float(np.exp(np.median(common_change)))
     evidence = (
-        f"collectives take {ratio:.1f} times what they used to, of all communicators alike",
-        "own times have not grown; nothing tells which link it is: probe them pairwise",
+        f"collectives of all communicators take {ratio:.1f} times as long as before",
+        "own times have not grown, and the slow link is not known: probe the links pairwise",
     )
     since_s = float(fabric.since_s[0]) if len(fabric.since_s) else 0.0
     return Verdict(
-        Subject("job", ()),
-        Syndrome.COMMUNICATION_SLOW,
-        since_s,
-        evidence,
-        0.5,
-        cost_s,
-        Advice.ALERT,
+        subject=Subject("job", ()),
+        syndrome=Syndrome.COMMUNICATION_SLOW,
+        since_s=since_s,
+        evidence=evidence,
+        confidence=0.5,
+        cost_s_per_step=cost_s,
+        advice=Advice.ALERT,
     )

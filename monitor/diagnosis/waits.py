@@ -1,11 +1,13 @@
-"""Who waits for whom, over all communicators and pairs, and who waits for nobody.
+"""Builds the graph of who waits for whom, over all communicators and pairs, and follows it.
 
-The graph has two kinds of nodes. A rank points to the operations that it has under way; an operation points to the ranks that have not
-begun it. Following it from any waiting rank ends in one of three ways: at a rank that has nothing under way (it never arrived), at
-an operation that all have begun (it does not end), or nowhere (a cycle: a deadlock by order). Whoever lies on the way is innocent.
+The graph has two kinds of nodes. A rank points to its open operations; an operation points to the
+ranks that have not begun it. Following it from any waiting rank ends in one of three ways: at a
+rank without open operations (it never arrived), at an operation that all ranks have begun (it does
+not end), or nowhere (a cycle: a deadlock by order). A rank on the way is not at fault.
 
-Ranks that lack at operation k also lack at every later one of the same communicator, so a later operation points to the earlier one
-instead of repeating its ranks: the graph stays linear in ranks and communicators.
+A rank that is missing in operation k is also missing in every later operation of the same
+communicator. A later operation therefore points to the earlier one instead of repeating its ranks:
+the graph stays linear in ranks and communicators.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ import numpy as np
 from keepstep.monitor.records import Communicator, Operation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenOperation:
-    """An operation under way.
+    """An operation that has begun and not ended.
 
     Args:
         communicator: its id.
         number: within its channel.
         pair: (sender, receiver) of a message; None for a collective.
-        waiting: ranks that have it as their first one under way.
-        missing: ranks that have not begun it, but for those that lack already at `earlier`.
+        waiting: ranks whose first open operation this is.
+        missing: ranks that have not begun it, except those already missing in `earlier`.
         earlier: position of an earlier open operation of the same communicator, or -1.
     """
 
@@ -45,10 +47,11 @@ class Waits:
     """Where all waiting ends.
 
     Args:
-        operations: all operations under way.
-        absent: ranks that others wait for and that wait for nobody, with the ranks that wait for them at once.
-        stuck: operations that all have begun.
-        cycle: ranks that wait for each other in a circle, in order; empty if there is none.
+        operations: all open operations.
+        absent: ranks that others wait for and that wait for no rank, with the ranks that wait for
+            them directly.
+        stuck: operations that all ranks have begun.
+        cycle: ranks that wait for each other in a cycle, in order; empty if there is none.
     """
 
     operations: tuple[OpenOperation, ...]
@@ -62,148 +65,170 @@ def wait_for(
     communicators: Mapping[int, Communicator],
     silent: Collection[int] = frozenset(),
 ) -> Waits:
-    """Build the graph of frontiers (dtype FRONTIER) and follow it.
+    """Build the graph from frontiers, and follow it.
 
     Args:
-        frontiers: of all ranks; each channel once.
+        frontiers: dtype FRONTIER, of all ranks; each channel once.
         communicators: of the job.
-        silent: ranks of which is known that they wait for nobody, whatever they last told: dead, stopped or not heard of.
+        silent: ranks known to wait for no rank, whatever they last recorded: dead, stopped or not
+            read.
     """
     operations = (*_collectives(frontiers, communicators), *_messages(frontiers))
-    of_rank: dict[int, list[int]] = defaultdict(list)
+    open_of_rank: dict[int, list[int]] = defaultdict(list)
     for position, operation in enumerate(operations):
         for rank in operation.waiting:
             if rank not in silent:
-                of_rank[rank].append(position)
+                open_of_rank[rank].append(position)
     absent: dict[int, set[int]] = defaultdict(set)
-    before_rank: dict[int, list[int]] = defaultdict(list)
-    before_operation: dict[int, list[int]] = defaultdict(list)
-    lacking = _lacking(operations)
+    waits_for_rank: dict[int, list[int]] = defaultdict(list)
+    waits_for_operation: dict[int, list[int]] = defaultdict(list)
+    is_incomplete = _incomplete(operations)
     for position, operation in enumerate(operations):
         if operation.earlier >= 0:
-            before_operation[operation.earlier].append(position)
+            waits_for_operation[operation.earlier].append(position)
         for rank in operation.missing:
-            before_rank[rank].append(position)
-            if not of_rank.get(rank):
+            waits_for_rank[rank].append(position)
+            if not open_of_rank.get(rank):
                 absent[rank].update(operation.waiting)
-    stuck = [position for position in range(len(operations)) if not lacking[position]]
-    ends_well = _reaching(operations, of_rank, before_rank, before_operation, set(absent), stuck)
-    astray = [rank for rank in sorted(of_rank) if rank not in ends_well]
+    stuck = [position for position in range(len(operations)) if not is_incomplete[position]]
+    resolved = _resolved_ranks(
+        operations, open_of_rank, waits_for_rank, waits_for_operation, set(absent), stuck
+    )
+    unresolved = [rank for rank in sorted(open_of_rank) if rank not in resolved]
     return Waits(
-        operations,
-        {rank: tuple(sorted(waiters)) for rank, waiters in sorted(absent.items())},
-        tuple(operations[position] for position in stuck),
-        _cycle(astray[0], operations, of_rank) if astray else (),
+        operations=operations,
+        absent={rank: tuple(sorted(waiters)) for rank, waiters in sorted(absent.items())},
+        stuck=tuple(operations[position] for position in stuck),
+        cycle=_cycle(unresolved[0], operations, open_of_rank) if unresolved else (),
     )
 
 
 def _collectives(
     frontiers: np.ndarray, communicators: Mapping[int, Communicator]
 ) -> list[OpenOperation]:
+    """Return the open collectives, by communicator and number."""
     rows = frontiers[frontiers["direction"] == 0]
-    opened = np.unique(rows["communicator"][rows["open"] > 0])
-    rows = rows[np.isin(rows["communicator"], opened)]
+    open_communicators = np.unique(rows["communicator"][rows["open"] > 0])
+    rows = rows[np.isin(rows["communicator"], open_communicators)]
     rows = rows[np.argsort(rows["communicator"], kind="stable")]
-    found: list[OpenOperation] = []
-    begins = np.searchsorted(rows["communicator"], opened, side="left")
-    ends = np.searchsorted(rows["communicator"], opened, side="right")
-    for identity, begin, end in zip(opened.tolist(), begins.tolist(), ends.tolist(), strict=True):
-        known = communicators.get(identity)
-        if known is None:
+    operations: list[OpenOperation] = []
+    begins = np.searchsorted(rows["communicator"], open_communicators, side="left")
+    ends = np.searchsorted(rows["communicator"], open_communicators, side="right")
+    for identity, begin, end in zip(
+        open_communicators.tolist(), begins.tolist(), ends.tolist(), strict=True
+    ):
+        communicator = communicators.get(identity)
+        if communicator is None:
             continue
-        part = rows[begin:end]
-        entered = dict(zip(part["rank"].tolist(), part["entered"].tolist(), strict=True))
+        group = rows[begin:end]
+        entered = dict(zip(group["rank"].tolist(), group["entered"].tolist(), strict=True))
         waiting: dict[int, list[int]] = defaultdict(list)
-        for rank, number in zip(part["rank"].tolist(), part["open"].tolist(), strict=True):
+        for rank, number in zip(group["rank"].tolist(), group["open"].tolist(), strict=True):
             if number:
                 waiting[number].append(rank)
-        # By how far they are, so that each rank is looked at once for all operations.
-        members = sorted(((entered.get(rank, 0), rank) for rank in known.ranks), reverse=True)
+        # Sorted by progress, so each rank is looked at once for all operations.
+        members = sorted(
+            ((entered.get(rank, 0), rank) for rank in communicator.ranks), reverse=True
+        )
         earlier = -1
         for number in sorted(waiting):
             missing = []
             while members and members[-1][0] < number:
                 missing.append(members.pop()[1])
-            found.append(
+            operations.append(
                 OpenOperation(
-                    identity,
-                    number,
-                    None,
-                    tuple(sorted(waiting[number])),
-                    tuple(sorted(missing)),
-                    earlier,
+                    communicator=identity,
+                    number=number,
+                    pair=None,
+                    waiting=tuple(sorted(waiting[number])),
+                    missing=tuple(sorted(missing)),
+                    earlier=earlier,
                 )
             )
-            earlier = len(found) - 1
-    return found
+            earlier = len(operations) - 1
+    return operations
 
 
 def _messages(frontiers: np.ndarray) -> list[OpenOperation]:
+    """Return the open messages between pairs."""
     rows = frontiers[(frontiers["direction"] > 0) & (frontiers["peer"] >= 0)]
     if not (rows["open"] > 0).any():
         return []
     entered: dict[tuple[int, int, int, int], int] = {}
-    opened: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+    open_messages: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     columns = (
         rows[name].tolist()
         for name in ("rank", "communicator", "direction", "peer", "entered", "open")
     )
-    for rank, communicator, direction, peer, reached, number in zip(*columns, strict=True):
-        entered[rank, communicator, direction, peer] = reached
+    for rank, communicator, direction, peer, newest, number in zip(*columns, strict=True):
+        entered[rank, communicator, direction, peer] = newest
         if number:
             pair = (rank, peer) if direction == Operation.SEND else (peer, rank)
-            opened[communicator, number, *pair].append(rank)
-    found = []
-    for (communicator, number, sender, receiver), waiting in sorted(opened.items()):
+            open_messages[communicator, number, *pair].append(rank)
+    operations = []
+    for (communicator, number, sender, receiver), waiting in sorted(open_messages.items()):
         has_sent = entered.get((sender, communicator, int(Operation.SEND), receiver), 0) >= number
         has_received = (
             entered.get((receiver, communicator, int(Operation.RECEIVE), sender), 0) >= number
         )
         missing = tuple(
-            rank for rank, came in ((sender, has_sent), (receiver, has_received)) if not came
+            rank
+            for rank, has_begun in ((sender, has_sent), (receiver, has_received))
+            if not has_begun
         )
-        found.append(
+        operations.append(
             OpenOperation(
-                communicator, number, (sender, receiver), tuple(sorted(waiting)), missing, -1
+                communicator=communicator,
+                number=number,
+                pair=(sender, receiver),
+                waiting=tuple(sorted(waiting)),
+                missing=missing,
+                earlier=-1,
             )
         )
-    return found
+    return operations
 
 
-def _lacking(operations: tuple[OpenOperation, ...]) -> list[bool]:
-    """Return for each operation whether somebody has not begun it; `earlier` always points backwards."""
-    lacking: list[bool] = []
+def _incomplete(operations: tuple[OpenOperation, ...]) -> list[bool]:
+    """Return for each operation whether some rank has not begun it.
+
+    Relies on `earlier` always pointing backwards.
+    """
+    incomplete: list[bool] = []
     for operation in operations:
-        lacking.append(
-            bool(operation.missing) or (operation.earlier >= 0 and lacking[operation.earlier])
+        incomplete.append(
+            bool(operation.missing) or (operation.earlier >= 0 and incomplete[operation.earlier])
         )
-    return lacking
+    return incomplete
 
 
-def _reaching(
+def _resolved_ranks(
     operations: tuple[OpenOperation, ...],
-    of_rank: Mapping[int, list[int]],
-    before_rank: Mapping[int, list[int]],
-    before_operation: Mapping[int, list[int]],
+    open_of_rank: Mapping[int, list[int]],
+    waits_for_rank: Mapping[int, list[int]],
+    waits_for_operation: Mapping[int, list[int]],
     absent: set[int],
     stuck: list[int],
 ) -> set[int]:
-    """Return the ranks from which some way leads to an absent rank or a stuck operation, by walking back from these."""
+    """Return the ranks from which some path leads to an absent rank or a stuck operation.
+
+    Walks backwards from these.
+    """
     ranks = set(absent)
     visited = set(stuck)
     queue = deque(stuck)
     for rank in absent:
-        for position in before_rank.get(rank, ()):
+        for position in waits_for_rank.get(rank, ()):
             if position not in visited:
                 visited.add(position)
                 queue.append(position)
     while queue:
         position = queue.popleft()
-        following = list(before_operation.get(position, ()))
+        following = list(waits_for_operation.get(position, ()))
         for rank in operations[position].waiting:
-            if rank not in ranks and rank in of_rank:
+            if rank not in ranks and rank in open_of_rank:
                 ranks.add(rank)
-                following.extend(before_rank.get(rank, ()))
+                following.extend(waits_for_rank.get(rank, ()))
         for other in following:
             if other not in visited:
                 visited.add(other)
@@ -212,19 +237,19 @@ def _reaching(
 
 
 def _cycle(
-    start: int, operations: tuple[OpenOperation, ...], of_rank: Mapping[int, list[int]]
+    start: int, operations: tuple[OpenOperation, ...], open_of_rank: Mapping[int, list[int]]
 ) -> tuple[int, ...]:
-    """Follow first edges from a rank none of whose ways ends, until a rank comes again."""
+    """Follow the first edge from a rank none of whose paths ends, until a rank repeats."""
     path: list[int] = []
     position_of: dict[int, int] = {}
     rank = start
     while rank not in position_of:
         position_of[rank] = len(path)
         path.append(rank)
-        operation = operations[of_rank[rank][0]]
+        operation = operations[open_of_rank[rank][0]]
         while not operation.missing:
             operation = operations[operation.earlier]
         rank = operation.missing[0]
-    circle = path[position_of[rank] :]
-    first = circle.index(min(circle))
-    return tuple(circle[first:] + circle[:first])
+    cycle = path[position_of[rank] :]
+    first = cycle.index(min(cycle))
+    return tuple(cycle[first:] + cycle[:first])
