@@ -248,8 +248,11 @@ class _Deaths:
                     names[rank].append(self._analysis.name(operation))
         return names
 
-    def is_job_ended_from_outside(self) -> bool:
-        """Return whether all processes are gone, and none recorded why: the job was ended."""
+    def is_end_of_job(self) -> bool:
+        """Return whether all processes are gone and no failure was recorded.
+
+        Then the job has finished, or was ended as a whole.
+        """
         return not self.alive and not self.witnesses and not self.raised
 
     def is_program_at_fault(self) -> bool:
@@ -313,14 +316,14 @@ class _Deaths:
 def _dead_processes(analysis: _HangAnalysis) -> tuple[Verdict, ...]:
     """Return verdicts on processes that are gone and were still needed.
 
-    At the end of a job processes end one after another, record it, and no rank waits for them:
-    that is no fault. See `_Deaths` for how the ranks that died first are
-    distinguished from those that died as a consequence.
+    At the end of a job processes end one after another, record it, and no rank waits for them: that
+    is no fault. `_Deaths` distinguishes the ranks that died first from those that died as a
+    consequence.
     """
     if not analysis.dead:
         return ()
     deaths = _Deaths(analysis)
-    if deaths.is_job_ended_from_outside():
+    if deaths.is_end_of_job():
         return ()
     if deaths.is_program_at_fault():
         return (_program_ended(analysis, deaths.raised),)

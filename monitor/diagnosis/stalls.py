@@ -113,7 +113,8 @@ def _garbage(
     evidence = (
         f"the longest garbage collection takes {cost_s:.4f} s of a step of "
         f"{float(np.nanmedian(step_s)):.4f} s on average",
-        "collect on all ranks at the same step (gc.freeze, gc.disable and a gc.collect every N steps)",
+        "collect on all ranks at the same step "
+        "(gc.freeze, gc.disable and a gc.collect every N steps)",
     )
     since_s = _began(rows, is_reported)
     return [_alert(subject, Syndrome.GARBAGE_COLLECTION, since_s, evidence, 0.8, cost_s)]

@@ -1,8 +1,9 @@
-"""A tree of daemons' watches in invented time: turns that come late, calls that fail, daemons that restart.
+"""Simulates a tree of daemons in simulated time: late turns, failed calls, restarted daemons.
 
-Real watches read a planned job, digest, encode summaries for those above, and the root of nodes and a rack diagnoses; only time and the
-calls between them are played. However it goes, the slow rank is found, behind however many levels, and nobody else is named. A failing
-seed belongs into the list below.
+The real `Watch` reads a planned job, digests, encodes summaries for its parent, and diagnoses at
+the root, above nodes and a rack; only time and the calls between daemons are simulated. In every
+schedule the slow rank must be found, at any level of the tree, and no other rank named. A seed that
+fails belongs in the list below.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ ABOVE = {"near": "root", "far": "rack", "far too": "rack", "rack": "root"}
 SLOW_FROM, STEPS, STEP_S = 60, 260, 0.1
 BEGAN_S = 1000.0
 SEEDS_SEEN_TO_FAIL = (2, 3)
-"""With digests numbered as the readings before them, and steps closed for good three steps after the first rank's news of them."""
+"""They failed when digests were numbered like the readings before them, and when steps were
+closed three steps after the first rank's report of them."""
 
 
 @dataclass
 class Disorder:
-    """How badly things go: seconds by which turns are late, shares of calls that fail on either way and of seconds in which a daemon restarts."""
+    """How much goes wrong.
+
+    Args:
+        late_s: mean seconds by which turns are late.
+        lost_calls: share of calls that fail, in each direction.
+        restarts: share of seconds in which a daemon restarts.
+    """
 
     late_s: float = 0.0
     lost_calls: float = 0.0
@@ -42,7 +50,10 @@ class Disorder:
 
 
 class Renewed:
-    """A node's rings: those of one plan, and from some moment on those of another, of the job's next generation."""
+    """A node's rings: those of one plan, and from some moment on those of another.
+
+    The second plan is the job's next generation.
+    """
 
     def __init__(
         self, first: SampleReader, second: SampleReader, from_s: float, now_s: Callable[[], float]
@@ -52,7 +63,9 @@ class Renewed:
     def read(self) -> list[RingReading]:
         if self.now_s() < self.from_s:
             return self.first.read()
-        return [replace(one, incarnation="second", generation=2) for one in self.second.read()]
+        return [
+            replace(reading, incarnation="second", generation=2) for reading in self.second.read()
+        ]
 
     def close(self) -> None:
         pass
@@ -60,14 +73,24 @@ class Renewed:
 
 @dataclass
 class Tree:
-    """The daemons, and what they do when."""
+    """The daemons, and the queue of their turns.
+
+    Args:
+        slow: the rank that is slow.
+        disorder: how much goes wrong.
+        seed: of all random choices.
+        renewed_s: when the job's second generation begins.
+        now_s: the simulated clock.
+        reported: when each verdict was first reported.
+        standing: verdicts that hold now.
+    """
 
     slow: int
     disorder: Disorder
     seed: int
     renewed_s: float = float("inf")
     now_s: float = BEGAN_S
-    told: dict[tuple[Subject, Syndrome], float] = field(default_factory=dict)
+    reported: dict[tuple[Subject, Syndrome], float] = field(default_factory=dict)
     standing: set[tuple[Subject, Syndrome]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -89,7 +112,7 @@ class Tree:
     def born(self, name: str) -> Watch:
         reader = None
         if name in NODES:
-            # Of the first generation little is left to do when it ends.
+            # The first generation is almost done when it ends.
             first_s, second_s = (
                 (BEGAN_S - 2, 0.0)
                 if self.renewed_s == float("inf")
@@ -99,7 +122,7 @@ class Tree:
                 SampleReader(self.plan, began_s, name, NODES[name], clock=lambda: self.now_s)
                 for began_s in (first_s, second_s)
             )
-            # Nodes are ready one after the other.
+            # Nodes become ready one after the other.
             reader = Renewed(
                 first, second, self.renewed_s + 0.4 * self.random.random(), lambda: self.now_s
             )
@@ -122,11 +145,13 @@ class Tree:
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "it did not answer")
             return
-        told = self.watches[below].summary(*self.watches[above].child_registry.cursor(below), 256)
+        summary = self.watches[below].summary(
+            *self.watches[above].child_registry.cursor(below), 256
+        )
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "its answer was lost")
             return
-        self.watches[above].receive(below, decode(encode(told)))
+        self.watches[above].receive(below, decode(encode(summary)))
 
     def restart(self) -> None:
         if self.random.random() < self.disorder.restarts:
@@ -139,9 +164,9 @@ class Tree:
         turn = root.diagnose()
         assert turn is not None
         assert not root.faults
-        self.standing = {(one.subject, one.syndrome) for one in turn.verdicts}
-        for one in self.standing:
-            self.told.setdefault(one, self.now_s)
+        self.standing = {(verdict.subject, verdict.syndrome) for verdict in turn.verdicts}
+        for verdict in self.standing:
+            self.reported.setdefault(verdict, self.now_s)
 
     def run(self, until_s: float) -> None:
         while self.queue[0][0] < until_s:
@@ -160,47 +185,49 @@ def check(seed: int, disorder: Disorder, within_s: float) -> None:
     wanted = (Subject("rank", (slow,), node_of(slow)), Syndrome.NON_COMMUNICATION_SLOW)
     onset_s = BEGAN_S - 2 + SLOW_FROM * STEP_S
     tree.run(onset_s + within_s)
-    assert wanted in tree.told, f"rank {slow} was not found within {within_s} s; told: {tree.told}"
-    assert set(tree.told) == {wanted}
+    assert wanted in tree.reported, (
+        f"rank {slow} was not found within {within_s} s; reported: {tree.reported}"
+    )
+    assert set(tree.reported) == {wanted}
 
 
 @pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(100, 103)])
-def test_slow_rank_is_found_wherever_in_the_tree_it_is(seed: int) -> None:
+def test_slow_rank_is_found_anywhere_in_the_tree(seed: int) -> None:
     # Twenty steps of 0.18 s, and at most three turns up the tree.
     check(seed, Disorder(), within_s=7.0)
 
 
 @pytest.mark.parametrize("seed", [*SEEDS_SEEN_TO_FAIL, *range(200, 203)])
-def test_slow_rank_is_found_and_nobody_else_where_turns_come_late(seed: int) -> None:
+def test_only_the_slow_rank_is_found_if_turns_are_late(seed: int) -> None:
     check(seed, Disorder(late_s=0.3), within_s=18.0)
 
 
 @pytest.mark.parametrize("seed", range(300, 304))
-def test_slow_rank_is_found_and_nobody_else_where_calls_are_lost(seed: int) -> None:
+def test_only_the_slow_rank_is_found_if_calls_are_lost(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.15), within_s=18.0)
 
 
 @pytest.mark.parametrize("seed", range(400, 404))
-def test_slow_rank_is_found_and_nobody_else_where_daemons_restart(seed: int) -> None:
+def test_only_the_slow_rank_is_found_if_daemons_restart(seed: int) -> None:
     check(seed, Disorder(late_s=0.1, lost_calls=0.05, restarts=0.05), within_s=25.0)
 
 
 @pytest.mark.parametrize("seed", range(500, 506))
-def test_steps_of_a_new_generation_are_judged_whatever_is_left_of_the_old_ones(seed: int) -> None:
+def test_steps_of_a_new_generation_are_judged_despite_records_of_the_old_one(seed: int) -> None:
     slow = seed % 6
     tree = Tree(slow, Disorder(late_s=0.05), seed, renewed_s=BEGAN_S + 1.5)
     tree.run(BEGAN_S + 1.0)
-    tree.told.clear()
+    tree.reported.clear()
     tree.run(BEGAN_S + 1.5 + SLOW_FROM * STEP_S + 18.0)
     wanted = (Subject("rank", (slow,), node_of(slow)), Syndrome.NON_COMMUNICATION_SLOW)
     assert wanted in tree.standing
-    assert set(tree.told) == {wanted}
+    assert set(tree.reported) == {wanted}
 
 
-def test_daemon_that_only_passes_on_keeps_no_more_digests_than_it_may() -> None:
+def test_relaying_daemon_keeps_a_bounded_number_of_digests() -> None:
     def digests() -> int:
         gc.collect()
-        return sum(type(one) is Digest for one in gc.get_objects())
+        return sum(type(item) is Digest for item in gc.get_objects())
 
     before = digests()
     tree = Tree(0, Disorder(), 1)
@@ -209,5 +236,5 @@ def test_daemon_that_only_passes_on_keeps_no_more_digests_than_it_may() -> None:
         tree.call("far", "rack")
         for _ in range(400):
             tree.watches[name].digest()
-    # Those of the daemons' outboxes, 128 each, and few that are under way.
+    # At most 128 in the outbox of each daemon, and a few in transit.
     assert digests() - before < 300

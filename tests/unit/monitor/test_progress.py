@@ -1,4 +1,4 @@
-"""Claims about the progress board."""
+"""Tests the progress board in shared memory."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 from keepstep.monitor.progress import ProgressBoard
 
 
-def test_board_tells_the_last_record_of_a_writer_that_was_killed() -> None:
+def test_board_returns_the_last_record_of_a_killed_writer() -> None:
     board = ProgressBoard.create("test")
     assert board.read() is None
     code = (
@@ -26,7 +26,7 @@ def test_board_tells_the_last_record_of_a_writer_that_was_killed() -> None:
     board.close()
 
 
-def test_record_that_was_being_written_is_not_taken_for_whole() -> None:
+def test_record_that_is_being_written_is_not_returned() -> None:
     board = ProgressBoard.create("test")
     board.write(1, 1)
     os.pwrite(board.descriptor, (3).to_bytes(8, "little"), 0)
@@ -34,7 +34,7 @@ def test_record_that_was_being_written_is_not_taken_for_whole() -> None:
     board.close()
 
 
-def test_closed_board_tells_nothing() -> None:
+def test_closed_board_returns_no_record() -> None:
     board = ProgressBoard.create("test")
     board.write(1, 1)
     board.close()

@@ -13,7 +13,7 @@ CASES = sorted((Path(__file__).parent / "cases").glob("*.txt"))
 
 
 def watch(trace: Trace, every_s: float) -> tuple[DiagnosisState, tuple[Verdict, ...]]:
-    """Read the rings now and then, as a daemon does, each time only the last few seconds of them."""
+    """Read the rings every so often, as a daemon does: each time the last few seconds only."""
     past, verdicts, now_s = NO_DIAGNOSIS_STATE, (), every_s
     while now_s < trace.read_s + every_s:
         at_s = min(now_s, trace.read_s)
@@ -24,20 +24,20 @@ def watch(trace: Trace, every_s: float) -> tuple[DiagnosisState, tuple[Verdict, 
     return past, verdicts
 
 
-def told(verdicts: tuple[Verdict, ...]) -> list[str]:
-    return sorted(f"{one.syndrome}: {one.subject}" for one in verdicts)
+def summarize(verdicts: tuple[Verdict, ...]) -> list[str]:
+    return sorted(f"{verdict.syndrome}: {verdict.subject}" for verdict in verdicts)
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_case_has_its_verdict_and_no_other_in_one_reading(path: Path) -> None:
+def test_case_has_exactly_its_verdicts_in_one_reading(path: Path) -> None:
     trace = load(path)
     _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, trace.read_s, Thresholds())
-    assert told(verdicts) == sorted(trace.expected)
-    assert all(one.evidence for one in verdicts)
+    assert summarize(verdicts) == sorted(trace.expected)
+    assert all(verdict.evidence for verdict in verdicts)
 
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
-def test_case_has_the_same_verdict_in_overlapping_readings(path: Path) -> None:
+def test_case_has_exactly_its_verdicts_in_overlapping_readings(path: Path) -> None:
     trace = load(path)
     _, verdicts = watch(trace, 0.5)
-    assert told(verdicts) == sorted(trace.expected)
+    assert summarize(verdicts) == sorted(trace.expected)

@@ -1,4 +1,4 @@
-"""The delay matrix: cells, rows and columns; and communicators that are slow together."""
+"""Tests the delay matrix (cells, rows, columns) and communicators that are slow together."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def subjects(history: StepSeries) -> list[str]:
     verdicts, _ = find_slow_links(
         history, {}, NODES, 0.5, [float(step) for step in range(10)], SlowThresholds()
     )
-    return sorted(str(one.subject) for one in verdicts)
+    return sorted(str(verdict.subject) for verdict in verdicts)
 
 
 def test_links_pack_and_unpack() -> None:
@@ -55,15 +55,15 @@ def test_healthy_matrix_has_no_verdict() -> None:
     assert subjects(delays(set())) == []
 
 
-def test_one_cell_is_a_link() -> None:
+def test_one_slow_cell_is_a_slow_link() -> None:
     assert subjects(delays({(1, 2)})) == ["link 1 -> 2"]
 
 
-def test_two_cells_of_a_row_of_five_are_two_links() -> None:
+def test_two_slow_cells_of_a_row_of_five_are_two_links() -> None:
     assert subjects(delays({(1, 2), (1, 3)})) == ["link 1 -> 2", "link 1 -> 3"]
 
 
-def test_row_is_a_sender_and_column_a_receiver() -> None:
+def test_slow_row_is_a_sender_and_slow_column_a_receiver() -> None:
     row, column = (
         {(1, other) for other in range(6) if other != 1},
         {(other, 4) for other in range(6) if other != 4},
@@ -77,11 +77,12 @@ def test_row_is_a_sender_and_column_a_receiver() -> None:
 
 
 def test_three_ranks_suffice_to_find_a_slow_link_five_times_the_others() -> None:
-    # By the ratio to the mean, a column among three must be many times slower before it passes three times the mean.
+    # With the ratio to the mean, a column among three must be many times slower to exceed three
+    # times the mean.
     assert subjects(delays({(0, 1)}, list(itertools.permutations(range(3), 2)))) == ["link 0 -> 1"]
 
 
-def test_receiver_is_named_though_one_of_its_links_has_not_been_slow_for_long_enough() -> None:
+def test_slow_receiver_is_named_while_one_of_its_links_became_slow_recently() -> None:
     links = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
     sender, receiver = np.array(links).T
     keys = link_keys(sender, receiver, np.full(len(links), 15))
@@ -93,17 +94,17 @@ def test_receiver_is_named_though_one_of_its_links_has_not_been_slow_for_long_en
         )
     ended_s = [float(step) for step in range(10)]
     verdicts, _ = find_slow_links(history, {}, NODES, 0.1, ended_s, SlowThresholds())
-    assert [str(one.subject) for one in verdicts] == ["rank 2 on n2"]
+    assert [str(verdict.subject) for verdict in verdicts] == ["rank 2 on n2"]
 
 
-def test_matrix_shows_senders_in_rows_and_nothing_where_nothing_was_sent() -> None:
+def test_matrix_has_senders_in_rows_and_nan_where_nothing_was_sent() -> None:
     matrix = delay_matrix(delays({(1, 2)}, [(0, 1), (1, 2)], 0.0), (0, 1, 2))
     np.testing.assert_allclose(matrix[0, 1], 0.01)
     np.testing.assert_allclose(matrix[1, 2], 0.05)
     assert np.isnan(matrix[2]).all()
 
 
-def test_delay_runs_from_the_later_call_with_aligned_clocks_and_else_is_the_shorter_side() -> None:
+def test_delay_runs_from_the_later_call_or_is_the_shorter_side_without_aligned_clocks() -> None:
     rows = np.zeros(1, MESSAGE)
     rows["sender"], rows["receiver"], rows["sides"] = 0, 1, 3
     rows["shortest_s"], rows["later_s"], rows["received_s"] = 0.001, 5.0, 5.2
@@ -112,32 +113,30 @@ def test_delay_runs_from_the_later_call_with_aligned_clocks_and_else_is_the_shor
     assert message_delays(rows, {}, {0: "a", 1: "a"})[1].round(6).tolist() == [0.2]
 
 
-def test_clocks_that_may_be_off_never_make_a_link_look_slow() -> None:
+def test_clock_error_never_makes_a_link_look_slow() -> None:
     rows = np.zeros(1, MESSAGE)
     rows["sender"], rows["receiver"], rows["sides"] = 0, 1, 3
     rows["shortest_s"], rows["later_s"], rows["received_s"] = 0.001, 5.0, 5.004
     assert message_delays(rows, {0: 0.001, 1: 0.003}, NODES)[1].tolist() == [0.001]
 
 
-def test_links_whose_clocks_are_better_known_look_no_slower_for_it() -> None:
+def test_smaller_clock_error_does_not_make_a_link_look_slower() -> None:
     rows = np.zeros(2, MESSAGE)
     rows["sender"], rows["receiver"], rows["sides"] = (0, 1), (1, 2), 3
     rows["shortest_s"], rows["later_s"], rows["received_s"] = 1e-5, 5.0, 5.004
     delays_s = message_delays(rows, {0: 0.0, 1: 0.001, 2: 0.002}, NODES)[1]
     assert delays_s[0] == delays_s[1]
-    # Where one is not known at all, none is trusted.
+    # If one clock is not aligned, no clock is trusted.
     assert message_delays(rows, {0: 0.0, 1: 0.001}, NODES)[1].tolist() == [1e-5, 1e-5]
 
 
-def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the_later_call() -> (
-    None
-):
+def test_two_sides_of_a_message_fold_to_the_shorter_duration_and_the_later_call() -> None:
     rows = np.zeros(2, MESSAGE)
     rows["sides"], rows["shortest_s"] = (1, 2), (0.3, 0.1)
     rows["later_s"], rows["received_s"] = (5.0, 5.2), (-np.inf, 5.3)
-    for told in (rows, rows[::-1]):
-        (one,) = fold_messages(told)
-        assert (one["sides"], one["shortest_s"], one["later_s"], one["received_s"]) == (
+    for sides in (rows, rows[::-1]):
+        (row,) = fold_messages(sides)
+        assert (row["sides"], row["shortest_s"], row["later_s"], row["received_s"]) == (
             3,
             0.1,
             5.2,
@@ -145,28 +144,36 @@ def test_two_sides_of_a_message_become_one_row_with_the_shorter_duration_and_the
         )
 
 
-def test_message_of_which_one_side_told_has_no_delay() -> None:
+def test_message_reported_by_one_side_has_no_delay() -> None:
     rows = np.zeros(2, MESSAGE)
     rows["sides"] = 1, 2
     assert len(message_delays(rows, EXACT, NODES)[1]) == 0
 
 
-def test_node_that_all_slow_communicators_share_and_no_fast_one_is_named() -> None:
+def test_node_in_all_slow_and_no_fast_communicators_is_named() -> None:
     nodes = {0: "a", 1: "a", 2: "b", 3: "b", 4: "c", 5: "c", 6: "d", 7: "d"}
     pairs = [(0, 2), (1, 4), (3, 5), (2, 6), (4, 7), (3, 6), (5, 7)]
-    known = {at: Communicator(at, f"pair {at}", pair) for at, pair in enumerate(pairs)}
+    communicators = {
+        identity: Communicator(identity, f"pair {identity}", pair)
+        for identity, pair in enumerate(pairs)
+    }
     keys = transfer_keys(np.arange(len(pairs)), np.full(len(pairs), 20))
     history = NOTHING
     for step in range(10):
         history = history.push(step, keys, np.array([0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1]), 10)
-    fabric = TransferInputs(
-        known, nodes, {}, 1.0, float("nan"), [float(step) for step in range(10)]
+    inputs = TransferInputs(
+        communicators=communicators,
+        nodes=nodes,
+        counts={},
+        step_s=1.0,
+        own_shift=float("nan"),
+        since_s=[float(step) for step in range(10)],
     )
-    verdicts, _ = find_slow_transfers(history, fabric, SlowThresholds())
-    assert [str(one.subject) for one in verdicts] == ["node a (ranks 0, 1)"]
+    verdicts, _ = find_slow_transfers(history, inputs, SlowThresholds())
+    assert [str(verdict.subject) for verdict in verdicts] == ["node a (ranks 0, 1)"]
 
 
-def test_messages_told_before_clocks_were_known_are_not_read_off_both_sides_once_they_are() -> None:
+def test_messages_recorded_before_clock_alignment_use_one_sides_duration() -> None:
     # Rank 1's clock is ahead by 100 s; it calls long before rank 0 does.
     trace = parse("""
 node a: 0
@@ -180,31 +187,33 @@ pipe receive 1k <-0  .            0.100-0.502  .
 all all_reduce 1k    0.70-0.71    0.70-0.71    0.70-0.71
 read 10.0
 """)
-    whole = trace.job()
+    complete = trace.job()
 
-    def told(ranks: tuple[int, ...], are_known: bool) -> JobRecords:
-        some = {}
+    def records_of(ranks: tuple[int, ...], aligned: bool) -> JobRecords:
+        ranks_by_number = {}
         for rank in ranks:
-            one = whole.ranks[rank]
-            records = one.records.copy()
+            recorded = complete.ranks[rank]
+            records = recorded.records.copy()
             for name in ("enqueued_s", "started_s", "ended_s"):
                 records[name] += 100.0 * (rank == 1)
-            offset_s, error_s = (-100.0 * (rank == 1), 1e-4) if are_known else (0.0, float("inf"))
-            some[rank] = replace(one, records=records, offset_s=offset_s, offset_error_s=error_s)
-        return JobRecords(some, whole.communicators)
+            offset_s, error_s = (-100.0 * (rank == 1), 1e-4) if aligned else (0.0, float("inf"))
+            ranks_by_number[rank] = replace(
+                recorded, records=records, offset_s=offset_s, offset_error_s=error_s
+            )
+        return JobRecords(ranks_by_number, complete.communicators)
 
     thresholds = Thresholds()
-    past, _ = diagnose(told((2,), False), {}, NO_DIAGNOSIS_STATE, 9.0, thresholds)
-    # Steps wait for rank 2's news, which are of the start only.
-    late = replace(whole.ranks[2], records=whole.ranks[2].records[:2])
+    past, _ = diagnose(records_of((2,), False), {}, NO_DIAGNOSIS_STATE, 9.0, thresholds)
+    # Steps wait for rank 2's records, which are of the start only.
+    late = replace(complete.ranks[2], records=complete.ranks[2].records[:2])
     past, _ = diagnose(
-        JobRecords({**told((0, 1), False).ranks, 2: late}, whole.communicators),
+        JobRecords({**records_of((0, 1), False).ranks, 2: late}, complete.communicators),
         {},
         NO_DIAGNOSIS_STATE,
         9.5,
         thresholds,
     )
     assert len(past.window.links.keys) == 0
-    past, _ = diagnose(told((0, 1, 2), True), {}, past, 10.0, thresholds)
+    past, _ = diagnose(records_of((0, 1, 2), True), {}, past, 10.0, thresholds)
     assert past.window.newest >= 7
     assert np.exp(np.nanmax(past.window.links.values)) < 0.003

@@ -1,4 +1,7 @@
-"""What must hold of diagnosis whatever the trace: names, units and clocks do not matter, nor how records come in."""
+"""Properties of diagnosis on any trace.
+
+Verdicts do not depend on names, units, clocks, or on how records are read.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,13 +32,13 @@ def judged(
     return diagnose(job, {}, NO_DIAGNOSIS_STATE, at_s, thresholds or Thresholds())[1]
 
 
-def told(verdicts: tuple[Verdict, ...]) -> set[tuple[str, Subject]]:
-    return {(one.syndrome, one.subject) for one in verdicts}
+def summarize(verdicts: tuple[Verdict, ...]) -> set[tuple[str, Subject]]:
+    return {(verdict.syndrome, verdict.subject) for verdict in verdicts}
 
 
 def altered(trace: Trace, alter: Callable[[RankRecords], RankRecords]) -> JobRecords:
     job = trace.job()
-    return replace(job, ranks={rank: alter(one) for rank, one in job.ranks.items()})
+    return replace(job, ranks={rank: alter(records) for rank, records in job.ranks.items()})
 
 
 @settings(deadline=None)
@@ -44,25 +47,29 @@ def test_permuting_ranks_permutes_verdicts(case: str, data: st.DataObject) -> No
     trace = load(CASES[case])
     job = trace.job()
     order = data.draw(st.permutations(sorted(job.ranks)))
-    name = dict(zip(sorted(job.ranks), order, strict=True))
+    permuted_rank = dict(zip(sorted(job.ranks), order, strict=True))
     ranks = {}
-    for rank, one in job.ranks.items():
-        records = one.records.copy()
+    for rank, group in job.ranks.items():
+        records = group.records.copy()
         has_peer = records["peer"] >= 0
-        records["peer"][has_peer] = [name[peer] for peer in records["peer"][has_peer].tolist()]
-        ranks[name[rank]] = replace(one, rank=name[rank], records=records)
+        records["peer"][has_peer] = [
+            permuted_rank[peer] for peer in records["peer"][has_peer].tolist()
+        ]
+        ranks[permuted_rank[rank]] = replace(group, rank=permuted_rank[rank], records=records)
     communicators = {
-        identity: Communicator(identity, one.name, tuple(sorted(name[rank] for rank in one.ranks)))
-        for identity, one in job.communicators.items()
+        identity: Communicator(
+            identity, group.name, tuple(sorted(permuted_rank[rank] for rank in group.ranks))
+        )
+        for identity, group in job.communicators.items()
     }
 
     def renamed(subject: Subject) -> Subject:
-        members = [name[rank] for rank in subject.ranks]
+        members = [permuted_rank[rank] for rank in subject.ranks]
         return replace(subject, ranks=tuple(members if subject.kind == "link" else sorted(members)))
 
     permuted = judged(JobRecords(ranks, communicators), trace.read_s)
-    assert told(permuted) == {
-        (syndrome, renamed(subject)) for syndrome, subject in told(judged(job, trace.read_s))
+    assert summarize(permuted) == {
+        (syndrome, renamed(subject)) for syndrome, subject in summarize(judged(job, trace.read_s))
     }
 
 
@@ -81,7 +88,7 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
 
     plain = {(one.syndrome, one.subject): one for one in judged(trace.job(), trace.read_s)}
     scaled = judged(altered(trace, longer), trace.read_s * factor, Thresholds().scaled(factor))
-    assert told(scaled) == set(plain)
+    assert summarize(scaled) == set(plain)
     for one in scaled:
         before = plain[one.syndrome, one.subject]
         assert one.cost_s_per_step == pytest.approx(before.cost_s_per_step * factor, rel=1e-6)
@@ -96,14 +103,14 @@ def test_scaling_time_scales_verdicts(case: str, factor: float) -> None:
     is_known=st.booleans(),
 )
 def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_known: bool) -> None:
-    """With `is_known`, offsets follow; without, the clocks are simply wrong, and still the same verdicts come."""
+    """With `is_known`, offsets follow; without, clocks are wrong, and verdicts are equal."""
     trace = load(CASES[case])
     shift_of = dict(zip(sorted(set(trace.nodes.values())), shifts, strict=False))
 
     def shifted(one: RankRecords) -> RankRecords:
         records, shift_s = one.records.copy(), shift_of[one.node]
         for name in TIMES:
-            # 0.0 stands for "not yet" and stays; what falls on it by chance is moved aside.
+            # 0.0 means "not yet" and stays; a time that is 0.0 by chance is moved aside.
             records[name] = np.where(records[name] != 0, records[name] + shift_s + 2e4, 0.0)
         offset_s = one.offset_s - shift_s - 2e4 if is_known else 0.0
         return replace(
@@ -111,7 +118,7 @@ def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_know
         )
 
     plain, other = judged(trace.job(), trace.read_s), judged(altered(trace, shifted), trace.read_s)
-    assert told(other) == told(plain)
+    assert summarize(other) == summarize(plain)
     if is_known:
         since = {(one.syndrome, one.subject): one.since_s for one in plain}
         for one in other:
@@ -123,20 +130,21 @@ def test_shifting_clocks_changes_nothing(case: str, shifts: list[float], is_know
 def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObject) -> None:
     trace = load(CASES[case])
     job = trace.job()
-    parts = [digest([one], job.communicators)[1] for one in job.ranks.values()]
+    parts = [digest([item], job.communicators)[1] for item in job.ranks.values()]
     while len(parts) > 1:
         first = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
         second = parts.pop(data.draw(st.integers(0, len(parts) - 1)))
         parts.append(merge((first, second), job.communicators))
-    nodes = {rank: one.node for rank, one in job.ranks.items()}
+    nodes = {rank: item.node for rank, item in job.ranks.items()}
     _, verdicts = conclude(
         parts[0], job.communicators, nodes, {}, NO_DIAGNOSIS_STATE, trace.read_s, Thresholds()
     )
-    whole = judged(job, trace.read_s)
-    assert told(verdicts) == told(whole)
-    costs = {(one.syndrome, one.subject): one.cost_s_per_step for one in whole}
+    expected = judged(job, trace.read_s)
+    assert summarize(verdicts) == summarize(expected)
+    costs = {(item.syndrome, item.subject): item.cost_s_per_step for item in expected}
     assert all(
-        one.cost_s_per_step == pytest.approx(costs[one.syndrome, one.subject]) for one in verdicts
+        item.cost_s_per_step == pytest.approx(costs[item.syndrome, item.subject])
+        for item in verdicts
     )
 
 
@@ -144,33 +152,35 @@ def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObj
 @given(data=st.data())
 def test_reading_at_any_times_accounts_for_everything_once(data: st.DataObject) -> None:
     trace = load(CASES["non_communication_slow"])
-    whole = digest(trace.job().ranks.values(), trace.job().communicators)[1]
+    expected = digest(trace.job().ranks.values(), trace.job().communicators)[1]
     moments = sorted(data.draw(st.lists(st.floats(0.5, 16.0), max_size=12)))
     keep_s = data.draw(st.floats(0.0, 20.0))
     memory, parts, before_s = EMPTY_DIGEST_STATE, [], 0.0
     for moment in [*moments, 16.0]:
-        # A ring holds at least what is new since the last reading, and however much of what was read before.
+        # A ring holds at least what is new since the last reading, and some of what was read
+        # before.
         job = trace.job(moment, before_s - keep_s)
         memory, part = digest(job.ranks.values(), job.communicators, memory)
         parts.append(part)
         before_s = moment
-    pieces = merge(parts_of_steps(parts), trace.job().communicators)
-    first = np.isin(whole.steps["step"], pieces.steps["step"])
-    # Where reading begins a step is known in part only, so it may begin later than in one reading.
-    assert len(pieces.steps) >= len(whole.steps) - 4
+    merged = merge(parts_of_steps(parts), trace.job().communicators)
+    first = np.isin(expected.steps["step"], merged.steps["step"])
+    # The first step of a reading is only partly known, so steps may begin later than in one
+    # reading.
+    assert len(merged.steps) >= len(expected.steps) - 4
     for name in ("own_s", "duration_s"):
-        np.testing.assert_allclose(pieces.steps[name], whole.steps[name][first], atol=1e-9)
-    np.testing.assert_array_equal(pieces.steps["role"], whole.steps["role"][first])
-    assert pieces.transfers["count"].sum() == whole.transfers["count"].sum()
+        np.testing.assert_allclose(merged.steps[name], expected.steps[name][first], atol=1e-9)
+    np.testing.assert_array_equal(merged.steps["role"], expected.steps["role"][first])
+    assert merged.transfers["count"].sum() == expected.transfers["count"].sum()
 
 
 def parts_of_steps(parts: list[Digest]) -> list[Digest]:
-    """Increments alone: snapshots of one rank from several readings do not belong into one digest."""
+    """Return the increments alone: a digest must not hold several snapshots of one rank."""
     return [replace(part, ranks=part.ranks[:0], frontiers=part.frontiers[:0]) for part in parts]
 
 
 def test_healthy_noisy_job_has_no_verdicts() -> None:
-    # Twice the noise of the benchmark, and a hiccup of a third of a step every few steps.
+    # Twice the noise of the benchmark, and a delay of a third of a step every few steps.
     job = Simulation(
         Shape(2, 2, 4),
         None,

@@ -1,4 +1,4 @@
-"""Digests: what survives overlapping readings, lost records and wrong clocks."""
+"""Tests digests of overlapping readings, lost records and partial steps."""
 
 import numpy as np
 import pytest
@@ -31,11 +31,11 @@ def read(trace: Trace, at_s: float, since_s: float, memory=EMPTY_DIGEST_STATE):
 
 
 def test_own_time_runs_from_the_end_of_one_operation_to_the_call_of_the_next() -> None:
-    _, told = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
-    assert told.steps["step"].tolist() == [2, 2, 3, 3, 4, 4, 5, 5]
-    np.testing.assert_allclose(told.steps["own_s"], [0.8, 0.9] * 4)
-    np.testing.assert_allclose(told.steps["duration_s"], [1.0] * 8)
-    np.testing.assert_allclose(told.steps["data_s"], [0.1, 0.05] * 4)
+    _, result = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
+    assert result.steps["step"].tolist() == [2, 2, 3, 3, 4, 4, 5, 5]
+    np.testing.assert_allclose(result.steps["own_s"], [0.8, 0.9] * 4)
+    np.testing.assert_allclose(result.steps["duration_s"], [1.0] * 8)
+    np.testing.assert_allclose(result.steps["data_s"], [0.1, 0.05] * 4)
 
 
 def test_overlapping_asynchronous_operations_are_counted_once() -> None:
@@ -50,28 +50,28 @@ def test_overlapping_asynchronous_operations_are_counted_once() -> None:
         trace.operation(
             0, "world", Operation.ALL_REDUCE, step + 0.55, step + 0.7, step=step, asynchronous=True
         )
-    _, told = read(trace, 9.0, -1.0)
-    np.testing.assert_allclose(told.steps["own_s"], 0.5)
+    _, result = read(trace, 9.0, -1.0)
+    np.testing.assert_allclose(result.steps["own_s"], 0.5)
 
 
-def test_transfer_is_the_shortest_duration_and_belongs_to_the_last_to_come() -> None:
-    _, told = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
-    np.testing.assert_allclose(told.transfers["sum_s"], 0.1)
-    assert set(told.last_arrivals["rank"].tolist()) == {1}
+def test_transfer_time_is_the_duration_at_the_last_rank_to_arrive() -> None:
+    _, result = read(parse(TWO.format(steps="1-6")), 12.0, -1.0)
+    np.testing.assert_allclose(result.transfers["sum_s"], 0.1)
+    assert set(result.last_arrivals["rank"].tolist()) == {1}
 
 
-def test_operations_that_are_lost_unread_leave_their_steps_out_rather_than_wrong() -> None:
+def test_steps_with_records_lost_unread_are_left_out() -> None:
     trace = parse(TWO.format(steps="1-12"))
     memory, first = read(trace, 4.0, -1.0)
-    # The next reading finds only what ended after 8.2: stamps tell that there was more.
+    # The next reading finds only what ended after 8.2: stamps show that there was more.
     _, second = read(trace, 12.0, 8.2, memory)
     assert first.steps["step"].max() == 3
     assert second.steps["step"].min() == 10
-    for told in (first, second):
-        np.testing.assert_allclose(told.steps["duration_s"], 1.0)
+    for result in (first, second):
+        np.testing.assert_allclose(result.steps["duration_s"], 1.0)
 
 
-def test_what_was_told_is_not_told_again() -> None:
+def test_increments_are_reported_once() -> None:
     trace = parse(TWO.format(steps="1-6"))
     memory, _ = read(trace, 12.0, -1.0)
     _, again = read(trace, 12.0, -1.0, memory)
@@ -86,15 +86,19 @@ def test_what_was_told_is_not_told_again() -> None:
     assert again.frontiers["entered"].tolist() == [6, 6]
 
 
-def test_phases_of_the_next_step_are_accounted_to_it_whatever_they_are_numbered() -> None:
+def test_phase_is_accounted_to_the_step_of_the_next_operation() -> None:
     trace = Trace({0: "a"}, {}, {"world": (0,)})
     for step in range(1, 6):
         trace.operation(0, "world", Operation.ALL_REDUCE, step + 0.5, step + 0.6, step=step)
         if step == 2:
             trace.phase(0, Phase.CHECKPOINT, step + 0.7, step + 0.9, step)
-    _, told = read(trace, 9.0, -1.0)
+    _, result = read(trace, 9.0, -1.0)
     assert dict(
-        zip(told.steps["step"].tolist(), told.steps["checkpoint_s"].round(3).tolist(), strict=True)
+        zip(
+            result.steps["step"].tolist(),
+            result.steps["checkpoint_s"].round(3).tolist(),
+            strict=True,
+        )
     ) == {
         2: 0,
         3: 0.2,
@@ -102,16 +106,16 @@ def test_phases_of_the_next_step_are_accounted_to_it_whatever_they_are_numbered(
     }
 
 
-def test_collective_of_an_unknown_communicator_is_never_whole() -> None:
+def test_collective_of_an_unknown_communicator_stays_partial() -> None:
     rows = np.zeros(3, COLLECTIVE)
     rows["arrived"] = 1
-    whole, partial = split_whole(fold_collectives(rows), {})
-    assert len(whole) == 0
+    complete, partial = split_whole(fold_collectives(rows), {})
+    assert len(complete) == 0
     assert partial["arrived"].tolist() == [3]
 
 
 @given(values=st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), min_size=1, max_size=50))
-def test_medians_by_group_are_those_of_each_group(values: list[tuple[int, float]]) -> None:
+def test_medians_by_group_equal_the_median_of_each_group(values: list[tuple[int, float]]) -> None:
     keys, numbers = np.array([key for key, _ in values]), np.array([number for _, number in values])
     grouped = median_by(keys, numbers)
     assert grouped.medians.tolist() == pytest.approx(
@@ -120,36 +124,37 @@ def test_medians_by_group_are_those_of_each_group(values: list[tuple[int, float]
     assert grouped.counts.sum() == len(values)
 
 
-def test_spread_is_that_of_normal_values_and_ignores_a_wild_minority() -> None:
+def test_spread_estimates_sigma_and_ignores_a_minority_of_outliers() -> None:
     values = np.random.default_rng(1).normal(3, 2, 10_000)
     assert spread(values) == pytest.approx(2, rel=0.05)
     values[:3000] = 1e9
     assert spread(values) < 6
 
 
-def test_history_keeps_a_window_and_learns_nothing_from_the_deviating() -> None:
+def test_series_keeps_a_window_and_does_not_learn_from_deviating_subjects() -> None:
     thresholds = SlowThresholds()
     history = NOTHING
     for step in range(40):
         seconds = np.array([1.0, 1.0, 1.0, 3.0 if step >= 20 else 1.0])
         history = history.push(step, np.arange(4), seconds, thresholds.window)
-        found = deviations(history, np.array([0, 1, 2, 3]), 1.1, thresholds)
-        history = history.learn(found.hot, thresholds)
+        deviation = deviations(history, np.array([0, 1, 2, 3]), 1.1, thresholds)
+        history = history.learn(deviation.hot, thresholds)
     assert history.steps.tolist() == list(range(30, 40))
-    # Alone in its group, it is judged by its past, which took in the few steps before it was found out and no more.
-    assert found.hot.tolist() == [False, False, False, True]
+    # Alone in its group, a subject is judged by its past, which includes only the few steps before
+    # the deviation was found.
+    assert deviation.hot.tolist() == [False, False, False, True]
     assert np.exp(history.past[3]) < 1.6
-    assert found.ratio[3] == pytest.approx(3.0 / np.exp(history.past[3]))
+    assert deviation.ratio[3] == pytest.approx(3.0 / np.exp(history.past[3]))
 
 
-def test_subjects_that_vanish_are_forgotten() -> None:
+def test_subjects_without_values_in_the_window_are_dropped() -> None:
     history = NOTHING.push(0, np.array([1, 2]), np.array([1.0, 1.0]), 2)
     for step in (1, 2):
         history = history.push(step, np.array([2]), np.array([1.0]), 2)
     assert history.keys.tolist() == [2]
 
 
-def test_what_a_daemon_tells_again_after_its_restart_is_not_counted_twice() -> None:
+def test_digests_repeated_after_a_restart_are_not_counted_twice() -> None:
     text = "node a: 0 1\nnode b: 2 3\ncommunicator world: 0 1 2 3\nsteps 1-6 every 1.0\n"
     job = parse(
         text + "world all_reduce 4k  0.30-0.50  0.40-0.50  0.40-0.50  0.45-0.50\nread 12.0"

@@ -1,4 +1,4 @@
-"""Losses, norms and checksums over steps."""
+"""Tests verdicts on losses, gradient norms and checksums over steps."""
 
 import numpy as np
 
@@ -18,23 +18,19 @@ def follow(
     communicator: int = 0,
     step_s: float = 10.0,
 ) -> list[tuple[Verdict, ...]]:
-    """One list of values a step, one value a rank; return what stood after each step."""
-    curves, seen = EMPTY_MEASURE_HISTORY, []
-    for step, told in enumerate(values, 1):
-        rows = np.zeros(len(told), MEASURE)
-        rows["rank"], rows["value"] = np.arange(len(told)), told
-        rows["step"], rows["code"], rows["communicator"], rows["at_s"] = (
-            step,
-            code,
-            communicator,
-            step * step_s,
-        )
+    """Return which verdicts held after each step, of one list of values per step."""
+    curves, standing = EMPTY_MEASURE_HISTORY, []
+    for step, step_values in enumerate(values, 1):
+        rows = np.zeros(len(step_values), MEASURE)
+        rows["rank"], rows["value"] = np.arange(len(step_values)), step_values
+        rows["step"], rows["code"] = step, code
+        rows["communicator"], rows["at_s"] = communicator, step * step_s
         now_s = (step + 1) * step_s
         curves, verdicts = judge_measures(
             curves, rows, len(values[0]), 3.0, WORLD, NODES, now_s, MeasureThresholds()
         )
-        seen.append(verdicts)
-    return seen
+        standing.append(verdicts)
+    return standing
 
 
 def smooth(steps: int, sigma: float = 0.02, seed: int = 1) -> list[list[float]]:
@@ -55,7 +51,7 @@ def test_heavy_tailed_gradient_norms_have_no_spikes() -> None:
     assert not any(follow(norms, Measure.GRADIENT_NORM))
 
 
-def test_single_spike_is_observed_and_a_lasting_one_alerts() -> None:
+def test_single_spike_is_observed_and_a_lasting_spike_alerts() -> None:
     curve = smooth(60)
     (single,) = follow([*curve, [20.0] * 4])[-1]
     assert (single.syndrome, single.advice) == ("loss spike", Advice.OBSERVE)
@@ -64,23 +60,23 @@ def test_single_spike_is_observed_and_a_lasting_one_alerts() -> None:
     assert lasting[-1][0].since_s == 610.0
 
 
-def test_finding_is_withdrawn_some_steps_after_it_last_showed() -> None:
+def test_finding_is_withdrawn_some_steps_after_its_last_occurrence() -> None:
     seen = follow([*smooth(60), [20.0] * 4, *smooth(30)])
     assert seen[60]
     assert not seen[-1]
 
 
-def test_finding_stands_for_a_minute_though_steps_are_short() -> None:
+def test_finding_holds_for_a_minute_even_if_steps_are_short() -> None:
     seen = follow([[float("nan")] * 4, *[[2.0] * 4] * 70], step_s=1.0)
     assert seen[40]
     assert not seen[-1]
 
 
-def test_new_level_is_accepted_in_the_end() -> None:
+def test_lasting_new_level_is_accepted() -> None:
     assert not follow([*smooth(60), *[[20.0] * 4] * 200])[-1]
 
 
-def test_loss_that_is_not_finite_everywhere_is_the_jobs() -> None:
+def test_loss_that_is_not_finite_on_all_ranks_is_attributed_to_the_job() -> None:
     (verdict,) = follow([[2.0] * 4, [float("inf")] * 4])[-1]
     assert (verdict.syndrome, verdict.subject.kind) == ("loss not finite", "job")
     (verdict,) = follow([[2.0] * 4, [2.0, 2.0, 2.0, float("nan")]])[-1]
@@ -94,7 +90,7 @@ def test_replicas_are_compared_within_their_step_and_group() -> None:
     assert verdict.advice is Advice.REPLACE_NODE
 
 
-def test_replicas_that_differ_do_so_until_they_are_compared_again_and_agree() -> None:
+def test_finding_on_replicas_holds_until_they_are_compared_again_and_agree() -> None:
     silent = [list[float]() for _ in range(99)]
     good, bad = [7.0] * 4, [7.0, 7.0, 7.0, 8.0]
     seen = follow([good, bad, *silent, bad, *silent, good, *silent], Measure.REPLICA_CHECKSUM, 1)
@@ -104,40 +100,32 @@ def test_replicas_that_differ_do_so_until_they_are_compared_again_and_agree() ->
     assert seen[201:] == [()] * 100
 
 
-def test_replicas_on_far_nodes_are_heard_before_their_step_is_judged() -> None:
+def test_step_is_judged_after_the_reports_of_far_nodes() -> None:
     def rows(step: int, ranks: tuple[int, ...]) -> np.ndarray:
-        told = np.zeros(len(ranks), MEASURE)
-        told["rank"], told["step"], told["code"], told["communicator"] = (
-            ranks,
-            step,
-            Measure.REPLICA_CHECKSUM,
-            1,
-        )
-        told["value"] = [8.0 if rank == 3 else 7.0 for rank in ranks]
-        return told
+        measures = np.zeros(len(ranks), MEASURE)
+        measures["rank"], measures["step"] = ranks, step
+        measures["code"], measures["communicator"] = Measure.REPLICA_CHECKSUM, 1
+        measures["value"] = [8.0 if rank == 3 else 7.0 for rank in ranks]
+        return measures
 
-    curves, seen = EMPTY_MEASURE_HISTORY, []
+    curves, named = EMPTY_MEASURE_HISTORY, []
     for step in range(1, 60):
-        # Ten steps a second, and two seconds on their way.
-        told = np.concatenate(
+        # Ten steps a second, and reports of ranks 2 and 3 take two seconds.
+        measures = np.concatenate(
             [rows(step, (0, 1)), rows(step - 20, (2, 3))] if step > 20 else [rows(step, (0, 1))]
         )
         curves, verdicts = judge_measures(
-            curves, told, 4, 60.0, WORLD, NODES, step / 10, MeasureThresholds()
+            curves, measures, 4, 60.0, WORLD, NODES, step / 10, MeasureThresholds()
         )
-        seen.append({one.subject.ranks for one in verdicts})
-    assert seen[-1] == {(3,)}
-    assert seen[:20] == [set()] * 20
+        named.append({verdict.subject.ranks for verdict in verdicts})
+    assert named[-1] == {(3,)}
+    assert named[:20] == [set()] * 20
 
 
-def test_loss_that_is_not_finite_is_told_though_its_news_come_late() -> None:
+def test_loss_that_is_not_finite_is_reported_even_if_its_report_is_late() -> None:
     rows = np.zeros(2, MEASURE)
-    rows["rank"], rows["step"], rows["code"], rows["value"] = (
-        (0, 3),
-        (40, 20),
-        Measure.LOSS,
-        (2.0, float("nan")),
-    )
+    rows["rank"], rows["step"], rows["code"] = (0, 3), (40, 20), Measure.LOSS
+    rows["value"] = 2.0, float("nan")
     _, (verdict,) = judge_measures(
         EMPTY_MEASURE_HISTORY, rows, 4, 60.0, WORLD, NODES, 0.0, MeasureThresholds()
     )

@@ -1,4 +1,4 @@
-"""Nodes' own figures: what is a verdict, and what only explains one."""
+"""Tests which metrics of nodes are verdicts, and which only explain slow ranks."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ def follow(*readings: dict[str, NodeMetrics]) -> NodeFindings:
     return findings
 
 
-def reading(at_s: float, **of_a: object) -> dict[str, NodeMetrics]:
-    fine = NodeMetrics(
+def reading(at_s: float, **changes_of_a: object) -> dict[str, NodeMetrics]:
+    healthy = NodeMetrics(
         "a",
         at_s,
         cpu_hz=3e9,
@@ -25,7 +25,10 @@ def reading(at_s: float, **of_a: object) -> dict[str, NodeMetrics]:
         memory_available=60 << 30,
         gpus=(GpuMetrics(0, 60.0, 1.7e9, busy_share=0.9),),
     )
-    return {name: replace(fine, node=name, **(of_a if name == "a" else {})) for name in "abcd"}
+    return {
+        name: replace(healthy, node=name, **(changes_of_a if name == "a" else {}))
+        for name in "abcd"
+    }
 
 
 def test_healthy_nodes_have_no_findings() -> None:
@@ -34,18 +37,18 @@ def test_healthy_nodes_have_no_findings() -> None:
     )
 
 
-def test_denied_processor_time_explains_and_is_no_verdict() -> None:
+def test_denied_processor_time_explains_slowness_and_is_not_a_verdict() -> None:
     findings = follow(*(reading(at_s, throttled_s=0.5 * at_s) for at_s in range(6)))
     assert findings.verdicts == ()
     assert "50%" in findings.throttled["a"]
 
 
-def test_one_odd_reading_explains_nothing() -> None:
+def test_single_anomalous_reading_explains_nothing() -> None:
     assert follow(reading(0), reading(1), reading(2, cpu_hz=1e9)).throttled == {}
     assert "1.00 GHz" in follow(*(reading(at_s, cpu_hz=1e9) for at_s in range(3))).throttled["a"]
 
 
-def test_hot_or_slow_device_explains() -> None:
+def test_hot_or_slow_device_explains_slowness() -> None:
     hot = (GpuMetrics(0, 93.0, 1.7e9, busy_share=0.9),)
     slow = (GpuMetrics(0, 60.0, 1.1e9, busy_share=0.9),)
     idle = (GpuMetrics(0, 60.0, 0.3e9, busy_share=0.0),)
@@ -67,12 +70,12 @@ def test_new_device_errors_are_verdicts_at_once_and_old_ones_are_not() -> None:
     )
 
 
-def test_error_of_the_program_is_no_device_error() -> None:
+def test_xid_of_the_program_is_not_a_device_error() -> None:
     program = (GpuMetrics(0, xids=(31, 13)),)
     assert follow(reading(0), reading(1, gpus=program)).verdicts == ()
 
 
-def test_memory_that_is_nearly_gone_or_soon_will_be_is_told() -> None:
+def test_memory_that_is_low_or_will_soon_run_out_is_reported() -> None:
     (low,) = follow(*(reading(at_s, memory_available=2 << 30) for at_s in range(4))).verdicts
     assert "2048 MiB" in low.evidence[0]
     (soon,) = follow(
@@ -81,7 +84,7 @@ def test_memory_that_is_nearly_gone_or_soon_will_be_is_told() -> None:
     assert "gone in 9 s" in soon.evidence[0]
 
 
-def test_memory_that_shrinks_far_from_the_end_or_rests_near_it_is_not_told() -> None:
+def test_memory_that_shrinks_from_a_high_level_or_is_constant_is_not_reported() -> None:
     assert (
         follow(*(reading(at_s, memory_available=(60 - at_s) << 30) for at_s in range(4))).verdicts
         == ()

@@ -1,4 +1,4 @@
-"""What is done about verdicts, and what never is."""
+"""Tests what the policy does about verdicts, and what it never does."""
 
 import math
 from collections import Counter
@@ -30,18 +30,24 @@ def verdict(
     confidence: float = 0.9,
 ) -> Verdict:
     return Verdict(
-        Subject("rank", (rank,), NODES[rank]), syndrome, 0.0, ("told",), confidence, cost_s, advice
+        subject=Subject("rank", (rank,), NODES[rank]),
+        syndrome=syndrome,
+        since_s=0.0,
+        evidence=("evidence",),
+        confidence=confidence,
+        cost_s_per_step=cost_s,
+        advice=advice,
     )
 
 
 def kinds(
-    policy: EnforcementPolicy, told: list[tuple[float, list[Verdict]]], step_s: float = 1.0
+    policy: EnforcementPolicy, readings: list[tuple[float, list[Verdict]]], step_s: float = 1.0
 ) -> list[tuple[float, ActionKind]]:
-    state, done = EnforcementState(), []
-    for now_s, verdicts in told:
+    state, actions_done = EnforcementState(), []
+    for now_s, verdicts in readings:
         state, actions = decide(policy, state, verdicts, NODES, step_s, now_s)
-        done += [(now_s, action.kind) for action in actions]
-    return done
+        actions_done += [(now_s, action.kind) for action in actions]
+    return actions_done
 
 
 def test_slowness_is_acted_upon_when_the_loss_equals_the_cost_of_acting() -> None:
@@ -51,7 +57,7 @@ def test_slowness_is_acted_upon_when_the_loss_equals_the_cost_of_acting() -> Non
     assert done[1:] == [(600.0, ActionKind.REPLACE_NODE)]
 
 
-def test_time_in_which_a_verdict_was_gone_is_not_counted_as_lost() -> None:
+def test_time_without_the_verdict_is_not_counted_as_lost() -> None:
     half = [(float(now), [verdict()] if now // 30 % 2 == 0 else []) for now in range(0, 1000, 10)]
     assert all(kind is ActionKind.ALERT for _, kind in kinds(POLICY, half))
 
@@ -64,7 +70,7 @@ def test_hang_is_acted_upon_as_soon_as_it_is_sustained() -> None:
     assert done == [(1.0, ActionKind.RESTART_WORKER)]
 
 
-def test_hang_is_told_with_all_the_time_that_it_has_cost_though_it_was_found_late() -> None:
+def test_alert_on_a_hang_states_the_loss_since_it_began() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
@@ -73,7 +79,7 @@ def test_hang_is_told_with_all_the_time_that_it_has_cost_though_it_was_found_lat
     assert action.reason == "70 s lost so far"
 
 
-def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
+def test_node_is_replaced_if_a_restart_did_not_end_its_hang() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
@@ -87,7 +93,7 @@ def test_hang_that_a_restart_did_not_cure_costs_the_node_its_place() -> None:
     ]
 
 
-def test_what_could_not_be_carried_out_costs_nothing_and_is_due_again() -> None:
+def test_reverted_action_costs_no_budget_and_is_due_again() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
@@ -100,44 +106,48 @@ def test_what_could_not_be_carried_out_costs_nothing_and_is_due_again() -> None:
     assert decide(policy, state, [hang], NODES, 1.0, 7.0)[1] == ()
 
 
-def test_verdict_that_comes_and_goes_within_the_hysteresis_is_told_once() -> None:
-    told = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
-    assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), told)] == [ActionKind.ALERT]
+def test_verdict_that_flickers_within_the_hysteresis_alerts_once() -> None:
+    readings = [(float(now), [verdict()] if now % 20 < 10 else []) for now in range(200)]
+    assert [kind for _, kind in kinds(replace(POLICY, mode=Mode.ALERT), readings)] == [
+        ActionKind.ALERT
+    ]
 
 
-def test_single_appearance_does_nothing() -> None:
+def test_single_appearance_of_a_verdict_causes_no_action() -> None:
     assert kinds(POLICY, [(0.0, [verdict()]), (1.0, []), (2.0, []), (70.0, [verdict()])]) == []
 
 
-def test_modes_go_as_far_as_they_say() -> None:
+def test_each_mode_is_limited_to_its_actions() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
     )
     error = verdict(syndrome=Syndrome.DEVICE_ERROR, cost_s=0.0)
-    told = [(float(now), [hang, error]) for now in range(5)]
-    done = {mode: {kind for _, kind in kinds(EnforcementPolicy(mode=mode), told)} for mode in Mode}
+    readings = [(float(now), [hang, error]) for now in range(5)]
+    done = {
+        mode: {kind for _, kind in kinds(EnforcementPolicy(mode=mode), readings)} for mode in Mode
+    }
     assert done[Mode.OBSERVE] == set()
     assert done[Mode.ALERT] == {ActionKind.ALERT}
     assert done[Mode.RESTART] == {ActionKind.ALERT, ActionKind.RESTART_WORKER}
     assert done[Mode.REPLACE] == {ActionKind.RESTART_WORKER, ActionKind.REPLACE_NODE}
 
 
-def test_doubtful_verdict_is_only_told() -> None:
+def test_verdict_of_low_confidence_only_alerts() -> None:
     doubtful = verdict(cost_s=math.inf, confidence=0.5)
     assert {
         kind for _, kind in kinds(POLICY, [(float(now), [doubtful]) for now in range(100)])
     } == {ActionKind.ALERT}
 
 
-def test_group_or_link_is_never_evicted() -> None:
+def test_group_link_or_job_is_never_replaced_or_restarted() -> None:
     for kind in ("group", "link", "job"):
-        one = replace(verdict(cost_s=math.inf), subject=Subject(kind, (2, 3)))
-        assert {kind for _, kind in kinds(POLICY, [(float(now), [one]) for now in range(100)])} == {
-            ActionKind.ALERT
-        }
+        unlocalised = replace(verdict(cost_s=math.inf), subject=Subject(kind, (2, 3)))
+        assert {
+            kind for _, kind in kinds(POLICY, [(float(now), [unlocalised]) for now in range(100)])
+        } == {ActionKind.ALERT}
 
 
-def test_denied_replacement_becomes_an_alert_that_says_why() -> None:
+def test_denied_replacement_becomes_an_alert_with_the_reason() -> None:
     state, reasons = EnforcementState(), []
     bad = [verdict(rank, cost_s=math.inf) for rank in range(0, 10, 2)]
     for now in range(4):
@@ -147,7 +157,7 @@ def test_denied_replacement_becomes_an_alert_that_says_why() -> None:
     assert all("budget is 2" in reason for kind, reason in reasons if kind is ActionKind.ALERT)
 
 
-def test_policy_forgets_what_was_gone_for_long() -> None:
+def test_verdict_that_was_gone_for_long_is_forgotten() -> None:
     state, _ = decide(POLICY, EnforcementState(), [verdict()], NODES, 1.0, 0.0)
     state, _ = decide(POLICY, state, [], NODES, 1.0, 60.0)
     assert state.cases
@@ -164,7 +174,7 @@ VERDICTS = st.builds(
     ),
     syndrome=st.sampled_from(Syndrome),
     since_s=st.just(0.0),
-    evidence=st.just(("told",)),
+    evidence=st.just(("evidence",)),
     confidence=st.floats(0, 1),
     cost_s_per_step=st.one_of(st.floats(0, 10), st.just(math.inf)),
     advice=st.sampled_from(Advice),
@@ -172,13 +182,13 @@ VERDICTS = st.builds(
 
 
 @given(
-    told=st.lists(st.tuples(st.floats(0, 900), st.lists(VERDICTS, max_size=12)), max_size=30),
+    readings=st.lists(st.tuples(st.floats(0, 900), st.lists(VERDICTS, max_size=12)), max_size=30),
     replacements=st.integers(0, 5),
     restarts=st.integers(0, 5),
     share=st.floats(0, 0.2),
 )
-def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
-    told: list[tuple[float, list[Verdict]]], replacements: int, restarts: int, share: float
+def test_actions_never_exceed_the_budget(
+    readings: list[tuple[float, list[Verdict]]], replacements: int, restarts: int, share: float
 ) -> None:
     policy = EnforcementPolicy(
         mode=Mode.REPLACE,
@@ -190,7 +200,7 @@ def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
     state, now_s = EnforcementState(), 0.0
     replaced: list[tuple[float, str]] = []
     restarted: list[float] = []
-    for after_s, verdicts in told:
+    for after_s, verdicts in readings:
         now_s += after_s
         state, actions = decide(policy, state, verdicts, NODES, 1.0, now_s)
         replaced += [(now_s, node) for action in actions for node in action.nodes]
@@ -205,8 +215,9 @@ def test_whatever_verdicts_come_no_more_than_the_budget_is_evicted(
         assert sum(now_s - at_s < policy.window_s for at_s in restarted) <= restarts
 
 
-@given(told=st.lists(VERDICTS, max_size=12))
-def test_observing_policy_does_nothing(told: list[Verdict]) -> None:
+@given(verdicts=st.lists(VERDICTS, max_size=12))
+def test_observing_policy_does_nothing(verdicts: list[Verdict]) -> None:
     assert (
-        kinds(EnforcementPolicy(mode=Mode.OBSERVE), [(float(now), told) for now in range(5)]) == []
+        kinds(EnforcementPolicy(mode=Mode.OBSERVE), [(float(now), verdicts) for now in range(5)])
+        == []
     )

@@ -1,4 +1,4 @@
-"""Who is named, after the fact, from dumps as NCCL writes them."""
+"""Tests root causes found after the fact, from dumps as NCCL writes them."""
 
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ def all_reduce(number: int, nbytes: int = 24, **changes: Any) -> dict[str, Any]:
 
 
 def open_all_reduce(number: int, *, has_begun: bool = False, **changes: Any) -> dict[str, Any]:
-    made = hung(number, "all_reduce", **{"process_group": ("0", "default_pg"), **changes})
+    record = hung(number, "all_reduce", **{"process_group": ("0", "default_pg"), **changes})
     return (
-        {**made, "time_discovered_started_ns": made["time_created_ns"] + 10**8}
+        {**record, "time_discovered_started_ns": record["time_created_ns"] + 10**8}
         if has_begun
-        else made
+        else record
     )
 
 
@@ -40,29 +40,30 @@ def look(directory: Path, *dumps: list[dict[str, Any]] | None) -> Postmortem:
     return examine(align(read_dumps([directory])))
 
 
-def only(found: Postmortem) -> Verdict:
-    (verdict,) = found.verdicts
+def only(postmortem: Postmortem) -> Verdict:
+    (verdict,) = postmortem.verdicts
     return verdict
 
 
-def test_rank_that_never_came_is_named_with_what_it_did_last(tmp_path: Path) -> None:
+def test_rank_that_never_arrived_is_named_with_its_last_call(tmp_path: Path) -> None:
     waiting = [all_reduce(1), open_all_reduce(2)]
-    found = look(tmp_path, waiting, waiting, [all_reduce(1)], waiting)
-    verdict = only(found)
+    postmortem = look(tmp_path, waiting, waiting, [all_reduce(1)], waiting)
+    verdict = only(postmortem)
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.NON_COMMUNICATION_HANG, (2,))
     assert verdict.since_s == 1e9 + 2
     assert verdict.evidence == (
-        "rank 2 never came to operation 2 of group 0 (default_pg), all_reduce of 24 bytes of bfloat16",
-        "ranks 0, 1, 3 waited in it, the first since 2001-09-09 01:46:42.000 UTC",
-        "the last that rank 2 called, at 2001-09-09 01:46:41.000 UTC, is operation 1 of group 0 (default_pg), "
+        "rank 2 never came to operation 2 of group 0 (default_pg), "
         "all_reduce of 24 bytes of bfloat16",
+        "ranks 0, 1, 3 waited in it, the first since 2001-09-09 01:46:42.000 UTC",
+        "the last call of rank 2, at 2001-09-09 01:46:41.000 UTC, is operation 1 of group 0 "
+        "(default_pg), all_reduce of 24 bytes of bfloat16",
     )
-    (wait,) = found.waits
+    (wait,) = postmortem.waits
     assert (wait.waiting, wait.missing) == ((0, 1, 3), (2,))
 
 
-def test_who_waits_for_one_that_waits_is_innocent(tmp_path: Path) -> None:
-    """Rank 3 lacks in the whole group because it waits for rank 2 in theirs."""
+def test_rank_that_waits_for_another_waiting_rank_is_not_named(tmp_path: Path) -> None:
+    """Rank 3 is missing in the world because it waits for rank 2 in their own group."""
     held = [all_reduce(1), open_all_reduce(1, **TENSOR_PARALLEL)]
     waiting = [all_reduce(1), open_all_reduce(2)]
     assert only(look(tmp_path, waiting, waiting, [all_reduce(1)], held)).subject.ranks == (2,)
@@ -70,23 +71,26 @@ def test_who_waits_for_one_that_waits_is_innocent(tmp_path: Path) -> None:
 
 def test_rank_without_a_dump_is_named_if_others_wait_for_it(tmp_path: Path) -> None:
     waiting = [all_reduce(1), open_all_reduce(2)]
-    found = look(tmp_path, waiting, None, waiting, waiting)
-    assert found.missing == (1,)
-    assert (only(found).syndrome, only(found).subject.ranks) == (Syndrome.DEAD_PROCESS, (1,))
+    postmortem = look(tmp_path, waiting, None, waiting, waiting)
+    assert postmortem.missing == (1,)
+    assert (only(postmortem).syndrome, only(postmortem).subject.ranks) == (
+        Syndrome.DEAD_PROCESS,
+        (1,),
+    )
 
 
-def test_rank_without_a_dump_is_only_mentioned_if_nobody_waits(tmp_path: Path) -> None:
-    found = look(tmp_path, [all_reduce(1)], [all_reduce(1)], None, None)
-    assert (found.missing, found.verdicts) == ((2, 3), ())
+def test_rank_without_a_dump_is_listed_as_missing_if_none_waits_for_it(tmp_path: Path) -> None:
+    postmortem = look(tmp_path, [all_reduce(1)], [all_reduce(1)], None, None)
+    assert (postmortem.missing, postmortem.verdicts) == ((2, 3), ())
 
 
-def test_first_call_that_differs_is_named_however_many_follow(tmp_path: Path) -> None:
-    """The device of a rank that went astray is many calls behind its program."""
-    right = [all_reduce(number) for number in range(1, 4)] + [
+def test_first_mismatch_is_named_whatever_follows(tmp_path: Path) -> None:
+    """The device of the mismatching rank is many calls behind its program."""
+    matching = [all_reduce(number) for number in range(1, 4)] + [
         open_all_reduce(number) for number in range(4, 60)
     ]
-    astray = [*right[:3], open_all_reduce(4, input_sizes=[[5, 5]]), *right[4:]]
-    verdict = only(look(tmp_path, right, astray, right, right))
+    differing = [*matching[:3], open_all_reduce(4, input_sizes=[[5, 5]]), *matching[4:]]
+    verdict = only(look(tmp_path, matching, differing, matching, matching))
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.MISMATCH, (1,))
     assert verdict.evidence[1:] == (
         "operation 4: all_reduce of 24 bytes of bfloat16 at rank 0, 2, 3",
@@ -94,28 +98,28 @@ def test_first_call_that_differs_is_named_however_many_follow(tmp_path: Path) ->
     )
 
 
-def test_root_that_is_not_told_is_not_mentioned(tmp_path: Path) -> None:
-    astray = [entry(1, "broadcast", process_group=("0", "default_pg"))]
-    verdict = only(look(tmp_path, [all_reduce(1)], [all_reduce(1)], astray, [all_reduce(1)]))
+def test_unknown_root_is_left_out_of_the_evidence(tmp_path: Path) -> None:
+    differing = [entry(1, "broadcast", process_group=("0", "default_pg"))]
+    verdict = only(look(tmp_path, [all_reduce(1)], [all_reduce(1)], differing, [all_reduce(1)]))
     assert verdict.evidence[2:] == (
         "operation 1: broadcast of 24 bytes of bfloat16 at rank 2",
-        "it went through: a wrong result, or the beginning of what happened later",
+        "it completed: its result is wrong, or it caused what happened later",
     )
 
 
-def test_operation_that_all_have_begun_is_a_communication_hang(tmp_path: Path) -> None:
+def test_operation_that_all_ranks_have_begun_is_a_communication_hang(tmp_path: Path) -> None:
     stuck = [all_reduce(1), open_all_reduce(2, has_begun=True)]
     verdict = only(look(tmp_path, stuck, stuck, stuck, stuck))
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.COMMUNICATION_HANG, (0, 1, 2, 3))
 
 
-def test_rank_whose_device_never_began_what_it_called_is_named(tmp_path: Path) -> None:
+def test_rank_whose_device_never_began_the_operation_is_named(tmp_path: Path) -> None:
     begun, queued = [open_all_reduce(1, has_begun=True)], [open_all_reduce(1)]
     verdict = only(look(tmp_path, begun, queued, begun, begun))
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.NON_COMMUNICATION_HANG, (1,))
 
 
-def test_operation_queued_behind_one_that_does_not_end_is_not_the_root(tmp_path: Path) -> None:
+def test_operation_queued_behind_a_stuck_one_is_not_the_root_cause(tmp_path: Path) -> None:
     begun = [open_all_reduce(1, has_begun=True)]
     behind = [open_all_reduce(1, has_begun=True, **TENSOR_PARALLEL), open_all_reduce(1)]
     verdict = only(look(tmp_path, begun, begun, behind, behind))
@@ -125,12 +129,12 @@ def test_operation_queued_behind_one_that_does_not_end_is_not_the_root(tmp_path:
 def test_rank_whose_dump_is_of_an_earlier_moment_is_not_blamed(tmp_path: Path) -> None:
     """The job moves on while ranks write their dumps one after another."""
     later = [all_reduce(number) for number in range(1, 9)] + [open_all_reduce(9)]
-    found = look(tmp_path, later, [all_reduce(1), open_all_reduce(2)], later, later)
-    assert found.verdicts == ()
-    assert "rank 1 is not judged: its dump ends at operation 2" in found.remarks[0]
+    postmortem = look(tmp_path, later, [all_reduce(1), open_all_reduce(2)], later, later)
+    assert postmortem.verdicts == ()
+    assert "rank 1 is not judged: its dump ends at operation 2" in postmortem.remarks[0]
 
 
-def test_rank_whose_buffer_went_round_is_blamed_for_what_it_did_not_call_since(
+def test_rank_whose_buffer_wrapped_is_blamed_for_a_call_missing_since(
     tmp_path: Path,
 ) -> None:
     waiting = [all_reduce(1), open_all_reduce(2)]
@@ -139,21 +143,26 @@ def test_rank_whose_buffer_went_round_is_blamed_for_what_it_did_not_call_since(
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.NON_COMMUNICATION_HANG, (2,))
 
 
-def test_rank_that_is_late_is_named_where_nothing_hangs(tmp_path: Path) -> None:
+def test_late_rank_is_named_if_nothing_hangs(tmp_path: Path) -> None:
     def steps(late_s: float, clock_s: float) -> list[dict[str, Any]]:
-        made = []
+        records = []
         for number in range(1, 41):
             begin_s, end_s = number + late_s + clock_s, number + 0.35 + clock_s
-            made.append(
+            records.append(
                 all_reduce(number)
-                | {f"time_{what}_ns": int((10**9 + at_s) * 1e9) for what, at_s in (
-                    ("created", begin_s), ("discovered_started", begin_s), ("discovered_completed", end_s),
-                )}
-            )  # fmt: skip
-        return made
+                | {
+                    f"time_{event}_ns": int((10**9 + at_s) * 1e9)
+                    for event, at_s in (
+                        ("created", begin_s),
+                        ("discovered_started", begin_s),
+                        ("discovered_completed", end_s),
+                    )
+                }
+            )
+        return records
 
     verdict = only(
         look(tmp_path, steps(0.0, 0.0), steps(0.001, 7.0), steps(0.3, -5.0), steps(0.002, 0.0))
     )
     assert (verdict.syndrome, verdict.subject.ranks) == (Syndrome.NON_COMMUNICATION_SLOW, (2,))
-    assert "came last to 40 of 40 collectives" in verdict.evidence[0]
+    assert "arrived last at 40 of 40 collectives" in verdict.evidence[0]

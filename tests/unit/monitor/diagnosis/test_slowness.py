@@ -1,4 +1,4 @@
-"""Who is slow, by how much, and when nobody is."""
+"""Tests which ranks are slow, by how much, and when none is."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def job(
     transfer_s: Work = lambda _rank, _step: 0.05,
     per_node: int = 2,
 ) -> Trace:
-    """One all-reduce a step: each rank works, then waits for the last; the transfer is the same for all."""
+    """Return a trace in which each rank works, then waits for the last one in an all-reduce."""
     trace = Trace(
         {rank: "abcdefgh"[rank // per_node] for rank in range(ranks)},
         {},
@@ -39,18 +39,18 @@ def job(
 
 
 def follow(trace: Trace, every_s: float = 1.0) -> list[tuple[float, tuple[Verdict, ...]]]:
-    """Read every so often, and return what stood at each time."""
-    past, now_s, seen = NO_DIAGNOSIS_STATE, 1.0, []
+    """Read every so often, and return which verdicts held at each time."""
+    past, now_s, readings = NO_DIAGNOSIS_STATE, 1.0, []
     while now_s < trace.read_s + every_s:
         at_s = min(now_s, trace.read_s)
         past, verdicts = diagnose(trace.job(at_s, at_s - 3 * every_s), {}, past, at_s, Thresholds())
-        seen.append((at_s, verdicts))
+        readings.append((at_s, verdicts))
         now_s += every_s
-    return seen
+    return readings
 
 
-def told(verdicts: tuple[Verdict, ...]) -> list[str]:
-    return sorted(f"{one.syndrome}: {one.subject}" for one in verdicts)
+def summarize(verdicts: tuple[Verdict, ...]) -> list[str]:
+    return sorted(f"{verdict.syndrome}: {verdict.subject}" for verdict in verdicts)
 
 
 def noisy(seed: int, sigma: float = 0.05) -> np.random.Generator:
@@ -66,20 +66,20 @@ def test_slow_rank_is_named_within_twenty_steps_with_its_cost(factor: float) -> 
             0.3 * rng.lognormal(0, 0.05) * (factor if rank == 2 and step > 30 else 1)
         ),
     )
-    seen = follow(trace)
-    first_s = next(at_s for at_s, verdicts in seen if verdicts)
+    readings = follow(trace)
+    first_s = next(at_s for at_s, verdicts in readings if verdicts)
     onset_s = trace.rows[2][29][1]["ended_s"]
     step_s = 0.3 * factor + 0.05
     assert 0 < first_s - onset_s <= 20 * step_s
-    (verdict,) = seen[-1][1]
-    assert told((verdict,)) == ["non-communication slow: rank 2 on b"]
+    (verdict,) = readings[-1][1]
+    assert summarize((verdict,)) == ["non-communication slow: rank 2 on b"]
     assert verdict.cost_s_per_step == pytest.approx(0.3 * (factor - 1), rel=0.25)
     assert verdict.since_s == pytest.approx(onset_s, abs=2 * step_s)
 
 
-def test_verdict_goes_when_the_slowness_does() -> None:
+def test_verdict_ends_with_the_slowness() -> None:
     rng = noisy(2)
-    seen = follow(
+    readings = follow(
         job(
             60,
             lambda rank, step: (
@@ -87,55 +87,55 @@ def test_verdict_goes_when_the_slowness_does() -> None:
             ),
         )
     )
-    assert any(verdicts for _, verdicts in seen)
-    assert seen[-1][1] == ()
+    assert any(verdicts for _, verdicts in readings)
+    assert readings[-1][1] == ()
 
 
-def test_when_all_slow_down_together_nobody_is_to_blame() -> None:
+def test_common_slowdown_of_all_ranks_names_no_rank() -> None:
     rng = noisy(3)
-    seen = follow(
+    readings = follow(
         job(50, lambda _rank, step: 0.3 * rng.lognormal(0, 0.05) * (2 if step > 20 else 1))
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_hiccups_of_single_ranks_are_not_slowness() -> None:
+def test_single_delays_of_different_ranks_are_not_slowness() -> None:
     rng = noisy(4)
-    seen = follow(
+    readings = follow(
         job(80, lambda rank, step: 0.3 * rng.lognormal(0, 0.05) + (0.5 if step % 4 == rank else 0))
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_noise_as_large_as_the_deviation_is_no_verdict() -> None:
+def test_noise_as_large_as_the_deviation_causes_no_verdict() -> None:
     rng = noisy(5, 0.6)
-    seen = follow(job(200, lambda _rank, _step: 0.1 * rng.lognormal(0, 0.6)))
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    readings = follow(job(200, lambda _rank, _step: 0.1 * rng.lognormal(0, 0.6)))
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_ranks_whose_speed_wanders_with_what_others_do_on_their_machines_are_not_slow() -> None:
+def test_ranks_on_shared_machines_with_drifting_speed_are_not_slow() -> None:
     rng = noisy(2)
     wander = np.zeros((121, 4))
     for step in range(1, len(wander)):
         wander[step] = 0.93 * wander[step - 1] + rng.normal(0, 0.06, 4)
-    seen = follow(job(120, lambda rank, step: 0.3 * rng.lognormal(wander[step][rank], 0.08)))
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    readings = follow(job(120, lambda rank, step: 0.3 * rng.lognormal(wander[step][rank], 0.08)))
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_slowness_that_costs_next_to_nothing_is_not_told() -> None:
-    seen = follow(
+def test_slowness_of_negligible_cost_is_not_reported() -> None:
+    readings = follow(
         job(
             40,
             lambda rank, _step: 0.012 if rank == 2 else 0.01,
             transfer_s=lambda _rank, _step: 0.3,
         )
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_burst_within_very_short_steps_is_not_told() -> None:
+def test_burst_of_very_short_steps_is_not_reported() -> None:
     # 15 steps of 20 ms: less than half a second.
-    seen = follow(
+    readings = follow(
         job(
             100,
             lambda rank, step: 0.02 * (2 if rank == 2 and 50 < step <= 65 else 1),
@@ -143,23 +143,24 @@ def test_burst_within_very_short_steps_is_not_told() -> None:
         ),
         0.05,
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
 def test_two_that_disagree_from_the_start_are_inconclusive() -> None:
-    seen = follow(job(30, lambda rank, _step: 0.4 if rank else 0.2, ranks=2))
-    (verdict,) = seen[-1][1]
-    assert told((verdict,)) == ["non-communication slow: group 0, 1 on a"]
+    readings = follow(job(30, lambda rank, _step: 0.4 if rank else 0.2, ranks=2))
+    (verdict,) = readings[-1][1]
+    assert summarize((verdict,)) == ["non-communication slow: group 0, 1 on a"]
     assert verdict.confidence < 0.5
 
 
-def test_of_two_the_one_that_left_its_own_past_is_named() -> None:
-    seen = follow(job(50, lambda rank, step: 0.4 if rank and step > 30 else 0.2, ranks=2))
-    assert told(seen[-1][1]) == ["non-communication slow: rank 1 on a"]
+def test_rank_that_deviates_from_its_past_is_named_of_two() -> None:
+    readings = follow(job(50, lambda rank, step: 0.4 if rank and step > 30 else 0.2, ranks=2))
+    assert summarize(readings[-1][1]) == ["non-communication slow: rank 1 on a"]
 
 
-def test_stages_that_do_other_work_are_no_peers() -> None:
-    # Ranks 6 and 7 call an operation more and work longer; compared with the others they would be slow.
+def test_stages_that_do_other_work_are_not_peers() -> None:
+    # Ranks 6 and 7 call one more operation and work longer; compared with the others they would be
+    # slow.
     ranks = range(8)
     trace = Trace(
         {rank: "abcd"[rank // 2] for rank in ranks}, {}, {"world": tuple(ranks), "last": (6, 7)}
@@ -179,12 +180,12 @@ def test_stages_that_do_other_work_are_no_peers() -> None:
                 step=step,
             )
     trace.read_s = 42.0
-    assert told(diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 42.0, Thresholds())[1]) == []
+    assert summarize(diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 42.0, Thresholds())[1]) == []
 
 
-def test_where_many_are_slow_at_once_nobody_is_to_blame() -> None:
+def test_many_slow_ranks_at_once_name_no_rank() -> None:
     rng = noisy(8)
-    seen = follow(
+    readings = follow(
         job(
             40,
             lambda rank, step: (
@@ -193,12 +194,12 @@ def test_where_many_are_slow_at_once_nobody_is_to_blame() -> None:
             ranks=8,
         )
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
 def test_rank_that_is_slow_in_six_of_ten_steps_is_not_yet_slow() -> None:
-    seen = follow(job(60, lambda rank, step: 0.3 * (1.5 if rank == 2 and step % 10 < 6 else 1)))
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    readings = follow(job(60, lambda rank, step: 0.3 * (1.5 if rank == 2 and step % 10 < 6 else 1)))
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
 def test_ranks_without_peers_are_judged_by_their_own_past() -> None:
@@ -227,14 +228,14 @@ def test_ranks_without_peers_are_judged_by_their_own_past() -> None:
         for rank in range(4):
             trace.operation(rank, "world", Operation.ALL_REDUCE, arrives_s[rank], now_s, step=step)
     trace.read_s = now_s
-    seen = follow(trace)
-    assert told(seen[-1][1]) == ["non-communication slow: rank 3 on a"]
-    assert "own past" in seen[-1][1][0].evidence[0]
+    readings = follow(trace)
+    assert summarize(readings[-1][1]) == ["non-communication slow: rank 3 on a"]
+    assert "own past" in readings[-1][1][0].evidence[0]
 
 
-def test_whole_slow_node_is_named_as_a_node() -> None:
+def test_slow_node_is_named_as_a_node() -> None:
     rng = noisy(6)
-    seen = follow(
+    readings = follow(
         job(
             40,
             lambda rank, step: (
@@ -243,28 +244,28 @@ def test_whole_slow_node_is_named_as_a_node() -> None:
             ranks=8,
         )
     )
-    assert told(seen[-1][1]) == ["non-communication slow: node c (ranks 4, 5)"]
+    assert summarize(readings[-1][1]) == ["non-communication slow: node c (ranks 4, 5)"]
 
 
-def test_slow_rank_on_a_throttled_node_is_told_as_throttled() -> None:
+def test_slow_rank_on_a_throttled_node_is_reported_as_throttled() -> None:
     trace = job(40, lambda rank, step: 0.6 if rank == 2 and step > 20 else 0.3)
     past, verdicts = NO_DIAGNOSIS_STATE, ()
     for second in range(1, int(trace.read_s) + 2):
         metrics = {"b": NodeMetrics("b", float(second), throttled_s=0.5 * second)}
         at_s = min(float(second), trace.read_s)
         past, verdicts = diagnose(trace.job(at_s, at_s - 3.0), metrics, past, at_s, Thresholds())
-    assert told(verdicts) == ["throttled processor: rank 2 on b"]
+    assert summarize(verdicts) == ["throttled processor: rank 2 on b"]
     assert "cpu.stat" in verdicts[0].evidence[0]
 
 
-def test_transfers_of_all_slowing_down_is_the_jobs_network() -> None:
-    seen = follow(
+def test_common_slowdown_of_all_transfers_is_attributed_to_the_job() -> None:
+    readings = follow(
         job(60, lambda _rank, _step: 0.2, transfer_s=lambda _rank, step: 0.4 if step > 30 else 0.05)
     )
-    assert told(seen[-1][1]) == ["communication slow: the whole job"]
+    assert summarize(readings[-1][1]) == ["communication slow: the whole job"]
 
 
-def test_one_of_many_communicators_with_slow_transfers_is_told_as_a_group() -> None:
+def test_single_communicator_with_slow_transfers_is_reported_as_a_group() -> None:
     trace = Trace(
         {rank: "abcdefgh"[rank // 2] for rank in range(8)},
         {},
@@ -293,10 +294,10 @@ def test_one_of_many_communicators_with_slow_transfers_is_told_as_a_group() -> N
             )
     trace.read_s = 32.0
     _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 32.0, Thresholds())
-    assert told(verdicts) == ["communication slow: group 2, 6"]
+    assert summarize(verdicts) == ["communication slow: group 2, 6"]
 
 
-def test_checkpoint_of_one_rank_alone_is_no_stall() -> None:
+def test_checkpoints_of_a_single_rank_are_not_a_stall() -> None:
     trace = job(40, lambda _rank, _step: 0.3)
     for step in range(10, 40, 10):
         row = trace.rows[0][step - 1][1]
@@ -310,7 +311,7 @@ def test_checkpoint_of_one_rank_alone_is_no_stall() -> None:
     assert [verdicts for _, verdicts in follow(trace) if verdicts] == []
 
 
-def test_checkpoints_of_one_rank_alone_do_not_hide_a_stall_in_those_of_all() -> None:
+def test_checkpoints_of_a_single_rank_do_not_hide_a_stall_of_all() -> None:
     trace = job(140, lambda _rank, _step: 0.3)
     for step in range(5, 140):
         for rank in range(4):
@@ -321,11 +322,11 @@ def test_checkpoints_of_one_rank_alone_do_not_hide_a_stall_in_those_of_all() -> 
                 )
             elif rank == 0:
                 trace.phase(rank, Phase.CHECKPOINT, ended_s - 0.01, ended_s, step)
-    seen = [told(verdicts) for _, verdicts in follow(trace)]
-    assert ["checkpoint stall: rank 2 on b"] in seen
+    readings = [summarize(verdicts) for _, verdicts in follow(trace)]
+    assert ["checkpoint stall: rank 2 on b"] in readings
 
 
-def test_checkpoint_stall_is_over_when_the_job_saves_no_more() -> None:
+def test_checkpoint_stall_ends_when_the_job_stops_saving() -> None:
     trace = job(80, lambda _rank, _step: 0.3)
     for step in (10, 15, 20):
         for rank in range(4):
@@ -333,23 +334,23 @@ def test_checkpoint_stall_is_over_when_the_job_saves_no_more() -> None:
             trace.phase(
                 rank, Phase.CHECKPOINT, ended_s - (0.19 if rank == 2 else 0.02), ended_s, step
             )
-    seen = [told(verdicts) for _, verdicts in follow(trace)]
-    assert ["checkpoint stall: rank 2 on b"] in seen
-    assert seen[-1] == []
+    readings = [summarize(verdicts) for _, verdicts in follow(trace)]
+    assert ["checkpoint stall: rank 2 on b"] in readings
+    assert readings[-1] == []
 
 
-def test_transfers_that_grow_with_own_times_are_busy_machines_and_not_the_network() -> None:
-    seen = follow(
+def test_transfers_that_grow_with_own_times_are_not_attributed_to_the_network() -> None:
+    readings = follow(
         job(
             60,
             lambda _rank, step: 0.4 if step > 30 else 0.2,
             transfer_s=lambda _rank, step: 0.4 if step > 30 else 0.05,
         )
     )
-    assert [verdicts for _, verdicts in seen if verdicts] == []
+    assert [verdicts for _, verdicts in readings if verdicts] == []
 
 
-def test_slow_rank_that_slows_its_communicators_transfers_is_named_alone() -> None:
+def test_slow_rank_is_named_without_its_slow_communicators() -> None:
     trace = Trace(
         {rank: "abcdefgh"[rank // 2] for rank in range(8)},
         {},
@@ -368,11 +369,11 @@ def test_slow_rank_that_slows_its_communicators_transfers_is_named_alone() -> No
             )
     trace.read_s = 32.0
     _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 32.0, Thresholds())
-    assert told(verdicts) == ["non-communication slow: rank 2 on b"]
+    assert summarize(verdicts) == ["non-communication slow: rank 2 on b"]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_noisy_link_is_named_where_collectives_have_slowed_down_with_it(seed: int) -> None:
+def test_noisy_slow_link_is_named_if_collectives_slowed_down_with_it(seed: int) -> None:
     rng, ranks = noisy(seed, 0.8), range(4)
     trace = Trace(
         {rank: "abcd"[rank] for rank in ranks}, {}, {"world": tuple(ranks), "pipe": tuple(ranks)}
@@ -400,6 +401,6 @@ def test_noisy_link_is_named_where_collectives_have_slowed_down_with_it(seed: in
             trace.operation(rank, "world", Operation.ALL_REDUCE, now_s, now_s + took_s, step=step)
         now_s += took_s
     trace.read_s = now_s + 0.01
-    seen = [told(verdicts) for _, verdicts in follow(trace, 0.5) if verdicts]
-    assert seen
-    assert all(one == ["communication slow: link 1 -> 2"] for one in seen)
+    readings = [summarize(verdicts) for _, verdicts in follow(trace, 0.5) if verdicts]
+    assert readings
+    assert all(summary == ["communication slow: link 1 -> 2"] for summary in readings)

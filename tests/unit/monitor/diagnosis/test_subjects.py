@@ -1,4 +1,4 @@
-"""Claims about whom a verdict names once the job's own names for its nodes are known."""
+"""Tests whom a verdict names once the job's own names of its nodes are known."""
 
 from dataclasses import replace
 
@@ -11,12 +11,18 @@ from keepstep.monitor.watch.watch import DiagnosisRound
 
 PLACES = {0: "a", 1: "a", 2: "b", 3: "b"}
 VERDICT = Verdict(
-    Subject("rank", (2,), "host"), Syndrome.DEAD_PROCESS, 0.0, (), 1.0, 0.0, Advice.RESTART_WORKER
+    subject=Subject("rank", (2,), "host"),
+    syndrome=Syndrome.DEAD_PROCESS,
+    since_s=0.0,
+    evidence=(),
+    confidence=1.0,
+    cost_s_per_step=0.0,
+    advice=Advice.RESTART_WORKER,
 )
 
 
 @pytest.mark.parametrize(
-    ("told", "named"),
+    ("reported", "named"),
     [
         pytest.param(
             Subject("rank", (2,), "host"), Subject("rank", (2,), "b"), id="a rank is on its member"
@@ -47,29 +53,29 @@ VERDICT = Verdict(
         pytest.param(Subject("job", ()), Subject("job", ()), id="the job is nowhere"),
     ],
 )
-def test_ranks_decide_which_node_is_named(told: Subject, named: Subject) -> None:
-    assert with_job_nodes([replace(VERDICT, subject=told)], PLACES) == (
+def test_ranks_determine_which_node_is_named(reported: Subject, named: Subject) -> None:
+    assert with_job_nodes([replace(VERDICT, subject=reported)], PLACES) == (
         replace(VERDICT, subject=named),
     )
 
 
-def test_what_holds_of_all_ranks_of_a_member_is_the_members_though_its_host_has_more() -> None:
+def test_verdicts_on_all_ranks_of_a_member_merge_even_if_its_host_has_more_ranks() -> None:
     def hang(rank: int) -> Verdict:
         return replace(
             VERDICT, subject=Subject("rank", (rank,), "host"), evidence=(f"rank {rank} is gone",)
         )
 
-    (whole,) = with_job_nodes([hang(2), hang(3)], PLACES)
-    assert (whole.subject, whole.advice) == (Subject("node", (2, 3), "b"), Advice.REPLACE_NODE)
-    assert whole.evidence == ("rank 2 is gone", "rank 3 is gone")
-    # One of two, or one of each of two members, or two with different syndromes, are no node.
+    (merged,) = with_job_nodes([hang(2), hang(3)], PLACES)
+    assert (merged.subject, merged.advice) == (Subject("node", (2, 3), "b"), Advice.REPLACE_NODE)
+    assert merged.evidence == ("rank 2 is gone", "rank 3 is gone")
+    # Not merged: one of two ranks, one rank of each of two members, or different syndromes.
     slow = replace(hang(3), syndrome=Syndrome.NON_COMMUNICATION_HANG)
-    for parts in ([hang(2)], [hang(0), hang(2)], [hang(2), slow]):
-        assert {one.subject.kind for one in with_job_nodes(parts, PLACES)} == {"rank"}
-        assert len(with_job_nodes(parts, PLACES)) == len(parts)
+    for verdicts in ([hang(2)], [hang(0), hang(2)], [hang(2), slow]):
+        assert {verdict.subject.kind for verdict in with_job_nodes(verdicts, PLACES)} == {"rank"}
+        assert len(with_job_nodes(verdicts, PLACES)) == len(verdicts)
 
 
-def test_while_a_generation_begins_who_has_not_told_of_it_is_not_named() -> None:
+def test_rank_that_has_not_joined_the_generation_is_not_named() -> None:
     early = replace(VERDICT, subject=Subject("rank", (0,)))
     turn = DiagnosisRound(
         (VERDICT, early), 1.0, VerdictChanges(), generation=2, nodes={0: "host", 1: "host"}

@@ -1,6 +1,7 @@
-"""Traces as short tables of text: one column a rank, one row an operation, phase or measure; `cases/*.txt` are written so.
+"""Traces as small tables of text, the form of `cases/*.txt`: a column per rank, a row per record.
 
-node a: 0 1                       which ranks are on which node; also `node b: 2 3 offset 100`, its clock less the job's
+node a: 0 1                       ranks on a node; also `node b: 2 3 offset 100`: its clock
+                                  minus the job's
 communicator world: 0 1 2 3
 steps 1-12 every 1.0              what follows is repeated, a second apart; numbers count up
 data_wait           0.00-0.05  0.00-0.05  0.00-0.05  0.00-0.05
@@ -8,8 +9,10 @@ world all_reduce 4k 0.50-0.60  0.52-0.60  0.51-0.60  0.55-0.60
 pair send 1k ->1    0.61-0.62  .          .          .
 pair receive 1k <-0 .          0.55-0.62  .          .
 loss                2.5        2.5        2.5        2.5
-step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did not begin
-dead 2                            finished 2, raised 2, failed 2: the same, and it had said so of its end (`Ending`)
+step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did
+                                  not begin
+dead 2                            process gone; finished 2, raised 2, failed 2: and it recorded
+                                  this end (`Ending`)
 read 20.0                         when the rings are read, by the job's clock
 expect non-communication hang: rank 1
 """
@@ -111,38 +114,41 @@ class Trace:
         self.rows[rank].append((at_s, row))
 
     def job(self, at_s: float | None = None, since_s: float = -np.inf) -> JobRecords:
-        """What rings hold at a moment: later records are not there yet, and what ends later has not ended."""
+        """Return what rings hold at a moment.
+
+        Later records are left out, and operations that end later have not ended.
+        """
         at_s = self.read_s if at_s is None else at_s
         ranks = {}
         for rank, node in self.nodes.items():
             offset_s = self.offsets_s.get(node, 0.0)
-            seen_s = min(at_s, self.read_of.get(rank, at_s))
+            reading_s = min(at_s, self.read_of.get(rank, at_s))
             rows = [
                 row
                 for began_s, row in sorted(self.rows[rank], key=lambda item: item[0])
-                if began_s <= seen_s
+                if began_s <= reading_s
             ]
             records = np.array(rows, RECORD) if rows else np.zeros(0, RECORD)
             records["stamp"] = 2 * (np.arange(len(records)) + 1)
-            records["ended_s"][records["ended_s"] > seen_s] = 0.0
+            records["ended_s"][records["ended_s"] > reading_s] = 0.0
             records = records[(records["ended_s"] > since_s) | (records["ended_s"] == 0)]
             for name in ("enqueued_s", "started_s", "ended_s"):
                 records[name] = np.where(records[name] != 0, records[name] - offset_s, 0.0)
             ranks[rank] = RankRecords(
-                rank,
-                node,
-                records,
-                seen_s - offset_s,
-                rank not in self.dead,
-                self.endings.get(rank, Ending.NONE) if rank in self.dead else Ending.NONE,
-                offset_s,
-                1e-6 if self.offsets_s else float("inf"),
+                rank=rank,
+                node=node,
+                records=records,
+                read_at_s=reading_s - offset_s,
+                is_alive=rank not in self.dead,
+                ending=self.endings.get(rank, Ending.NONE) if rank in self.dead else Ending.NONE,
+                offset_s=offset_s,
+                offset_error_s=1e-6 if self.offsets_s else float("inf"),
             )
-        known = {
+        communicators = {
             self.identity(name): Communicator(self.identity(name), name, members)
             for name, members in self.communicators.items()
         }
-        return JobRecords(ranks, known)
+        return JobRecords(ranks, communicators)
 
 
 def parse(text: str) -> Trace:
@@ -179,9 +185,9 @@ def parse(text: str) -> Trace:
                 steps, every_s, at_s = (int(number), int(number)), 0.0, float(begin)
             case ["dead", *ranks]:
                 trace.dead |= set(map(int, ranks))
-            case ["finished" | "raised" | "failed" as how, *ranks]:
+            case ["finished" | "raised" | "failed" as ending, *ranks]:
                 trace.dead |= set(map(int, ranks))
-                trace.endings |= dict.fromkeys(map(int, ranks), Ending[how.upper()])
+                trace.endings |= dict.fromkeys(map(int, ranks), Ending[ending.upper()])
             case ["read", time]:
                 trace.read_s = float(time)
             case ["unread", rank, "since", time]:
@@ -214,13 +220,13 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             trace.phase(rank, _PHASES[head[0]], *times, step)
             continue
         name, operation, size, *options = head
-        peers = [one for one in options if one.startswith(("->", "<-", "root="))]
+        peers = [option for option in options if option.startswith(("->", "<-", "root="))]
         peer = (
             int(peers[0].removeprefix("root=").removeprefix("->").removeprefix("<-"))
             if peers
             else -1
         )
-        dtype = next((one for one in options if one in DTYPES), "float32")
+        dtype = next((option for option in options if option in DTYPES), "float32")
         nbytes = (
             int(size[:-1]) * {"k": 1024, "M": 2**20}[size[-1]] if size[-1] in "kM" else int(size)
         )
