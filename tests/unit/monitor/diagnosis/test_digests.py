@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, digest
+from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, _channel_keys, digest
 from keepstep.monitor.diagnosis.history import NOTHING, deviations
 from keepstep.monitor.diagnosis.robust import median_by, spread
 from keepstep.monitor.diagnosis.steps import Window, collect
@@ -86,6 +86,14 @@ def test_increments_are_reported_once() -> None:
     assert again.frontiers["entered"].tolist() == [6, 6]
 
 
+def test_reading_does_not_change_the_state_that_it_was_given() -> None:
+    trace = parse(TWO.format(steps="1-6"))
+    memory, _ = read(trace, 4.0, -1.0)
+    before = [table.tobytes() for table in (memory.cuts, memory.frontiers, memory.steps)]
+    read(trace, 12.0, -1.0, memory)
+    assert [table.tobytes() for table in (memory.cuts, memory.frontiers, memory.steps)] == before
+
+
 def test_phase_is_accounted_to_the_step_of_the_next_operation() -> None:
     trace = Trace({0: "a"}, {}, {"world": (0,)})
     for step in range(1, 6):
@@ -112,6 +120,52 @@ def test_collective_of_an_unknown_communicator_stays_partial() -> None:
     complete, partial = split_whole(fold_collectives(rows), {})
     assert len(complete) == 0
     assert partial["arrived"].tolist() == [3]
+
+
+CHANNELS = st.tuples(
+    st.sampled_from([0, 1, 2**20 - 1]),
+    st.sampled_from([0, 7, 2**32 - 1]),
+    st.sampled_from([Operation.BARRIER, Operation.SEND, Operation.RECEIVE]),
+    st.sampled_from([-1, 0, 2**20 - 1, 2**24 - 2]),
+)
+
+
+def keys_of(channels: list[tuple[int, int, int, int]]) -> list[int]:
+    rank, communicator, code, peer = (np.array(column) for column in zip(*channels, strict=True))
+    return _channel_keys(rank, communicator.astype(np.uint32), code, peer.astype(np.int32)).tolist()
+
+
+@given(channels=st.lists(CHANNELS, min_size=1, max_size=40))
+def test_channel_keys_are_equal_for_equal_channels_only_and_sort_like_them(
+    channels: list[tuple[int, int, int, int]],
+) -> None:
+    # A collective's peer is its root, which is no part of the channel; collectives sort first.
+    channel_of = [
+        (rank, communicator, 0, 0)
+        if code == Operation.BARRIER
+        else (rank, communicator, code, peer)
+        for rank, communicator, code, peer in channels
+    ]
+    keys = keys_of(channels)
+    assert all(key >= 0 for key in keys)
+    assert len(set(keys)) == len(set(channel_of))
+    assert [channel for _, channel in sorted(zip(keys, channel_of, strict=True))] == sorted(
+        channel_of
+    )
+
+
+@pytest.mark.parametrize(
+    "channel",
+    [
+        (2**20, 1, Operation.BARRIER, -1),
+        (-1, 1, Operation.BARRIER, -1),
+        (0, 1, Operation.SEND, 2**24 - 1),
+        (0, 1, Operation.SEND, -2),
+    ],
+)
+def test_channel_out_of_range_is_rejected(channel: tuple[int, int, int, int]) -> None:
+    with pytest.raises(AssertionError, match="out of range"):
+        keys_of([channel])
 
 
 @given(values=st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), min_size=1, max_size=50))
