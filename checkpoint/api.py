@@ -277,7 +277,14 @@ def _fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = 
 
 def _indexed(live: LiveState) -> ShardIndex:
     entries = tuple(
-        Entry(t.key, t.dtype, t.global_shape, t.box, 0, t.data.numel() * t.data.element_size())
-        for t in live.tensors
+        Entry(
+            key=tensor.key,
+            dtype=tensor.dtype,
+            global_shape=tensor.global_shape,
+            box=tensor.box,
+            byte_offset=0,
+            nbytes=tensor.data.numel() * tensor.data.element_size(),
+        )
+        for tensor in live.tensors
     )
     return ShardIndex(0, entries, live.documents)

@@ -293,8 +293,14 @@ def _box(item: WriteItem) -> Box:
 def _entry(item: WriteItem) -> Entry:
     assert item.tensor_data is not None
     box, dtype = _box(item), item.tensor_data.properties.dtype
-    nbytes = box.size * dtype.itemsize
-    return Entry(item.index.fqn, dtype_name(dtype), tuple(item.tensor_data.size), box, 0, nbytes)
+    return Entry(
+        key=item.index.fqn,
+        dtype=dtype_name(dtype),
+        global_shape=tuple(item.tensor_data.size),
+        box=box,
+        byte_offset=0,
+        nbytes=box.size * dtype.itemsize,
+    )
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> Json:

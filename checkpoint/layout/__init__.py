@@ -1,1 +1,1 @@
-"""Where state lies: boxes of global tensors, and the planner of reads between any two layouts. Pure."""
+"""Where state lies: boxes of global tensors, and a planner of reads between two layouts. Pure."""

@@ -1,9 +1,10 @@
-"""Where state lives: boxes of global tensors, and the index of what one holder keeps where.
+"""Boxes of global tensors, and the index of the boxes that one rank's buffer holds.
 
-Pure values. A live shard, a snapshot arena and a stored chunk are all described by the same words, so one planner
-(`keepstep.checkpoint.layout.planner`) computes the reads between any two of them.
+Pure values. A live shard, a snapshot arena and a stored chunk are described by the same types, so
+one planner (`keepstep.checkpoint.layout.planner`) computes the reads between any two of them.
 
-Invariants: a `Box` lies inside the tensor it belongs to; an entry's bytes are its box in C order, little-endian.
+Invariants: a `Box` lies inside the tensor it belongs to; an entry's bytes are its box in C order,
+little-endian.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = Any
-"""A tree of dict, list, str, int, float, bool and None: what `json` round-trips."""
+"""A tree of dict, list, str, int, float, bool and None, which `json` encodes without loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,14 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One box of one tensor, kept as contiguous C-order bytes at `byte_offset` of its holder's buffer.
+    """One box of one tensor, as contiguous C-order bytes at `byte_offset` of a rank's buffer.
 
-    `key` is the tensor's name in the checkpoint hierarchy (`model/<fqn>`, `optim/<fqn>/<slot>`); `dtype` is a Zarr v3
-    data type name (`float32`, `bfloat16`, ...), which `keepstep.checkpoint.layout.dtypes` maps to NumPy and torch.
+    `key` is the tensor's name in the checkpoint hierarchy (`model/<fqn>`, `optim/<fqn>/<slot>`);
+    `dtype` is a Zarr v3 data type name (`float32`, `bfloat16`, ...), which
+    `keepstep.checkpoint.layout.dtypes` maps to NumPy and `keepstep.checkpoint.live.tensors` to
+    torch.
     """
 
     key: str
@@ -82,25 +85,36 @@ class Entry:
     def to_json(self) -> Json:
         """Return the entry as a JSON list, compact because an index holds thousands."""
         return [
-            self.key, self.dtype, list(self.global_shape), list(self.box.offset), list(self.box.shape),
-            self.byte_offset, self.nbytes,
-        ]  # fmt: skip
+            self.key,
+            self.dtype,
+            list(self.global_shape),
+            list(self.box.offset),
+            list(self.box.shape),
+            self.byte_offset,
+            self.nbytes,
+        ]
 
     @classmethod
     def from_json(cls, data: Json) -> Entry:
-        """Parse what `to_json` wrote."""
+        """Parse what `to_json` returned."""
         key, dtype, global_shape, offset, shape, byte_offset, nbytes = data
         return cls(
-            key, dtype, tuple(global_shape), Box(tuple(offset), tuple(shape)), byte_offset, nbytes
+            key=key,
+            dtype=dtype,
+            global_shape=tuple(global_shape),
+            box=Box(tuple(offset), tuple(shape)),
+            byte_offset=byte_offset,
+            nbytes=nbytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """What one rank's buffer of `nbytes` bytes holds.
+    """The contents of one rank's buffer of `nbytes` bytes.
 
-    `documents` are the parts of the state that are no tensors, by name, as JSON (`optim/groups`, `data`, ...). A name is
-    job-wide (every rank holds the same) unless it begins with `rank/<rank>/`.
+    `documents` are the parts of the state that are not tensors, by name, as JSON (`optim/groups`,
+    `data`, ...). A name is job-wide (every rank holds the same) unless it begins with
+    `rank/<rank>/`.
     """
 
     nbytes: int
@@ -109,7 +123,7 @@ class ShardIndex:
 
     @property
     def by_key(self) -> dict[str, Entry]:
-        """The entries by their tensors' keys."""
+        """The entries by tensor key."""
         return {entry.key: entry for entry in self.entries}
 
     def to_json(self) -> Json:
@@ -122,7 +136,7 @@ class ShardIndex:
 
     @classmethod
     def from_json(cls, data: Json) -> ShardIndex:
-        """Parse what `to_json` wrote."""
+        """Parse what `to_json` returned."""
         return cls(
             data["nbytes"],
             tuple(Entry.from_json(entry) for entry in data["entries"]),
@@ -131,6 +145,14 @@ class ShardIndex:
 
 
 def encode_index(nbytes: int, encoded_entries: str, documents: Mapping[str, Json]) -> bytes:
-    """Return a `ShardIndex` as JSON text, from entries that are encoded already because they seldom change."""
-    rest = json.dumps(dict(documents), separators=(",", ":"))
-    return f'{{"nbytes":{nbytes},"entries":{encoded_entries},"documents":{rest}}}'.encode()
+    """Return a `ShardIndex` as JSON text.
+
+    Args:
+        nbytes: size of the buffer.
+        encoded_entries: the entries as a JSON list; the caller reuses it, for entries seldom
+            change.
+        documents: as in `ShardIndex`.
+    """
+    encoded_documents = json.dumps(dict(documents), separators=(",", ":"))
+    content = f'"nbytes":{nbytes},"entries":{encoded_entries},"documents":{encoded_documents}'
+    return f"{{{content}}}".encode()

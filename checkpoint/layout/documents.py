@@ -1,4 +1,7 @@
-"""The documents of a state that several ranks hold parts of. Pure, and without torch: snapshot servers use it too."""
+"""Documents (the parts of a state that are not tensors), merged over the ranks that hold them.
+
+Pure, and without torch: snapshot servers use it too.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,21 @@ SCALARS = "optim/scalars"
 TIED = "model/tied"
 
 
-def merged_documents(held: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Return the documents of all ranks as one; pipeline stages have different parameters, and each knows its own only."""
+def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
+    """Return the documents of all ranks as one mapping.
+
+    Pipeline stages have different parameters, and each rank knows those of its own stage only.
+    """
     merged: dict[str, Json] = {}
     grouped: set[str] = set()
-    for documents in held:
+    for documents in documents_of_ranks:
         for name, content in documents.items():
             if name in (SCALARS, TIED):
                 merged[name] = {**merged.get(name, {}), **content}
             elif name == GROUPS:
-                fresh = [group for group in content if not grouped.issuperset(group["parameters"])]
-                grouped.update(parameter for group in fresh for parameter in group["parameters"])
-                merged[name] = [*merged.get(name, []), *fresh]
+                added = [group for group in content if not grouped.issuperset(group["parameters"])]
+                grouped.update(parameter for group in added for parameter in group["parameters"])
+                merged[name] = [*merged.get(name, []), *added]
             else:
                 merged[name] = content
     return merged

@@ -1,6 +1,7 @@
-"""Zarr v3 data type names and their NumPy counterparts. Torch counterparts live in `keepstep.checkpoint.live.tensors`.
+"""Zarr v3 data type names and their NumPy counterparts.
 
-ml_dtypes supplies the NumPy types that NumPy itself lacks.
+ml_dtypes supplies the NumPy types that NumPy itself lacks. The torch counterparts are in
+`keepstep.checkpoint.live.tensors`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def numpy_dtype(name: str) -> np.dtype:
     """Return the NumPy dtype of a Zarr data type name.
 
     Raises:
-        ValueError: the name is none that this format stores.
+        ValueError: the format does not store this data type.
     """
     try:
         return _NUMPY[name]

@@ -1,7 +1,7 @@
-"""Which tensor names can be stored: a key becomes a path of groups, directories and objects.
+"""Check of tensor names: a key becomes a path of groups, directories and objects.
 
-Pure. Writers refuse a bad name before any byte is written; readers refuse it before any path is built from
-it.
+Pure. Writers refuse a bad name before any byte is written; readers refuse it before any path is
+built from it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ def check_keys(keys: Collection[str]) -> None:
     """Refuse keys that cannot name arrays of one hierarchy.
 
     Raises:
-        ValueError: a key is malformed, or one is also a group of another.
+        ValueError: a key is malformed, or is also a group of another.
     """
     for key in keys:
         parts = key.split("/")
         if parts[0] in _RESERVED_ROOTS:
-            raise ValueError(f"{key!r}: {parts[0]!r} is the format's own name")
+            raise ValueError(f"{key!r}: {parts[0]!r} is reserved by the format")
         for part in parts:
             if not part or part in (".", "..", "zarr.json") or part.startswith("__"):
                 raise ValueError(f"{key!r}: {part!r} cannot be part of a name")
             if not part.isprintable() or "\\" in part or len(part.encode()) > _MAX_NBYTES:
                 raise ValueError(
-                    f"{key!r}: names are printable, without backslash, of at most {_MAX_NBYTES} bytes"
+                    f"{key!r}: names must be printable, without backslash, and at most "
+                    f"{_MAX_NBYTES} bytes long"
                 )
     known = set(keys)
     for key in keys:
         parts = key.split("/")
         for depth in range(1, len(parts)):
-            if "/".join(parts[:depth]) in known:
-                raise ValueError(
-                    f"{'/'.join(parts[:depth])!r} is a tensor, and {key!r} would have to lie inside it"
-                )
+            group = "/".join(parts[:depth])
+            if group in known:
+                raise ValueError(f"{group!r} is a tensor, so {key!r} cannot lie inside it")

@@ -1,8 +1,8 @@
-"""Which bytes to read from where: the reads that fill wanted boxes from the boxes that sources hold.
+"""Planner of the reads that fill wanted boxes from the boxes that sources hold.
 
-Pure. Boxes of one tensor may overlap between sources (replicas); each wanted element is planned exactly once,
-from the earliest source that holds it. Cost is linear in the entries of the tensors asked for, and in the
-pieces that result.
+Pure. Boxes of one tensor may overlap between sources (replicas); each wanted element is planned
+exactly once, from the earliest source that holds it. The cost is linear in the entries of the
+requested tensors and in the pieces that result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Copy `box` (global coordinates) of `entry`, held by source `source`, into wanted box `wanted`."""
+    """Copies `box` (global coordinates) of `entry` from a source into a wanted box.
+
+    `wanted` and `source` are positions in the planner's arguments.
+    """
 
     wanted: int
     source: int
@@ -31,18 +34,19 @@ def plan_reads(
     """Plan the reads that fill every wanted box.
 
     Args:
-        wanted: tensor keys and boxes of them.
-        sources: what each source holds, preferred ones first.
+        wanted: tensor keys and the boxes of these tensors to fill.
+        sources: what each source holds, preferred sources first.
 
     Raises:
-        LayoutMismatch: part of a wanted box is held by nobody.
+        LayoutMismatch: no source holds part of a wanted box.
     """
     reads, missing = plan_available_reads(wanted, sources)
     if missing:
         position, box = missing[0]
         raise LayoutMismatch(
-            f"{wanted[position][0]}: elements at offset {box.offset}, shape {box.shape}, are in none of the "
-            f"{len(sources)} sources; the state to read is incomplete, or of another model"
+            f"{wanted[position][0]}: elements at offset {box.offset}, shape {box.shape}, are in "
+            f"none of the {len(sources)} sources; the state to read is incomplete, or of another "
+            "model"
         )
     return reads
 
@@ -50,7 +54,15 @@ def plan_reads(
 def plan_available_reads(
     wanted: Sequence[tuple[str, Box]], sources: Sequence[ShardIndex]
 ) -> tuple[tuple[Read, ...], tuple[tuple[int, Box], ...]]:
-    """As `plan_reads`, but return what no source holds, as (wanted number, box), instead of raising."""
+    """Plan the reads of what the sources hold, and return the parts that no source holds.
+
+    Args:
+        wanted: as for `plan_reads`.
+        sources: as for `plan_reads`.
+
+    Returns:
+        The reads, and the missing parts, each as (position in `wanted`, box).
+    """
     keys = {key for key, _ in wanted}
     holders: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
     for source, index in enumerate(sources):
@@ -60,20 +72,20 @@ def plan_available_reads(
     reads: list[Read] = []
     missing: list[tuple[int, Box]] = []
     for position, (key, box) in enumerate(wanted):
-        open_boxes = [box] if box.size else []
+        unplanned = [box] if box.size else []
         for source, entry in holders[key]:
-            if not open_boxes:
+            if not unplanned:
                 break
-            still_open: list[Box] = []
-            for part in open_boxes:
+            remaining: list[Box] = []
+            for part in unplanned:
                 common = part.intersect(entry.box)
                 if common is None:
-                    still_open.append(part)
+                    remaining.append(part)
                 else:
                     reads.append(Read(position, source, entry, common))
-                    still_open.extend(subtract(part, common))
-            open_boxes = still_open
-        missing.extend((position, part) for part in open_boxes)
+                    remaining.extend(subtract(part, common))
+            unplanned = remaining
+        missing.extend((position, part) for part in unplanned)
     return tuple(reads), tuple(missing)
 
 

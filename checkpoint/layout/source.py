@@ -1,7 +1,8 @@
-"""What can be loaded from: the one face that stored checkpoints and in-memory snapshots show to a restore.
+"""The interface that a restore reads from, for stored checkpoints and in-memory snapshots alike.
 
-Pure contract. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Zarr, `keepstep.checkpoint.memory.memory_source.MemorySource` over snapshot
-servers; `keepstep.checkpoint.live.tensors.restore` fills live tensors from either.
+Pure. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Zarr,
+`keepstep.checkpoint.memory.memory_source.MemorySource` over snapshot servers;
+`keepstep.checkpoint.live.restore.restore` fills live tensors from either.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from keepstep.checkpoint.layout.boxes import Box, Json
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor as a whole: Zarr v3 data type name and global shape in elements."""
+    """A global tensor: Zarr v3 data type name and global shape in elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -23,7 +24,10 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BoxRequest:
-    """Read `box` of tensor `key` into `into`: a writable, contiguous byte buffer of exactly the box's size, C order."""
+    """A request to read `box` of tensor `key` into `into`.
+
+    `into` is a writable, contiguous byte buffer of exactly the box's size, in C order.
+    """
 
     key: str
     box: Box
@@ -31,7 +35,7 @@ class BoxRequest:
 
 
 class Source(Protocol):
-    """A complete state of one step, readable by boxes."""
+    """The complete state of one step, readable by boxes."""
 
     @property
     def step(self) -> int:
@@ -45,13 +49,14 @@ class Source(Protocol):
 
     @property
     def documents(self) -> Mapping[str, Json]:
-        """Every part that is no tensor, by name."""
+        """The parts that are not tensors, by name."""
         ...
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """Fill all requests, verifying checksums where the source keeps them.
 
         Raises:
-            CheckpointError: a box cannot be read or is damaged; the message names tensor, holder and remedy.
+            CheckpointError: a box cannot be read or is damaged; the message names tensor, holder
+                and remedy.
         """
         ...

@@ -25,6 +25,7 @@ import torch
 
 from keepstep.checkpoint.errors import CheckpointError, StateChanged
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
+from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
@@ -167,11 +168,11 @@ class Snapshotter:
     def _perform(self, copy: _PendingCopy) -> None:
         layout = copy.layout
         index = encode_index(layout.nbytes, layout.encoded, copy.documents)
-        room = -(-len(index) // _INDEX_GRANULARITY_NBYTES) * _INDEX_GRANULARITY_NBYTES
+        index_capacity = round_up(len(index), _INDEX_GRANULARITY_NBYTES)
         number, arena = self._client.begin(
             copy.snapshot,
             self._rank,
-            layout.nbytes + room,
+            layout.nbytes + index_capacity,
             discard_uncommitted=copy.discard_uncommitted,
         )
         targets = self._views(number, arena, layout)
@@ -223,9 +224,16 @@ class Snapshotter:
         for tensor in tensors:
             nbytes = tensor.data.numel() * tensor.data.element_size()
             entries.append(
-                Entry(tensor.key, tensor.dtype, tensor.global_shape, tensor.box, offset, nbytes)
+                Entry(
+                    key=tensor.key,
+                    dtype=tensor.dtype,
+                    global_shape=tensor.global_shape,
+                    box=tensor.box,
+                    byte_offset=offset,
+                    nbytes=nbytes,
+                )
             )
-            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += round_up(nbytes, _ALIGNMENT)
         owned = tuple(tensor for tensor in tensors if tensor.owner is not None)
         self._layout = _Layout(
             tensors=tuple(tensors),

@@ -70,7 +70,15 @@ def url() -> str:
 
 def test_a_removed_step_that_is_being_written_again_is_not_collected(url: str) -> None:
     storage = open_storage(url)
-    plan = plan_chunks([ShardIndex(0, (Entry("x", "uint8", (4,), Box.whole((4,)), 0, 4),), {})])
+    entry = Entry(
+        key="x",
+        dtype="uint8",
+        global_shape=(4,),
+        box=Box.whole((4,)),
+        byte_offset=0,
+        nbytes=4,
+    )
+    plan = plan_chunks([ShardIndex(0, (entry,), {})])
     part = write_part(
         storage, STEP, plan, [0], lambda key, box: np.full((4, 1), 7, np.uint8), name=0
     )

@@ -312,7 +312,17 @@ def test_nothing_there_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
-    entries = tuple(Entry(f"t{i}", "uint8", (4,), Box.whole((4,)), 0, 4) for i in range(50))
+    entries = tuple(
+        Entry(
+            key=f"t{i}",
+            dtype="uint8",
+            global_shape=(4,),
+            box=Box.whole((4,)),
+            byte_offset=0,
+            nbytes=4,
+        )
+        for i in range(50)
+    )
     plan = plan_chunks([ShardIndex(0, entries, {})])
     read: list[str] = []
 

@@ -197,7 +197,16 @@ def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
         offset = 0
         for tensor, box in held:
             data = np.ascontiguousarray(tensor.values[box.slices]).reshape(-1)
-            entries.append(Entry(tensor.key, tensor.dtype, tensor.shape, box, offset, data.nbytes))
+            entries.append(
+                Entry(
+                    key=tensor.key,
+                    dtype=tensor.dtype,
+                    global_shape=tensor.shape,
+                    box=box,
+                    byte_offset=offset,
+                    nbytes=data.nbytes,
+                )
+            )
             memory.append(data)
             offset += data.nbytes
         memories.append(np.concatenate(memory))

@@ -1,4 +1,4 @@
-"""The planner reads every wanted element exactly once, from the earliest source that has it."""
+"""Tests of the read planner: each wanted element is read once, from the earliest source."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from keepstep.checkpoint.layout.planner import plan_reads
 KEY = "model/weight"
 
 
-def index(shape: tuple[int, ...], *boxes: Box) -> ShardIndex:
-    return ShardIndex(0, tuple(Entry(KEY, "uint8", shape, box, 0, box.size) for box in boxes), {})
+def entry_of(key: str, shape: tuple[int, ...], box: Box) -> Entry:
+    return Entry(
+        key=key, dtype="uint8", global_shape=shape, box=box, byte_offset=0, nbytes=box.size
+    )
+
+
+def index_of(shape: tuple[int, ...], *boxes: Box) -> ShardIndex:
+    return ShardIndex(0, tuple(entry_of(KEY, shape, box) for box in boxes), {})
 
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that together are the tensor: cut at random, recursively, with empty ones among them."""
+    """Draw boxes that partition a tensor: cut at random, recursively; some are empty."""
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 6))):
         if not shape:
@@ -41,7 +47,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], list[ShardIndex], list[Box]
     for _ in range(draw(st.integers(1, 3))):  # Replicas, each cut in its own way.
         boxes = draw(st.permutations(draw(partitions(shape))))
         cut = draw(st.integers(0, len(boxes)))
-        sources += [index(shape, *boxes[:cut]), index(shape, *boxes[cut:])]
+        sources += [index_of(shape, *boxes[:cut]), index_of(shape, *boxes[cut:])]
     wanted = draw(partitions(shape)) + draw(partitions(shape))
     return shape, sources, wanted
 
@@ -69,17 +75,15 @@ def test_every_wanted_element_is_read_exactly_once_from_the_earliest_source(case
         assert (count == expected).all()
 
 
-def test_a_gap_is_named_with_its_tensor_and_box() -> None:
+def test_a_missing_part_is_reported_with_its_tensor_and_box() -> None:
     with pytest.raises(LayoutMismatch, match=r"model/weight: .*offset \(2, 0\), shape \(2, 3\)"):
-        plan_reads([(KEY, Box.whole((4, 3)))], [index((4, 3), Box((0, 0), (2, 3)))])
+        plan_reads([(KEY, Box.whole((4, 3)))], [index_of((4, 3), Box((0, 0), (2, 3)))])
 
 
-def test_a_thousand_tensors_of_sixty_four_shards_take_linear_work() -> None:
+def test_planning_a_thousand_tensors_of_sixty_four_shards_is_linear() -> None:
     def shard(rank: int) -> ShardIndex:
         box = Box((rank * 2, 0), (2, 4))
-        return ShardIndex(
-            0, tuple(Entry(f"t{i}", "uint8", (128, 4), box, 0, 8) for i in range(1000)), {}
-        )
+        return ShardIndex(0, tuple(entry_of(f"t{i}", (128, 4), box) for i in range(1000)), {})
 
     wanted = [(f"t{i}", Box((6, 0), (4, 4))) for i in range(1000)]
     assert len(plan_reads(wanted, [shard(rank) for rank in range(64)])) == 2000

@@ -27,7 +27,9 @@ from keepstep.checkpoint.stored.chunking import (
 
 
 def entry(key: str, shape: tuple[int, ...], box: Box, dtype: str = "float32") -> Entry:
-    return Entry(key, dtype, shape, box, 0, box.size * 4)
+    return Entry(
+        key=key, dtype=dtype, global_shape=shape, box=box, byte_offset=0, nbytes=box.size * 4
+    )
 
 
 def fsdp(shape: tuple[int, ...], ranks: int) -> list[Box]:
