@@ -1,1 +1,1 @@
-"""Checkpoints in storage: format, writers, readers, storage back ends, housekeeping."""
+"""Checkpoints in storage: format, writer, reader, storage back ends, housekeeping."""

@@ -1,4 +1,7 @@
-"""Where the cells of a stored checkpoint lie: object, offset, size, checksums. Pure, from the listings and the tensors' metadata."""
+"""Index of the cells of a stored checkpoint: the object, offset, size and checksum of each.
+
+Pure. It is made from the writers' listings (parts) and the tensors' metadata.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,12 @@ from keepstep.checkpoint.stored.format import ChunkObject, DataObject, Pack, chu
 _RUN_NBYTES = 2 * 2**20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Span:
-    """Cells of a tensor that lie in an object one after the other, each followed by its crc32c; then `tail`.
+    """Cells of a tensor that lie in an object one after the other, each followed by its crc32c.
 
-    `places` are theirs in the grid of the tensor's cells. After a chunk's last cell comes the chunk's index; else there is no tail.
+    `offset` is in bytes. `places` are the cells' places in the grid of the tensor's cells. `tail`
+    is the chunk's index, which follows the chunk's last cell; otherwise it is empty.
     """
 
     key: str
@@ -32,25 +36,27 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Size of all of it."""
+        """Size of the cells with their checksums, and of the tail."""
         return len(self.checksums) * (self.payload_nbytes + 4) + len(self.tail)
 
     def is_intact(self, data: memoryview) -> bool:
-        """Return whether these bytes are the ones that were written."""
+        """Return whether these bytes match the checksums and the tail."""
         start = 0
         for crc in self.checksums:
             end = start + self.payload_nbytes
-            if crc32c.crc32c(data[start:end]) != crc or data[end : end + 4] != crc.to_bytes(
-                4, "little"
-            ):
+            is_payload_intact = crc32c.crc32c(data[start:end]) == crc
+            if not is_payload_intact or data[end : end + 4] != crc.to_bytes(4, "little"):
                 return False
             start = end + 4
         return data[start:] == self.tail
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CellIndex:
-    """All data objects of a checkpoint, and a way to find cells in them. `where` is the checkpoint's place, for messages."""
+    """Finds cells in the data objects of a checkpoint.
+
+    `where` is the checkpoint's URL, for error messages.
+    """
 
     tensors: Mapping[str, StoredTensor]
     objects: tuple[DataObject, ...]
@@ -62,10 +68,10 @@ class CellIndex:
     def of(
         cls, tensors: Mapping[str, StoredTensor], objects: Sequence[DataObject], where: str
     ) -> CellIndex:
-        """Make the directory of these objects.
+        """Make the index of these objects.
 
         Raises:
-            CheckpointDamaged: a pack has cells of a tensor that is not packed, or that there is not.
+            CheckpointDamaged: a pack has cells of a tensor that is not packed or does not exist.
         """
         chunks: dict[str, ChunkObject] = {}
         packed: dict[tuple[str, tuple[int, ...]], Span] = {}
@@ -75,17 +81,19 @@ class CellIndex:
                 continue
             for span in _spans_of_pack(tensors, item):
                 packed[span.key, span.places[0]] = span
-        return cls(tensors, tuple(objects), where, chunks, packed)
+        return cls(
+            tensors=tensors, objects=tuple(objects), where=where, _chunks=chunks, _packed=packed
+        )
 
     def find(self, chunk: Chunk, cells: Sequence[Cell]) -> Iterator[Span]:
-        """Yield where these cells of a chunk lie, as few spans in the order of the cells.
+        """Yield as few spans as possible that hold these cells of a chunk, in the cells' order.
 
         Args:
-            chunk: which.
+            chunk: the chunk.
             cells: some of its cells, by ascending number.
 
         Raises:
-            CheckpointDamaged: one is in no listing.
+            CheckpointDamaged: no listing has one of the cells.
         """
         tensor = self.tensors[chunk.key]
         name = chunk_name(chunk.key, chunk.place)
@@ -97,30 +105,35 @@ class CellIndex:
                 yield from _spans_of_chunk(chunk.key, tensor, self._chunks[name], cells)
         except KeyError:
             raise CheckpointDamaged(
-                f"{self.where}{name}: {chunk.key} needs this chunk and no listing has it; load an older step"
+                f"{self.where}{name}: {chunk.key} needs this chunk and no listing has it; "
+                "load an older step"
             ) from None
 
     def find_packed(self, key: str, place: tuple[int, ...]) -> Span | None:
-        """Return where a cell of a packed tensor lies, by its place in the grid of cells."""
+        """Return the span of one cell of a packed tensor, by its place in the grid of cells."""
         return self._packed.get((key, place))
 
     def spans(self) -> Iterator[Span]:
-        """Yield every cell of every tensor."""
+        """Yield the spans of all cells of all tensors."""
         for key in self.tensors:
             yield from self.spans_of_tensor(key)
 
     def spans_of_tensor(self, key: str) -> Iterator[Span]:
-        """Yield a tensor's cells, in C order of their chunks and within them.
+        """Yield the spans of a tensor's cells, in C order of the chunks and within each chunk.
 
         Raises:
-            CheckpointDamaged: one is in no listing.
+            CheckpointDamaged: no listing has one of the cells.
         """
         tensor = self.tensors[key]
         for chunk in chunks_over(key, tensor.shape, tensor.chunk, Box.whole(tensor.shape)):
             yield from self.find(chunk, list(cells_over(tensor, chunk, chunk.box)))
 
     def spans_of_object(self, item: DataObject) -> Iterator[Span]:
-        """Yield what an object holds, in order; places are left out."""
+        """Yield the spans of an object, in order; the places of a chunk's cells are left empty.
+
+        Raises:
+            CheckpointDamaged: the object belongs to no tensor.
+        """
         if not isinstance(item, ChunkObject):
             yield from _spans_of_pack(self.tensors, item)
             return
@@ -134,17 +147,18 @@ class CellIndex:
 
 
 def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Yield spans in groups that one read fetches: neighbours in one object, up to some MiB."""
+    """Yield spans in groups for one read each: adjacent in one object, `_RUN_NBYTES` at most."""
     run: list[Span] = []
     nbytes = 0
     for span in sorted(spans, key=lambda span: (span.object_name, span.offset)):
-        follows = run and (run[-1].object_name, run[-1].offset + run[-1].nbytes) == (
-            span.object_name,
-            span.offset,
-        )
-        if run and not (follows and nbytes + span.nbytes <= _RUN_NBYTES):
-            yield run
-            run, nbytes = [], 0
+        if run:
+            last = run[-1]
+            is_adjacent = (
+                span.object_name == last.object_name and span.offset == last.offset + last.nbytes
+            )
+            if not is_adjacent or nbytes + span.nbytes > _RUN_NBYTES:
+                yield run
+                run, nbytes = [], 0
         run.append(span)
         nbytes += span.nbytes
     if run:
@@ -157,10 +171,17 @@ def _spans_of_pack(tensors: Mapping[str, StoredTensor], pack: Pack) -> Iterator[
         tensor = tensors.get(cell.key)
         if tensor is None or not tensor.is_packed:
             raise CheckpointDamaged(
-                f"{pack.name} has cells of {cell.key!r}, which is no packed tensor; load an older step"
+                f"{pack.name} has cells of {cell.key!r}, which is not a packed tensor; "
+                "load an older step"
             )
         yield Span(
-            cell.key, pack.name, offset, (cell.place,), (cell.crc32c,), tensor.cell_nbytes, b""
+            key=cell.key,
+            object_name=pack.name,
+            offset=offset,
+            places=(cell.place,),
+            checksums=(cell.crc32c,),
+            payload_nbytes=tensor.cell_nbytes,
+            tail=b"",
         )
         offset += tensor.cell_nbytes + 4
 
@@ -168,23 +189,29 @@ def _spans_of_pack(tensors: Mapping[str, StoredTensor], pack: Pack) -> Iterator[
 def _spans_of_chunk(
     key: str, tensor: StoredTensor, chunk: ChunkObject, cells: Sequence[Cell]
 ) -> Iterator[Span]:
-    """Yield spans of at most `_RUN_NBYTES`, if a cell is no larger.
+    """Yield spans of at most `_RUN_NBYTES`, or of one cell if a cell is larger.
 
     Raises:
         KeyError: the chunk lacks one of the cells.
     """
-    # Absent cells take no room.
+    # Absent cells take no space.
     present = {number: crc for number, crc in enumerate(chunk.checksums) if crc is not None}
     positions = {number: position for position, number in enumerate(present)}
     size = tensor.cell_nbytes + 4
-    most = max(1, _RUN_NBYTES // size)
+    max_count = max(1, _RUN_NBYTES // size)
     begin = 0
     for end in range(1, len(cells) + 1):
         first, last = positions[cells[begin].number], positions[cells[end - 1].number]
-        if end < len(cells) and end - begin < most and positions.get(cells[end].number) == last + 1:
+        has_room = end < len(cells) and end - begin < max_count
+        if has_room and positions.get(cells[end].number) == last + 1:
             continue
-        checksums = tuple(present[cell.number] for cell in cells[begin:end])
-        tail = shard_index(tensor, chunk.checksums) if last == len(present) - 1 else b""
-        places = tuple(cell.place for cell in cells[begin:end])
-        yield Span(key, chunk.name, first * size, places, checksums, tensor.cell_nbytes, tail)
+        yield Span(
+            key=key,
+            object_name=chunk.name,
+            offset=first * size,
+            places=tuple(cell.place for cell in cells[begin:end]),
+            checksums=tuple(present[cell.number] for cell in cells[begin:end]),
+            payload_nbytes=tensor.cell_nbytes,
+            tail=shard_index(tensor, chunk.checksums) if last == len(present) - 1 else b"",
+        )
         begin = end

@@ -1,17 +1,18 @@
-"""Which chunks a stored tensor has, who writes each, and into which objects: the storage side of a layout.
+"""Planner of the chunks of stored tensors: their shapes, their writers, and their cells.
 
-Pure. Zarr chunks form a regular grid, so the grid is chosen to follow the shards: FSDP's split of a dimension
-(pieces of ceil(n / ranks), the last smaller) *is* a regular grid, and so is a tensor-parallel split of
-another dimension. Where shards form no grid, one of about their size is laid over them, and a chunk's writer
-collects the pieces that others hold.
+Pure. Zarr chunks form a regular grid, so the grid is chosen to follow the shards: FSDP's split of a
+dimension (pieces of ceil(n / ranks), the last smaller) *is* a regular grid, and so is a
+tensor-parallel split of another dimension. Where shards form no grid, the chunks have about the
+shards' size, and a chunk's writer collects the pieces that other ranks hold.
 
-A chunk is cut into cells, blocks with a checksum of their own, so that a reader who needs a part, rows or columns, reads and
-verifies little more than that part. A large chunk is an object; the cells of small chunks of one writer share objects, called
-packs, for thousands of small tensors must not become thousands of objects.
+A chunk is cut into cells, blocks that have a checksum each, so that a reader that needs some rows
+or columns reads and verifies little more than these. A large chunk is an object; the cells of one
+writer's small chunks share objects, called packs, because thousands of small tensors must not
+become thousands of objects.
 
-Every chunk has exactly one writer, chosen among those who hold most of it, the one with the least to write so
-far: replicas are written once, and the work is balanced. All ranks compute the same plan from the same
-indexes, at a cost linear in entries and in the overlaps of chunks with shards.
+Every chunk has exactly one writer: among the ranks that hold most of it, the one with the least to
+write so far. So replicas are written once, and the work is balanced. All ranks compute the same
+plan from the same indexes, at a cost linear in entries and in the overlaps of chunks with shards.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import NamedTuple
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.integers import ceil_div, round_up
 from keepstep.checkpoint.layout.names import check_keys
 
 CHUNK_NBYTES = 64 * 2**20
-"""A chunk is at most this large, if its shard can be cut so."""
+"""The largest size of a chunk, where its shard can be cut so."""
 
 PACKED_NBYTES = 2**20
 """A chunk below this size goes into a pack."""
@@ -38,27 +40,28 @@ PACK_NBYTES = 64 * 2**20
 """A pack is closed once it is this large."""
 
 CELL_NBYTES = (32 * 2**10, 2**20)
-"""Cells are about a thirty-second of a chunk, within these bounds where the chunk's extents have fitting divisors."""
+"""The smallest and the largest size of a cell, where the chunk's extents have such divisors."""
 
 _CELLS_PER_CHUNK = 32
 
 _COLUMN_CUTS = 8
-"""Rows are cut into at most this many pieces, as many as tensor parallelism within a node has ranks."""
+"""The most pieces that a row is cut into: the usual tensor-parallel degree within a node."""
 
 SEGMENT_NBYTES = 256
-"""A piece of a row has at least this many bytes: gathering shorter ones would cost more than copying them."""
+"""The smallest piece of a row: to gather shorter pieces would cost more than to copy them."""
 
-# A common step of the shards' boundaries is followed if it cuts the longest shard into at most this many
-# pieces; for the same reason a chunk may be this much smaller than CHUNK_NBYTES to keep its edges on shard
-# boundaries.
+# Chunks follow the greatest common divisor of the shards' boundaries if this cuts the longest shard
+# into at most this many pieces; for the same reason a chunk may be this many times smaller than
+# CHUNK_NBYTES to keep its edges on shard boundaries.
 _MOST_PIECES = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """A tensor as it will be stored: data type, shape, shapes of its chunks and of the cells that these consist of.
+    """A tensor as stored: data type, shape, and the shapes of its chunks and of their cells.
 
-    The cells of a packed tensor may lie anywhere in packs; those of another lie one after the other in their chunk's object.
+    The cells of a packed tensor may lie anywhere in packs; the cells of any other tensor lie one
+    after the other in their chunk's object.
     """
 
     dtype: str
@@ -91,23 +94,23 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """All tensors, and for each writer (position in the list of indexes) its chunks."""
+    """All tensors, and the chunks of each writer, by its position in the list of indexes."""
 
     tensors: dict[str, StoredTensor]
     chunks: tuple[tuple[Chunk, ...], ...]
 
 
 def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -> ChunkPlan:
-    """Plan how the state that these holders have together is stored. Deterministic.
+    """Plan how the state that these ranks hold together is stored. Deterministic.
 
     Args:
-        indexes: what each holder has.
-        within_shards: let no chunk need pieces of two holders, however small that makes it; for holders that cannot
-            give each other any.
+        indexes: what each rank holds.
+        within_shards: cut chunks, however small, so that none needs the pieces of two ranks; for
+            ranks that cannot exchange pieces.
 
     Raises:
-        LayoutMismatch: holders disagree about a tensor, part of one is held by nobody, or a name cannot be
-            stored.
+        LayoutMismatch: ranks disagree about a tensor, no rank holds part of one, or a name cannot
+            be stored.
     """
     holders: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
     for holder, index in enumerate(indexes):
@@ -120,44 +123,55 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
     tensors: dict[str, StoredTensor] = {}
     load = [0] * len(indexes)
     chunks: list[list[Chunk]] = [[] for _ in indexes]
-    # Large tensors first: what is small then evens out the load.
+    # Large tensors first: the small ones then even out the load.
     for key in sorted(holders, key=lambda k: (-max(e.nbytes for _, e in holders[k]), k)):
-        held = holders[key]
-        shape, dtype = _common_shape_and_dtype(key, held)
+        shards = holders[key]
+        shape, dtype = _common_shape_and_dtype(key, shards)
         itemsize = numpy_dtype(dtype).itemsize
         grid = chunk_shape(
-            shape, [entry.box for _, entry in held], itemsize, within_shards=within_shards
+            shape, [entry.box for _, entry in shards], itemsize, within_shards=within_shards
         )
         tensors[key] = stored_tensor(dtype, shape, grid)
-        shares = _elements_per_holder(shape, grid, held)
+        shares = _elements_per_holder(shape, grid, shards)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
             share = shares.get(chunk.place)
             if share is None:
                 raise LayoutMismatch(
-                    f"{key}: no rank holds elements at offset {chunk.box.offset}, shape {chunk.box.shape}; "
-                    "every rank must save its part"
+                    f"{key}: no rank holds elements at offset {chunk.box.offset}, "
+                    f"shape {chunk.box.shape}; every rank must save its part"
                 )
             writer = min(share, key=lambda holder: (-share[holder], load[holder], holder))
             load[writer] += chunk.box.size * itemsize
             chunks[writer].append(chunk)
-    return ChunkPlan(tensors, tuple(tuple(mine) for mine in chunks))
+    return ChunkPlan(tensors, tuple(tuple(own_chunks) for own_chunks in chunks))
 
 
 def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:
     """Return how a tensor with chunks of this shape is stored."""
     itemsize = numpy_dtype(dtype).itemsize
-    # One without elements has no chunk that would be an object.
+    # A tensor without elements has no chunk that would be an object.
     is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES or 0 in shape
-    return StoredTensor(dtype, shape, chunk, cell_shape(chunk, itemsize), is_packed)
+    return StoredTensor(
+        dtype=dtype,
+        shape=shape,
+        chunk=chunk,
+        cell=cell_shape(chunk, itemsize),
+        is_packed=is_packed,
+    )
 
 
 def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Return the shape of a chunk's cells, which divide it evenly.
 
-    The last dimension (a row) is cut into up to `_COLUMN_CUTS` pieces, of no less than `SEGMENT_NBYTES` each, and into no more than
-    the dimensions before it together: what is saved by rows can be read by columns, and rows still be halved and quartered. These are
-    then cut one after the other, until cells have the wanted size. Powers of two are chosen before other numbers: halves
-    and quarters of a shard then end where cells do.
+    The last dimension (a row) is cut into up to `_COLUMN_CUTS` pieces, of no less than
+    `SEGMENT_NBYTES` each, and into no more pieces than the dimensions before it together. So what
+    is saved by rows can be read by columns, and rows can still be halved and quartered. The
+    dimensions before it are then cut one after the other, until cells have the wanted size. Powers
+    of two are preferred: halves and quarters of a shard then end where cells end.
+
+    Args:
+        chunk: shape of the chunk, in elements.
+        itemsize: bytes of an element.
     """
     least, most = CELL_NBYTES
     nbytes = math.prod(chunk) * itemsize
@@ -184,10 +198,16 @@ def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 
 def _column_cuts(extent: int, itemsize: int, cells: int) -> int:
-    """Return how many pieces a row of so many elements is cut into, where a chunk is to have about so many cells."""
+    """Return the number of pieces that a row is cut into.
+
+    Args:
+        extent: elements of the row.
+        itemsize: bytes of an element.
+        cells: the wanted number of cells in the chunk.
+    """
     if extent * itemsize < 2 * SEGMENT_NBYTES or cells < 2:
         return 1
-    # Half of the cuts, rounded up, by exponent of two.
+    # Half of the powers of two that `cells` consists of, rounded up, go to the row.
     count = min(
         _COLUMN_CUTS,
         1 << cells.bit_length() // 2,
@@ -198,12 +218,13 @@ def _column_cuts(extent: int, itemsize: int, cells: int) -> int:
     return count
 
 
-def _power_of_two(at_most: int) -> int:
-    return 1 << max(0, at_most.bit_length() - 1)
+def _power_of_two(limit: int) -> int:
+    """Return the largest power of two that is not above `limit`, at least 1."""
+    return 1 << max(0, limit.bit_length() - 1)
 
 
 def _divisor_near(number: int, wanted: float) -> int:
-    """Return the divisor nearest to `wanted` by ratio, at most 4 times more; 1 if there is none that near."""
+    """Return the divisor nearest to `wanted` by ratio, within a factor of 4; 1 if there is none."""
     near = range(int(wanted / 4) or 1, min(number, int(wanted * 4)) + 1)
     divisors = [n for n in near if number % n == 0]
     return min(divisors, key=lambda n: abs(math.log(n / wanted)), default=1)
@@ -215,13 +236,13 @@ def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
     if common is None:
         return
     ranges = [
-        range(start // cell, -(-(start + extent) // cell))
+        range(start // cell, ceil_div(start + extent, cell))
         for start, extent, cell in zip(common.offset, common.shape, tensor.cell, strict=True)
     ]
-    per_chunk = [whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True)]
+    per_chunk = [extent // cell for extent, cell in zip(tensor.chunk, tensor.cell, strict=True)]
     for place in itertools.product(*ranges):
         number = 0
-        # No check of lengths, nor objects for boxes: this runs once for every cell that is read.
+        # Neither a check of lengths nor Box objects: this runs once for every cell that is read.
         for position, count in zip(place, per_chunk):  # noqa: B905
             number = number * count + position % count
         yield Cell(number, place)
@@ -230,9 +251,15 @@ def cells_over(tensor: StoredTensor, chunk: Chunk, box: Box) -> Iterator[Cell]:
 def chunk_shape(
     shape: Sequence[int], boxes: Sequence[Box], itemsize: int, *, within_shards: bool = False
 ) -> tuple[int, ...]:
-    """Return the shape of the chunks that follow the boxes best, of at most `CHUNK_NBYTES` where possible.
+    """Return the chunk shape that follows the shards best, of at most `CHUNK_NBYTES` if possible.
 
-    Every number is at least 1, also where the tensor has no elements.
+    Every extent is at least 1, also where the tensor has no elements.
+
+    Args:
+        shape: global shape of the tensor.
+        boxes: its shards.
+        itemsize: bytes of an element.
+        within_shards: as for `plan_chunks`.
     """
     chunk, is_split = [], []
     present = [box for box in boxes if box.size]
@@ -254,21 +281,22 @@ def chunk_shape(
             continue  # A tensor without elements has no chunks, whatever their shape.
         wanted = max(1, int(chunk[axis] / excess))
         if is_split[axis]:
-            # A divisor keeps chunk edges on shard edges; if there is no good one, the next dimension is cut.
+            # A divisor keeps chunk edges on shard edges; if none fits, the next dimension is cut.
             divisors = (
                 n for n in range(wanted, wanted // _MOST_PIECES, -1) if chunk[axis] % n == 0
             )
             chunk[axis] = next(divisors, chunk[axis])
         else:
-            pieces = -(-extent // wanted)
-            halved = 1 << (pieces - 1).bit_length()
-            # Halves and quarters of the tensor then end where chunks do.
-            chunk[axis] = -(-extent // (pieces if extent % halved else halved))
+            pieces = ceil_div(extent, wanted)
+            power_of_two = 1 << (pieces - 1).bit_length()
+            # Halves and quarters of the tensor then end where chunks end.
+            chunk[axis] = ceil_div(extent, pieces if extent % power_of_two else power_of_two)
     if shape and not is_split[0]:
-        # A vocabulary's prime number of rows would be one indivisible cell; a chunk may reach over the tensor's edge.
+        # A vocabulary's prime number of rows would be one indivisible cell; a chunk may reach over
+        # the tensor's edge.
         cells = _power_of_two(math.prod(chunk) * itemsize // CELL_NBYTES[1])
         if cells * _CELLS_PER_CHUNK <= chunk[0]:
-            chunk[0] = -(-chunk[0] // cells) * cells
+            chunk[0] = round_up(chunk[0], cells)
     return tuple(chunk)
 
 
@@ -277,23 +305,24 @@ def chunks_over(key: str, shape: Sequence[int], grid: Sequence[int], box: Box) -
     if box.size == 0:
         return
     ranges = [
-        range(start // step, -(-(start + extent) // step))
+        range(start // step, ceil_div(start + extent, step))
         for start, extent, step in zip(box.offset, box.shape, grid, strict=True)
     ]
     for place in itertools.product(*ranges):
         offset = tuple(number * step for number, step in zip(place, grid, strict=True))
         extents = tuple(
-            min(step, whole - o) for step, whole, o in zip(grid, shape, offset, strict=True)
+            min(step, extent - start)
+            for step, extent, start in zip(grid, shape, offset, strict=True)
         )
         yield Chunk(key, place, Box(offset, extents))
 
 
 def _common_shape_and_dtype(
-    key: str, held: Sequence[tuple[int, Entry]]
+    key: str, shards: Sequence[tuple[int, Entry]]
 ) -> tuple[tuple[int, ...], str]:
-    """Return the shape and data type of a tensor on which all its holders agree."""
-    rank, first = held[0]
-    for other, entry in held:
+    """Return the global shape and data type on which all ranks agree."""
+    rank, first = shards[0]
+    for other, entry in shards:
         if (entry.global_shape, entry.dtype) != (first.global_shape, first.dtype):
             raise LayoutMismatch(
                 f"{key}: rank {rank} has {first.dtype} {first.global_shape}, rank {other} has "
@@ -303,11 +332,11 @@ def _common_shape_and_dtype(
 
 
 def _elements_per_holder(
-    shape: Sequence[int], grid: Sequence[int], held: Sequence[tuple[int, Entry]]
+    shape: Sequence[int], grid: Sequence[int], shards: Sequence[tuple[int, Entry]]
 ) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return, for every chunk that anybody holds part of, the number of its elements that each holder has."""
+    """Return, by chunk place, the number of the chunk's elements that each rank holds."""
     shares: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for holder, entry in held:
+    for holder, entry in shards:
         for chunk in chunks_over(entry.key, shape, grid, entry.box):
             common = chunk.box.intersect(entry.box)
             assert common is not None, "a chunk over a box shares elements with it"

@@ -1,12 +1,14 @@
 """Checkpoints in a file system.
 
-A file is written beside its place and renamed into it. Durability comes in two steps, because a flush is dear and
-one covers much: bytes are brought to the device as files are written, and `flush` flushes files and directories,
-many at a time, so that they share the commits of the file system's journal.
+A file is written under a temporary name beside its place and renamed into it. Durability comes in
+two steps, because a flush is expensive and one covers many files: bytes go to the device as files
+are written, and `flush` flushes files and directories, several at a time, so that they share the
+commits of the file system's journal.
 
-Large files are written past the page cache (`O_DIRECT`). What does not lie aligned is copied for that, as the page cache would; but
-nothing is left for the kernel to write back later, and the memory of a job that has none to spare is not filled with what it
-will not read. Where the file system does not know how, the page cache is used and flushed at once.
+Large files are written past the page cache (`O_DIRECT`). Unaligned data is copied for that, as the
+page cache would do; but nothing is left for the kernel to write back later, and the file does not
+displace the job's memory with pages that it will not read. Where the file system does not support
+it, the page cache is used and flushed at once.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.layout.integers import round_up
 
 _LARGE_NBYTES = 2**20
-# One write of a file past the page cache. Larger ones are no faster, and this still lies in a processor's cache.
+# Size of one write past the page cache. Larger writes are no faster, and this one still fits a
+# processor's cache.
 _STAGING_NBYTES = 2**20
 _COMPARED_NBYTES = 2**20
 _PARALLEL_FLUSHES = 8
@@ -54,24 +58,27 @@ class FileStorage:
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """See `Storage.read_into`."""
-        rest = deque(buffer for buffer in buffers if buffer.nbytes)
+        remaining = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
         with (
             self._translate_errors(f"read {name}"),
             (self.root / name).open("rb", buffering=0) as file,
         ):
-            while rest:
+            while remaining:
                 count = os.preadv(
-                    file.fileno(), list(itertools.islice(rest, _IOV_MAX)), offset + total
+                    file.fileno(), list(itertools.islice(remaining, _IOV_MAX)), offset + total
                 )
                 if count == 0:
                     break
                 total += count
-                _advance(rest, count)
+                _advance(remaining, count)
         return total
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.prefetch`. Left to itself the kernel reads ahead in small steps, each waited for."""
+        """See `Storage.prefetch`.
+
+        Without it the kernel reads ahead in small steps, and the reader waits for each.
+        """
         with suppress(OSError), (self.root / name).open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
@@ -91,7 +98,7 @@ class FileStorage:
         return True
 
     def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """See `Storage.link_identical`. Files are never written to again once they have their name, so one may have several."""
+        """See `Storage.link_identical`. A named file never changes, so it may have many names."""
         with suppress(OSError), (self.root / source).open("rb", buffering=0) as file:
             if _has_content(file, pieces):
                 with self._temporary_path(self.root / name) as unfinished:
@@ -106,7 +113,7 @@ class FileStorage:
             self.root / parent for name in names for parent in PurePosixPath(name).parents
         }
         paths = [*(self.root / name for name in names), *directories]
-        # Flushes wait for the device, which takes several at a time.
+        # Flushes wait for the device, which handles several at a time.
         with (
             self._translate_errors("flush what was written"),
             ThreadPoolExecutor(_PARALLEL_FLUSHES) as pool,
@@ -141,11 +148,11 @@ class FileStorage:
         """See `Storage.names`."""
         with self._translate_errors("list"):
             top = self.root / prefix.rpartition("/")[0]
-            found = [
+            files = [
                 path.relative_to(self.root).as_posix() for path in top.rglob("*") if path.is_file()
             ]
         return sorted(
-            name for name in found if name.startswith(prefix) and not name.endswith(_UNFINISHED)
+            name for name in files if name.startswith(prefix) and not name.endswith(_UNFINISHED)
         )
 
     def directories_with(self, leaf: str) -> Sequence[str]:
@@ -174,7 +181,7 @@ class FileStorage:
 
     @contextmanager
     def _temporary_path(self, path: Path) -> Iterator[Path]:
-        """Make the directory, name an unfinished file in it, and see to it that none remains."""
+        """Make the directory, yield a temporary name in it, and remove a file of that name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}{_UNFINISHED}")
         try:
@@ -183,12 +190,12 @@ class FileStorage:
             unfinished.unlink(missing_ok=True)
 
     @contextmanager
-    def _translate_errors(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:
             raise CheckpointMissing(
-                f"{self.url}: could not {what}: there is no such object"
+                f"{self.url}: could not {operation}: there is no such object"
             ) from error
         except OSError as error:
             remedy = {
@@ -198,7 +205,7 @@ class FileStorage:
                 errno.EROFS: "mount it writable, or choose another place",
             }.get(error.errno or 0, "check that the place exists and is a directory")
             raise CheckpointError(
-                f"{self.url}: could not {what}: {error.strerror}; {remedy}"
+                f"{self.url}: could not {operation}: {error.strerror}; {remedy}"
             ) from error
 
 
@@ -211,52 +218,57 @@ def _has_content(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:
     for view in views:
         for start in range(0, view.nbytes, _COMPARED_NBYTES):
             wanted = view[start : start + _COMPARED_NBYTES]
-            got = 0
-            while got < wanted.nbytes and (count := file.readinto(buffer[got : wanted.nbytes])):
-                got += count
-            # Arrays compare as the processor can; memoryviews byte by byte.
-            if got < wanted.nbytes or not np.array_equal(
-                np.frombuffer(buffer[:got], np.uint8), np.frombuffer(wanted, np.uint8)
+            filled = 0
+            while filled < wanted.nbytes:
+                count = file.readinto(buffer[filled : wanted.nbytes])
+                if not count:
+                    return False
+                filled += count
+            # NumPy compares with vector instructions; memoryviews compare byte by byte.
+            if not np.array_equal(
+                np.frombuffer(buffer[:filled], np.uint8), np.frombuffer(wanted, np.uint8)
             ):
                 return False
     return True
 
 
 def _write_direct(path: Path, pieces: Sequence[memoryview]) -> bool:
-    """Write a file past the page cache; return False, and leave no file, if its file system cannot."""
+    """Write a file past the page cache.
+
+    Return False, and leave no file, if the file system does not support it.
+    """
     if not _O_DIRECT:
         return False
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _O_DIRECT, 0o666)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            path.unlink(
-                missing_ok=True
-            )  # Some file systems refuse only after they have made the file.
+            # Some file systems refuse only after they have made the file.
+            path.unlink(missing_ok=True)
             return False
         raise
     try:
-        # One extent instead of one for each write: other threads' files grow beside it.
+        # One extent instead of one for each write: other threads' files grow at the same time.
         os.posix_fallocate(descriptor, 0, sum(piece.nbytes for piece in pieces))
-        # Mapped memory is aligned as O_DIRECT demands.
+        # Mapped memory is aligned as O_DIRECT requires.
         staged = np.frombuffer(mmap.mmap(-1, _STAGING_NBYTES), np.uint8)
         filled = nbytes = 0
         for piece in pieces:
-            rest = np.frombuffer(piece, np.uint8)
-            if not filled and rest.ctypes.data % _BLOCK_NBYTES == 0:
-                aligned = rest.size // _BLOCK_NBYTES * _BLOCK_NBYTES
-                _write_all(descriptor, rest[:aligned].data)
-                rest, nbytes = rest[aligned:], nbytes + aligned
-            while rest.size:
-                count = min(rest.size, staged.size - filled)
-                np.copyto(staged[filled : filled + count], rest[:count])
-                rest, filled, nbytes = rest[count:], filled + count, nbytes + count
+            remaining = np.frombuffer(piece, np.uint8)
+            if not filled and remaining.ctypes.data % _BLOCK_NBYTES == 0:
+                aligned = remaining.size // _BLOCK_NBYTES * _BLOCK_NBYTES
+                _write_all(descriptor, remaining[:aligned].data)
+                remaining, nbytes = remaining[aligned:], nbytes + aligned
+            while remaining.size:
+                count = min(remaining.size, staged.size - filled)
+                np.copyto(staged[filled : filled + count], remaining[:count])
+                remaining, filled, nbytes = remaining[count:], filled + count, nbytes + count
                 if filled == staged.size:
                     _write_all(descriptor, staged.data)
                     filled = 0
         if filled:
-            # Only whole blocks can be written; what follows the end is cut off again.
-            _write_all(descriptor, staged[: -(-filled // _BLOCK_NBYTES) * _BLOCK_NBYTES].data)
+            # Only whole blocks can be written; the file is cut to its size afterwards.
+            _write_all(descriptor, staged[: round_up(filled, _BLOCK_NBYTES)].data)
         os.ftruncate(descriptor, nbytes)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
@@ -274,25 +286,29 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _write_buffered(path: Path, pieces: Sequence[memoryview], *, flush: bool) -> None:
-    rest = deque(piece for piece in pieces if piece.nbytes)
+    remaining = deque(piece for piece in pieces if piece.nbytes)
     with path.open("wb", buffering=0) as file:
-        while rest:
-            _advance(rest, os.writev(file.fileno(), list(itertools.islice(rest, _IOV_MAX))))
+        while remaining:
+            count = os.writev(file.fileno(), list(itertools.islice(remaining, _IOV_MAX)))
+            _advance(remaining, count)
         if flush:
             os.fsync(file.fileno())
 
 
-def _advance(rest: deque[memoryview], count: int) -> None:
+def _advance(remaining: deque[memoryview], count: int) -> None:
     """Drop the first `count` bytes."""
     while count:
-        first = rest.popleft()
+        first = remaining.popleft()
         if count < first.nbytes:
-            rest.appendleft(first[count:])
+            remaining.appendleft(first[count:])
         count -= min(count, first.nbytes)
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or a directory's entries; a directory that may not be opened was not made by us."""
+    """Flush a file or a directory's entries.
+
+    A directory that this user may not open was not made by keepstep and needs no flush.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except PermissionError:

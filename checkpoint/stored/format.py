@@ -1,6 +1,6 @@
-"""The documents of a stored checkpoint: names, Zarr metadata, parts and manifest. FORMAT.md specifies it.
+"""Objects of a stored checkpoint that FORMAT.md specifies: names, Zarr metadata, parts, manifest.
 
-Pure. Whatever is read from outside is checked here before anything acts on it.
+Pure. Everything that was read from storage is checked here before it is used.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
 
 @dataclass(frozen=True, slots=True)
 class StoredStep:
-    """A checkpoint's name: completed steps, and the generation that wrote it."""
+    """The name of a checkpoint: completed steps, and the generation that wrote it."""
 
     step: int
     generation: int
 
     def __post_init__(self) -> None:
-        # More digits would sort wrongly, and would not be found again.
+        # More digits would sort wrongly, and `parse` would not accept them.
         if not (0 <= self.step < 10**8 and 0 <= self.generation < 10**6):
             raise ValueError(
                 f"step {self.step} or generation {self.generation} is out of the format's range"
@@ -51,19 +51,19 @@ class StoredStep:
 
     @property
     def directory(self) -> str:
-        """Name of its directory under the job's URL. A writer of an older generation has another one."""
+        """Name of the directory under the job's URL; each generation has its own."""
         return f"step-{self.step:08d}-{self.generation:06d}"
 
     @classmethod
     def parse(cls, name: str) -> StoredStep | None:
-        """Return the step that a directory's name means, or None if it means none."""
+        """Return the step that a directory is named after, or None if it is not a step's."""
         match = _STEP_NAME.fullmatch(name)
         return cls(int(match[1]), int(match[2])) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object as it must be found: name under the step's directory, size in bytes, crc32c."""
+    """An object's entry: name under the step's directory, size in bytes, crc32c."""
 
     name: str
     nbytes: int
@@ -78,7 +78,7 @@ class StoredObject:
         """Parse what `to_json` returned.
 
         Raises:
-            CheckpointDamaged: it is something else.
+            CheckpointDamaged: the data has another form.
         """
         if not (isinstance(data, list) and len(data) == 3 and isinstance(data[0], str)):
             raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
@@ -90,7 +90,10 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class ChunkObject:
-    """A chunk that is an object of its own: the crc32c of each of its cells, None for one beyond the tensor's edge."""
+    """A chunk that is an object of its own.
+
+    `checksums` are the crc32c of its cells, None for a cell beyond the tensor's edge.
+    """
 
     name: str
     nbytes: int
@@ -99,7 +102,7 @@ class ChunkObject:
 
 @dataclass(frozen=True, slots=True)
 class PackedCell:
-    """A cell in a pack: whose it is, its place in the grid of cells, its crc32c."""
+    """A cell in a pack: its tensor's key, its place in the grid of cells, its crc32c."""
 
     key: str
     place: tuple[int, ...]
@@ -119,13 +122,13 @@ DataObject = ChunkObject | Pack
 
 
 def encode_part(objects: Sequence[DataObject]) -> bytes:
-    """Return the listing of what one writer wrote, as JSON."""
+    """Return the listing of the data objects that one writer wrote, as JSON."""
     listing: list[Json] = []
     for item in objects:
         if isinstance(item, ChunkObject):
             listing.append([item.name, item.nbytes, list(item.checksums)])
             continue
-        # Cells of one tensor follow each other: its name is written once.
+        # Cells of one tensor follow each other, so its key is written once.
         groups: list[list[Json]] = []
         for cell in item.cells:
             if not groups or groups[-1][0] != cell.key:
@@ -139,7 +142,7 @@ def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
     """Parse what `encode_part` returned.
 
     Raises:
-        CheckpointDamaged: it is something else.
+        CheckpointDamaged: the data has another form.
     """
     listing = decode(data, where)
     try:
@@ -161,22 +164,25 @@ def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
             raise ValueError(f"{name}: checksums {content!r:.200}")
         return ChunkObject(name, nbytes, tuple(content))
     cells = []
-    for key, *placed in content:
-        for one in placed:
+    for key, *entries in content:
+        for entry in entries:
             if not (
                 isinstance(key, str)
-                and one
-                and all(_is_count(number) for number in one)
-                and one[-1] < 2**32
+                and entry
+                and all(_is_count(number) for number in entry)
+                and entry[-1] < 2**32
             ):
-                raise ValueError(f"{name}: cell {one!r:.200} of {key!r:.200}")
-            cells.append(PackedCell(key, tuple(one[:-1]), one[-1]))
+                raise ValueError(f"{name}: cell {entry!r:.200} of {key!r:.200}")
+            cells.append(PackedCell(key, tuple(entry[:-1]), entry[-1]))
     return Pack(name, nbytes, tuple(cells))
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What makes a directory a checkpoint. `objects` are the parts, the root metadata and the documents."""
+    """The object that makes a directory a checkpoint.
+
+    `objects` are the parts, the root metadata and the documents.
+    """
 
     step: int
     generation: int
@@ -198,14 +204,15 @@ class Manifest:
         """Parse what `encode` returned.
 
         Raises:
-            CheckpointDamaged: it is something else, or of a newer format.
+            CheckpointDamaged: the data has another form, or another version of the format.
         """
         content = decode(data, where)
         try:
             version = content["format"]
             if version != VERSION:
                 raise CheckpointDamaged(
-                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release that wrote it"
+                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release "
+                    "that wrote it"
                 )
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
@@ -216,7 +223,7 @@ class Manifest:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
     def part_names(self) -> tuple[str, ...]:
-        """Return the names of the parts' listings."""
+        """Return the names of the parts."""
         return tuple(item.name for item in self.objects if item.name.startswith(f"{_PARTS}/"))
 
     def find(self, name: str) -> StoredObject | None:
@@ -257,7 +264,14 @@ def pack_name(writer: int, number: int) -> str:
 
 
 def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
-    """Return what ends a chunk's object, by Zarr's codec `sharding_indexed`: each cell's offset and size, then their crc32c."""
+    """Return the index at the end of a chunk's object, as Zarr's codec `sharding_indexed` has it.
+
+    The index is each cell's offset and size in bytes, followed by the crc32c of these numbers.
+
+    Args:
+        tensor: the chunk's tensor.
+        checksums: the crc32c of each cell in C order, None for an absent one.
+    """
     size = tensor.cell_nbytes + 4
     numbers: list[int] = []
     offset = 0
@@ -270,8 +284,8 @@ def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
 
 
 def cells_per_chunk(tensor: StoredTensor) -> int:
-    """Return the number of cells in a chunk, those beyond the tensor's edge included."""
-    return math.prod(whole // cell for whole, cell in zip(tensor.chunk, tensor.cell, strict=True))
+    """Return the number of cells in a chunk, including those beyond the tensor's edge."""
+    return math.prod(extent // cell for extent, cell in zip(tensor.chunk, tensor.cell, strict=True))
 
 
 def array_metadata(key: str, tensor: StoredTensor) -> Json:
@@ -315,7 +329,7 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
 
 
 def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor]) -> Json:
-    """Return the root group's metadata, with that of everything below it: opening costs one read."""
+    """Return the root group's metadata with that of all nodes below it: opening takes one read."""
     nodes: dict[str, Json] = {}
     for key in sorted(tensors):
         parts = key.split("/")
@@ -338,7 +352,8 @@ def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor
 def group_metadata(path: str) -> Json:
     """Return the metadata of a group below the root."""
     meaning = {
-        "model": "parameters and persistent buffers, each a whole tensor under its name in the module",
+        "model": "parameters and persistent buffers, each a whole tensor under its name "
+        "in the module",
         "optim": "one group per parameter, one array per optimizer slot",
         "rank": "what belongs to one rank only",
     }
@@ -350,7 +365,7 @@ def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
     """Return the tensors that the root metadata describes, each checked.
 
     Raises:
-        CheckpointDamaged: an array is not as this format has it.
+        CheckpointDamaged: an array does not conform to this format.
     """
     content = decode(data, where)
     try:
@@ -365,7 +380,7 @@ def parse_root(data: bytes, where: str) -> dict[str, StoredTensor]:
 
 
 def _parse_array(key: str, node: Any) -> StoredTensor:
-    """Read what is free to vary, and demand that the rest is exactly what this format writes."""
+    """Parse the fields that may vary, and check that the others are what this format writes."""
     shape, chunk = node["shape"], node["chunk_grid"]["configuration"]["chunk_shape"]
     if not (isinstance(shape, list) and isinstance(chunk, list) and len(shape) == len(chunk)):
         raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
@@ -378,10 +393,14 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
         isinstance(cell, list) and len(cell) == len(chunk) and all(_is_count(n) and n for n in cell)
     ):
         raise ValueError(f"{key}: cells {cell}")
-    if any(whole % part for whole, part in zip(chunk, cell, strict=True)):
+    if any(extent % part for extent, part in zip(chunk, cell, strict=True)):
         raise ValueError(f"{key}: cells {cell} do not divide chunks {chunk}")
     tensor = StoredTensor(
-        str(node["data_type"]), tuple(shape), tuple(chunk), tuple(cell), is_packed
+        dtype=str(node["data_type"]),
+        shape=tuple(shape),
+        chunk=tuple(chunk),
+        cell=tuple(cell),
+        is_packed=is_packed,
     )
     numpy_dtype(tensor.dtype)
     expected = array_metadata(key, tensor)

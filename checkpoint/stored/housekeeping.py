@@ -1,7 +1,9 @@
-"""Keeping a place with many checkpoints in order: removing, collecting what is left, copying and comparing.
+"""Maintenance of stored checkpoints: summary, removal, garbage collection, copy, comparison.
 
-Removing is done in two steps, so that whoever reads a checkpoint can finish: `remove` takes its manifest away and notes when, upon which
-it is a checkpoint no more; `collect_garbage` deletes what has been none for some time, leftovers of writers that died among it.
+Removal takes two steps, so that readers of a checkpoint can finish: `remove` notes the time and
+deletes the manifest, after which the directory is no longer a checkpoint; `collect_garbage` later
+deletes directories that have not been checkpoints for some time, including those that writers left
+when they died.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSummary:
-    """A checkpoint in numbers: bytes and objects in all, tensors and their elements."""
+    """The size of a checkpoint: total bytes, objects, tensors and elements of tensors."""
 
     stored: StoredStep
     nbytes: int
@@ -53,7 +55,7 @@ class CheckpointSummary:
 
 
 def summarize(source: StoredCheckpoint) -> CheckpointSummary:
-    """Count what a checkpoint consists of, from its listings."""
+    """Return the size of a checkpoint, from its listings."""
     data = source.cell_index.objects
     own_metadata = [key for key, tensor in source.stored_tensors.items() if not tensor.is_packed]
     nbytes = sum(item.nbytes for item in data) + sum(
@@ -63,19 +65,25 @@ def summarize(source: StoredCheckpoint) -> CheckpointSummary:
     elements = sum(
         int(np.prod(tensor.shape, dtype=np.int64)) for tensor in source.stored_tensors.values()
     )
-    return CheckpointSummary(source.stored, nbytes, objects, len(source.stored_tensors), elements)
+    return CheckpointSummary(
+        stored=source.stored,
+        nbytes=nbytes,
+        objects=objects,
+        tensors=len(source.stored_tensors),
+        elements=elements,
+    )
 
 
 def remove(url: str, stored: StoredStep, *, now: float) -> None:
-    """Make a checkpoint none, at once; `collect_garbage` deletes its bytes later.
+    """Remove a checkpoint from the list at once; `collect_garbage` deletes its bytes later.
 
     Args:
-        url: where it is.
-        stored: which one.
+        url: the URL that has the checkpoint.
+        stored: the checkpoint to remove.
         now: wall-clock seconds.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: there is no such checkpoint.
     """
     storage = open_storage(url)
     if stored not in list_steps(url):
@@ -88,56 +96,60 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
 
 
 def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
-    """Delete directories that are no checkpoints and have not been for `grace_s` seconds; return their names.
+    """Delete directories that have not been checkpoints for `grace_s` seconds; return their names.
 
-    A directory without a manifest may be one that a writer is filling now: it is noted when it is first seen here, and deleted by a
-    later call, if it is still none by then. With `grace_s=0` it is deleted at once: only where nobody writes.
+    A writer may be filling a directory without a manifest now: the first call that finds it notes
+    the time, and a later call deletes it if it still has no manifest. `grace_s=0` deletes it at
+    once, which is safe only while no process writes.
 
     Args:
-        url: where to look.
+        url: the URL to clean up.
         now: wall-clock seconds.
         grace_s: how long readers and writers may take to finish.
     """
     storage = open_storage(url)
     names = storage.names()
-    marked = [
+    with_note = [
         directory
         for directory, _, leaf in (name.partition("/") for name in names)
         if leaf == REMOVED
     ]
     noted = {
         directory: at_s
-        for directory in marked
-        if (at_s := _noted(storage, f"{directory}/{REMOVED}")) is not None
+        for directory in with_note
+        if (at_s := _read_note(storage, f"{directory}/{REMOVED}")) is not None
     }
-    fresh, doomed = find_garbage(names, noted, now=now, grace_s=grace_s)
-    for directory in fresh:
+    to_note, to_delete = find_garbage(names, noted, now=now, grace_s=grace_s)
+    for directory in to_note:
         storage.write(f"{directory}/{REMOVED}", [encode({"at_s": now})])
-    for directory in doomed:
+    for directory in to_delete:
         storage.delete_directory(directory)
-    return doomed
+    return to_delete
 
 
-def _noted(storage: Storage, mark: str) -> float | None:
+def _read_note(storage: Storage, name: str) -> float | None:
+    """Return the wall-clock time in a `removed.json`, or None if it is missing or damaged."""
     try:
-        return float(json.loads(storage.read(mark))["at_s"])
+        return float(json.loads(storage.read(name))["at_s"])
     except (CheckpointMissing, ValueError, KeyError, TypeError):
-        return None  # Taken away by a writer since, or cut short by a crash: as if seen for the first time.
+        # A writer deleted it meanwhile, or a crash cut it short: treated as not yet noted.
+        return None
 
 
 def copy(
     source: StoredCheckpoint, url: str, report: Callable[[int], None] = lambda nbytes: None
 ) -> StoredStep:
-    """Copy a checkpoint to another URL, verifying every byte; it is complete there when this returns.
+    """Copy a checkpoint to another URL, and verify every byte; the copy is durable on return.
 
     Args:
-        source: what to copy.
-        url: where to.
-        report: hears of bytes copied.
+        source: the checkpoint to copy.
+        url: the URL to copy to.
+        report: called with the number of bytes after each object, from several threads.
 
     Raises:
         CheckpointDamaged: the source is damaged; the copy is then not committed.
-        CheckpointExists: the place has another checkpoint of this step and generation, which is not touched.
+        CheckpointExists: the target has another checkpoint of this step and generation, which is
+            not touched.
     """
     target = open_storage(url)
     directory = source.stored.directory
@@ -145,24 +157,25 @@ def copy(
     committed = f"{directory}/{MANIFEST}"
     if target.exists(committed) and target.read(committed, len(manifest)) != manifest:
         raise CheckpointExists(
-            f"{url}: {directory} is there already, with other content, and is never overwritten; copy to another URL"
+            f"{url}: {directory} exists already, with other content, and is never overwritten; "
+            "copy to another URL"
         )
     target.delete(f"{directory}/{REMOVED}")  # For the same reason as in `write_part`.
 
-    def data(item: DataObject) -> str:
+    def copy_data_object(item: DataObject) -> str:
         content = source.storage.read(f"{directory}/{item.name}", item.nbytes)
         check_object(source, item, content)
         target.write(f"{directory}/{item.name}", [content])
         report(len(content))
         return item.name
 
-    def plain(name: str) -> str:
+    def copy_listed_object(name: str) -> str:
         target.write(f"{directory}/{name}", [source.verified(name)])
         return name
 
     with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
-        names = list(pool.map(data, source.cell_index.objects))
-    names += [plain(name) for name in (ROOT, DOCUMENTS, *source.manifest.part_names())]
+        names = list(pool.map(copy_data_object, source.cell_index.objects))
+    names += [copy_listed_object(name) for name in (ROOT, DOCUMENTS, *source.manifest.part_names())]
     for key, tensor in source.stored_tensors.items():
         if not tensor.is_packed:
             name = f"{key}/{ROOT}"
@@ -174,28 +187,34 @@ def copy(
 
 
 def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> None:
-    """Compare a data object's bytes with its listing.
+    """Check a data object's bytes against its listing.
 
     Raises:
-        CheckpointDamaged: they are not what was written.
+        CheckpointDamaged: the bytes are not what was written.
     """
-    view = memoryview(content)
+    if not _matches_listing(source, item, memoryview(content)):
+        raise CheckpointDamaged(
+            f"{source.storage.url}/{source.stored.directory}/{item.name} is not what was written; "
+            "load an older step"
+        )
+
+
+def _matches_listing(source: StoredCheckpoint, item: DataObject, content: memoryview) -> bool:
     end = 0
     for span in source.cell_index.spans_of_object(item):
         end = span.offset + span.nbytes
-        if not span.is_intact(view[span.offset : end]):
-            break
-    else:
-        if end == len(content) == item.nbytes:
-            return
-    raise CheckpointDamaged(
-        f"{source.storage.url}/{source.stored.directory}/{item.name} is not what was written; load an older step"
-    )
+        if not span.is_intact(content[span.offset : end]):
+            return False
+    return end == content.nbytes == item.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What two checkpoints do not share: tensors of one only, of both with other contents (and how), and documents."""
+    """The differences between two checkpoints.
+
+    `changed` maps the tensors that both have, with other contents, to a description of the change;
+    `documents` are the names of documents that differ.
+    """
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
@@ -204,45 +223,49 @@ class Difference:
 
 
 def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
-    """Compare two checkpoints tensor by tensor: by checksums where both are cut alike, else by their values."""
-    mine, theirs = first.stored_tensors, second.stored_tensors
+    """Compare two checkpoints tensor by tensor.
+
+    Tensors that both store in the same chunks and cells are compared by checksums, others by
+    values.
+    """
+    before, after = first.stored_tensors, second.stored_tensors
     changed: dict[str, str] = {}
-    for key in sorted(mine.keys() & theirs.keys()):
-        one, other = mine[key], theirs[key]
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            changed[key] = f"{one.dtype} {list(one.shape)} -> {other.dtype} {list(other.shape)}"
+    for key in sorted(before.keys() & after.keys()):
+        old, new = before[key], after[key]
+        if (old.dtype, old.shape) != (new.dtype, new.shape):
+            changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(key, first, second):
             changed[key] = "values"
     names = first.documents.keys() | second.documents.keys()
     documents = sorted(n for n in names if first.documents.get(n) != second.documents.get(n))
     return Difference(
-        tuple(sorted(mine.keys() - theirs.keys())),
-        tuple(sorted(theirs.keys() - mine.keys())),
-        changed,
-        tuple(documents),
+        only_first=tuple(sorted(before.keys() - after.keys())),
+        only_second=tuple(sorted(after.keys() - before.keys())),
+        changed=changed,
+        documents=tuple(documents),
     )
 
 
 def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:
     tensor = first.stored_tensors[key]
     if tensor == second.stored_tensors[key]:
-        one, other = (
-            [crc for span in source.cell_index.spans_of_tensor(key) for crc in span.checksums]
-            for source in (first, second)
-        )
-        return one == other
+        return _checksums(first, key) == _checksums(second, key)
     return all(_values(first, key, box) == _values(second, key, box) for box in _slabs(tensor))
 
 
+def _checksums(source: StoredCheckpoint, key: str) -> list[int]:
+    return [crc for span in source.cell_index.spans_of_tensor(key) for crc in span.checksums]
+
+
 def _slabs(tensor: StoredTensor) -> list[Box]:
-    """Return boxes of bounded size that together are a tensor."""
+    """Return boxes of bounded size that partition a tensor."""
     if not tensor.shape:
         return [Box((), ())]
-    row = int(np.prod(tensor.shape[1:], dtype=np.int64)) * numpy_dtype(tensor.dtype).itemsize
-    rows = max(1, _COMPARED_NBYTES // max(1, row))
-    rest = tensor.shape[1:]
+    row_shape = tensor.shape[1:]
+    row_nbytes = int(np.prod(row_shape, dtype=np.int64)) * numpy_dtype(tensor.dtype).itemsize
+    rows = max(1, _COMPARED_NBYTES // max(1, row_nbytes))
     return [
-        Box((start, *(0 for _ in rest)), (min(rows, tensor.shape[0] - start), *rest))
+        Box((start, *(0 for _ in row_shape)), (min(rows, tensor.shape[0] - start), *row_shape))
         for start in range(0, tensor.shape[0], rows)
     ]
 
@@ -254,6 +277,11 @@ def _values(source: StoredCheckpoint, key: str, box: Box) -> bytes:
 
 
 def metric_of(source: StoredCheckpoint, name: str) -> float | None:
-    """Return a number that was saved beside the tensors, under `values`, if there is one of this name."""
+    """Return the number of this name that was saved beside the tensors, or None if there is none.
+
+    Args:
+        source: the checkpoint.
+        name: the value's name in the document `values`.
+    """
     value = source.documents.get("values", {}).get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

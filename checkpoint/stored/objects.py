@@ -1,4 +1,7 @@
-"""Checkpoints in object stores, by TensorStore's drivers. An acknowledged PUT is whole and durable."""
+"""Checkpoints in object stores, by TensorStore's drivers.
+
+It relies on this: an acknowledged PUT is complete and durable.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +16,31 @@ import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 
-# Some 20 seconds in all. The default of 32 retries would let a wrong endpoint look like a hang.
+# About 20 seconds in all. The default of 32 retries would make a wrong endpoint look like a hang.
 _RETRIES = {"max_retries": 6, "initial_delay": "250ms", "max_delay": "5s"}
 
-# A request that has got no answer for this long, and for as long again as its bytes take at a slow line's rate, is sent again.
+# A request without an answer for this long, plus the time that its bytes take on a slow connection,
+# is sent again.
 _REQUEST_TIMEOUT_S = 60.0
-# For each request: those of a rank that are under way together, and those of all ranks, share a line.
+# For each request: a rank's concurrent requests, and those of all ranks, share a connection.
 _SLOW_BYTES_PER_S = 2**18
-# How many times as slow the line may be, attempt by attempt. So a dead connection is noticed after minutes, yet a line on which 64 MiB
-# take half an hour does not end a save, though what is sent again takes its share of it.
+# How many times slower the connection may be, by attempt. So a dead connection is detected after
+# minutes, yet a connection on which 64 MiB take half an hour does not fail a save, though repeated
+# requests use part of it.
 _TIMEOUT_FACTORS = (1, 4, 16)
-# What is many requests in one may take as long as so many bytes.
+# An operation that is many requests is given as much time as a request of so many bytes.
 _MANY_NBYTES = 2**26
 
 _MEMORY = tensorstore.Context()
-"""One process's memory: every storage of one memory:// URL sees the same objects."""
+"""This process's memory: all storages of one memory:// URL have the same objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStorage:
     """A `Storage` over a TensorStore key-value store.
 
-    A request that has got no answer for `request_timeout_s` seconds, longer if it carries many bytes, is sent anew; the first answer counts.
+    A request without an answer for `request_timeout_s` seconds, longer if it carries many bytes, is
+    sent again; the first answer counts.
     """
 
     url: str
@@ -72,7 +78,7 @@ class ObjectStorage:
         return data.nbytes
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """See `Storage.prefetch`: there is nothing to be gained here, several requests are under way anyway."""
+        """See `Storage.prefetch`: does nothing, because readers send parallel requests anyway."""
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         """See `Storage.write`."""
@@ -93,11 +99,11 @@ class ObjectStorage:
 
     def create(self, name: str, data: bytes) -> None:
         """See `Storage.create`."""
-        found = self._request(f"read {name}", lambda: self.store.read(name), len(data))
-        if found.state != "value":
-            # The stamp of an absent object is the condition that it is absent. An empty one would be no
-            # condition at all.
-            absent = found.stamp.generation
+        current = self._request(f"read {name}", lambda: self.store.read(name), len(data))
+        if current.state != "value":
+            # The stamp of an absent object, as a condition, requires that it is still absent. An
+            # empty stamp would be no condition.
+            absent = current.stamp.generation
             written = self._request(
                 f"create {name}", lambda: self.store.write(name, data, if_equal=absent), len(data)
             )
@@ -140,48 +146,53 @@ class ObjectStorage:
         self.write(name, [b"keepstep"])
         self.delete(name)
 
-    def _request(self, what: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
+    def _request(self, operation: str, start: Callable[[], Any], nbytes: int = 0) -> Any:
         try:
             return self._wait(start, nbytes)
         except (ValueError, OSError) as error:
-            raise self._translate_error(what, error) from error
+            raise self._translate_error(operation, error) from error
 
     def _wait(self, start: Callable[[], Any], nbytes: int) -> Any:
-        """Start a request and return its result; start it again while there is none. All of them may be done twice.
+        """Start a request and return its result; start it again if there is none in time.
 
-        TensorStore tells nothing of a request's progress, so one that is slow looks like one that stalls. Nor can a transfer be broken
-        off: it would go on beside the next one, unheard. So whichever is answered first counts.
+        Requests must be idempotent. TensorStore does not report a request's progress, so a slow
+        request looks like a stalled one. Nor can a transfer be aborted: it continues beside the
+        next one. So the first answer of any of them counts.
+
+        Args:
+            start: starts the request and returns its future.
+            nbytes: how many bytes the request carries.
         """
         limits_s = [
-            self.request_timeout_s + nbytes / _SLOW_BYTES_PER_S * times
-            for times in _TIMEOUT_FACTORS
+            self.request_timeout_s + nbytes / _SLOW_BYTES_PER_S * factor
+            for factor in _TIMEOUT_FACTORS
         ]
-        answered: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
         futures: list[Any] = []
-        failed = 0
+        failures = 0
         try:
             for limit_s in limits_s:
                 futures.append(start())
-                futures[-1].add_done_callback(answered.put)
-                until_s = time.monotonic() + limit_s
+                futures[-1].add_done_callback(finished.put)
+                deadline_s = time.monotonic() + limit_s
                 while True:
                     try:
-                        first = answered.get(timeout=max(0.0, until_s - time.monotonic()))
+                        future = finished.get(timeout=max(0.0, deadline_s - time.monotonic()))
                     except queue.Empty:
                         break
-                    failed += first.exception() is not None
-                    # One that was given up may yet fail while a later one is under way.
-                    if first.exception() is None or failed == len(futures):
-                        return first.result()
+                    failures += future.exception() is not None
+                    # An earlier request may fail while a later one is still in progress.
+                    if future.exception() is None or failures == len(futures):
+                        return future.result()
         finally:
-            # It stops their retries at least.
+            # Cancelling stops at least their retries.
             for future in futures:
                 future.cancel()
         raise TimeoutError(f"{len(limits_s)} requests got no answer within {sum(limits_s):.0f} s")
 
-    def _translate_error(self, what: str, error: Exception) -> CheckpointError:
+    def _translate_error(self, operation: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.url}: could not {what}: {_reason(error)}; check bucket, "
+            f"{self.url}: could not {operation}: {_reason(error)}; check bucket, "
             "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"
         )
 
@@ -190,7 +201,7 @@ def open_objects(url: str, specification: dict[str, Any]) -> ObjectStorage:
     """Open the key-value store that TensorStore's specification describes.
 
     Raises:
-        CheckpointError: it cannot be opened.
+        CheckpointError: the store cannot be opened.
     """
     context = _MEMORY
     if specification["driver"] == "s3":
@@ -211,5 +222,5 @@ def _range(prefix: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return TensorStore's message without what only its authors can use."""
+    """Return TensorStore's message without its source locations."""
     return str(error).splitlines()[0].partition(" [")[0]

@@ -1,7 +1,8 @@
-"""Reading a checkpoint: which steps are there, and any boxes of one of them, every byte verified.
+"""Reader of stored checkpoints: lists the committed steps, and reads boxes of one, verified.
 
-Only a directory with a manifest is a checkpoint. A cell is read whole, for its checksum covers it whole, verified while it is in the
-processor's cache, and copied from there to where it is wanted.
+Only a directory with a manifest is a checkpoint. A cell is always read completely, because its
+checksum covers all of it; it is verified while it is in the processor's cache, and copied from
+there to the requests' memory.
 """
 
 from __future__ import annotations
@@ -39,61 +40,63 @@ from keepstep.checkpoint.stored.format import (
 )
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
-# Threads mostly wait for storage; many small tensors need many reads under way.
+# Threads mostly wait for storage; many small tensors need many concurrent reads.
 _PARALLEL_READS = 8
 _PREFETCHED_RUNS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A request's memory, as an array of its box's shape with a last axis of one element's bytes."""
+    """A request's memory: an array of its box's shape with a last axis of an element's bytes."""
 
     box: Box
     values: npt.NDArray[np.uint8]
 
-    def take(self, start: Sequence[int], cell: npt.NDArray[np.uint8]) -> None:
-        """Copy what is wanted of a cell that begins at `start`."""
+    def copy_from(self, start: Sequence[int], cell: npt.NDArray[np.uint8]) -> None:
+        """Copy the part of a cell that the box overlaps; the cell begins at element `start`."""
         source: list[slice] = []
-        into: list[slice] = []
-        # No boxes here: this runs for every cell.
-        for begin, extent, offset, whole in zip(start, cell.shape, self.box.offset, self.box.shape):  # noqa: B905
-            first, last = max(begin, offset), min(begin + extent, offset + whole)
+        target: list[slice] = []
+        # No Box objects and no check of lengths: this runs for every cell.
+        for begin, cell_extent, offset, box_extent in zip(  # noqa: B905
+            start, cell.shape, self.box.offset, self.box.shape
+        ):
+            first = max(begin, offset)
+            last = min(begin + cell_extent, offset + box_extent)
             source.append(slice(first - begin, last - begin))
-            into.append(slice(first - offset, last - offset))
-        self.values[tuple(into)] = cell[tuple(source)]
+            target.append(slice(first - offset, last - offset))
+        self.values[tuple(target)] = cell[tuple(source)]
 
 
-class _Scratch(threading.local):
-    """Memory of each thread to read into, the same again and again: fresh memory would have to be made, page by page."""
+class _ReadBuffers(threading.local):
+    """One buffer per thread, which all its reads reuse: new memory is mapped page by page."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
-    def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return this many bytes, which whoever takes next in this thread gets as well."""
+    def of_size(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return this thread's buffer, cut to this size; the thread's next call returns it too."""
         if self._memory.size < nbytes:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
 
 
 _TargetsBySpan = Mapping[Span, Sequence[Sequence[_Target]]]
-"""What a reader wants: for each cell of a span, the requests that overlap it."""
+"""For each cell of a span, the requests that overlap it."""
 
 
 def list_steps(url: str) -> tuple[StoredStep, ...]:
-    """Return the committed checkpoints at a URL, newest first; none if there is nothing."""
-    found = map(StoredStep.parse, open_storage(url).directories_with(MANIFEST))
-    return tuple(
-        sorted((step for step in found if step), key=lambda s: (s.step, s.generation), reverse=True)
-    )
+    """Return the committed checkpoints at a URL, newest first."""
+    parsed = map(StoredStep.parse, open_storage(url).directories_with(MANIFEST))
+    steps = (step for step in parsed if step is not None)
+    return tuple(sorted(steps, key=lambda s: (s.step, s.generation), reverse=True))
 
 
 def newest(url: str) -> StoredStep | None:
-    """Return the newest committed checkpoint at a URL, if there is any."""
+    """Return the newest committed checkpoint at a URL, or None if there is none."""
     return next(iter(list_steps(url)), None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
     """One committed checkpoint, as a `Source`. Made by `open`."""
 
@@ -107,21 +110,26 @@ class StoredCheckpoint:
     def open(
         cls, url: str, step: int | None = None, generation: int | None = None
     ) -> StoredCheckpoint:
-        """Open a step, or the newest; of several generations of it that one, or the newest.
+        """Open a checkpoint.
+
+        Args:
+            url: the URL that has it.
+            step: its step; None for the newest.
+            generation: its generation; None for the newest of the step.
 
         Raises:
-            CheckpointMissing: it is not there.
+            CheckpointMissing: there is no such checkpoint.
             CheckpointDamaged: its metadata is not what was written.
         """
         steps = list_steps(url)
-        fitting = (
+        matching = (
             s for s in steps if step in (None, s.step) and generation in (None, s.generation)
         )
-        chosen = next(fitting, None)
+        chosen = next(matching, None)
         if chosen is None:
-            what = "checkpoint" if step is None else f"checkpoint of step {step}"
-            have = ", ".join(str(stored.step) for stored in steps[:8]) or "none"
-            raise CheckpointMissing(f"{url}: there is no {what} (steps there: {have})")
+            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+            present = ", ".join(str(stored.step) for stored in steps[:8]) or "none"
+            raise CheckpointMissing(f"{url}: there is no {wanted} (steps there: {present})")
         storage = open_storage(url)
         where = f"{url}/{chosen.directory}"
         manifest = Manifest.decode(
@@ -129,23 +137,29 @@ class StoredCheckpoint:
         )
         if (manifest.step, manifest.generation) != (chosen.step, chosen.generation):
             raise CheckpointDamaged(
-                f"{where}/{MANIFEST} belongs to step {manifest.step}, generation {manifest.generation}; "
-                "was it copied here? load an older step"
+                f"{where}/{MANIFEST} belongs to step {manifest.step}, "
+                f"generation {manifest.generation}; was it copied here? load an older step"
             )
         tensors = parse_root(_verified(storage, chosen, manifest, ROOT), f"{where}/{ROOT}")
         documents = decode(_verified(storage, chosen, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
-        return cls(storage, chosen, manifest, tensors, documents)
+        return cls(
+            storage=storage,
+            stored=chosen,
+            manifest=manifest,
+            stored_tensors=tensors,
+            documents=documents,
+        )
 
     @property
     def step(self) -> int:
-        """Completed optimizer steps."""
+        """Number of completed optimizer steps."""
         return self.stored.step
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor."""
+        """Every tensor by key."""
         return {
             key: TensorSpec(tensor.dtype, tensor.shape)
             for key, tensor in self.stored_tensors.items()
@@ -153,7 +167,7 @@ class StoredCheckpoint:
 
     @cached_property
     def cell_index(self) -> CellIndex:
-        """Where every cell lies, from the verified listings.
+        """The index of all cells, from the verified listings.
 
         Raises:
             CheckpointDamaged: a listing is not what was written.
@@ -167,7 +181,7 @@ class StoredCheckpoint:
         )
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
-        """See `Source.read`. Each cell is read once, whoever needs parts of it; neighbours in one go."""
+        """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
         wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[_Target]]]] = {}
         for request in requests:
             tensor = self.stored_tensors.get(request.key)
@@ -179,24 +193,25 @@ class StoredCheckpoint:
                 _, cells = wanted.setdefault((chunk.key, chunk.place), (chunk, defaultdict(list)))
                 for cell in cells_over(tensor, chunk, request.box):
                     cells[cell].append(target)
-        uses: dict[Span, list[list[_Target]]] = {}
+        targets_by_span: dict[Span, list[list[_Target]]] = {}
         for chunk, cells in wanted.values():
             ordered = sorted(cells)
             targets = (cells[cell] for cell in ordered)
             for span in self.cell_index.find(chunk, ordered):
-                uses[span] = list(itertools.islice(targets, len(span.places)))
-        scratch = _Scratch()
-        ordered_runs = list(runs(uses))
+                targets_by_span[span] = list(itertools.islice(targets, len(span.places)))
+        buffers = _ReadBuffers()
+        ordered_runs = list(runs(targets_by_span))
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = []
             for number, run in enumerate(ordered_runs):
-                # Told before the last of those ahead of it is read, so that the device always has something to do.
+                # A run is prefetched before the runs ahead of it have all been read, so that the
+                # device is never idle.
                 ahead = (
                     ordered_runs[number + _PREFETCHED_RUNS]
                     if number + _PREFETCHED_RUNS < len(ordered_runs)
                     else None
                 )
-                futures.append(pool.submit(self._fetch, run, uses, scratch, ahead))
+                futures.append(pool.submit(self._fetch, run, targets_by_span, buffers, ahead))
             try:
                 for future in futures:
                     future.result()
@@ -205,15 +220,18 @@ class StoredCheckpoint:
                     future.cancel()
 
     def verify(self, report: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read every byte and compare it with what was written; `report` hears of the bytes done.
+        """Read every byte and check it against the checksums.
+
+        Args:
+            report: called with the number of bytes after each read.
 
         Raises:
-            CheckpointDamaged: something is not as it was written.
+            CheckpointDamaged: an object is not as it was written.
         """
-        scratch = _Scratch()
+        buffers = _ReadBuffers()
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = {
-                pool.submit(self._fetch, run, {}, scratch, None): run
+                pool.submit(self._fetch, run, {}, buffers, None): run
                 for run in runs(self.cell_index.spans())
             }
             try:
@@ -224,10 +242,11 @@ class StoredCheckpoint:
                 for future in futures:
                     future.cancel()
         for item in self.cell_index.objects:
-            # A byte more than there should be must not be there.
+            # A read past the object's recorded end must return nothing.
             if self._read(item.name, [memoryview(bytearray(1))], item.nbytes):
                 raise CheckpointDamaged(
-                    f"{self._location(item.name)} is longer than the manifest says; load an older step"
+                    f"{self._location(item.name)} is longer than the {item.nbytes} bytes in its "
+                    "listing; load an older step"
                 )
         for key, tensor in self.stored_tensors.items():
             name = f"{key}/{ROOT}"
@@ -237,25 +256,35 @@ class StoredCheckpoint:
                 raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
 
     def verified(self, name: str) -> bytes:
-        """Return an object that the manifest names, checked against it.
+        """Return the content of an object that the manifest lists, checked against its entry.
 
         Raises:
-            CheckpointDamaged: it is not what was written.
+            CheckpointDamaged: the object is not what was written.
         """
         return _verified(self.storage, self.stored, self.manifest, name)
 
     def _fetch(
         self,
         run: Sequence[Span],
-        uses: _TargetsBySpan,
-        scratch: _Scratch,
+        targets_by_span: _TargetsBySpan,
+        buffers: _ReadBuffers,
         ahead: Sequence[Span] | None,
     ) -> None:
-        """Read neighbouring spans of one object, and copy from them what they are needed for; `ahead` are read soon."""
+        """Read adjacent spans of one object, verify them, and copy them to the targets.
+
+        Args:
+            run: the spans.
+            targets_by_span: the requests that need them; spans without any are only verified.
+            buffers: where to read into.
+            ahead: the spans to prefetch.
+
+        Raises:
+            CheckpointDamaged: the object is missing, too short, or was changed.
+        """
         if ahead is not None:
             name = f"{self.stored.directory}/{ahead[0].object_name}"
             self.storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
-        data = scratch.take(sum(span.nbytes for span in run))
+        data = buffers.of_size(sum(span.nbytes for span in run))
         count = self._read(run[0].object_name, [data.data], run[0].offset)
         end = 0
         for span in run:
@@ -263,41 +292,48 @@ class StoredCheckpoint:
             end += span.nbytes
             if count < end:
                 raise CheckpointDamaged(
-                    f"{self._location(span.object_name)} ends at byte {run[0].offset + count}, within what it holds of "
-                    f"{span.key}; load an older step"
+                    f"{self._location(span.object_name)} ends at byte {run[0].offset + count}, "
+                    f"within the data of {span.key}; load an older step"
                 )
             if not span.is_intact(piece.data):
                 raise CheckpointDamaged(
-                    f"{self._location(span.object_name)}: what it holds of {span.key} does not match its checksum, its bytes "
-                    "were changed; load an older step"
+                    f"{self._location(span.object_name)}: the data of {span.key} does not match "
+                    "its checksum, its bytes were changed; load an older step"
                 )
-            if span in uses:
-                self._copy_cells(span, piece, uses[span])
+            if span in targets_by_span:
+                self._copy_cells(span, piece, targets_by_span[span])
 
     def _copy_cells(
-        self, span: Span, data: npt.NDArray[np.uint8], uses: Sequence[Sequence[_Target]]
+        self,
+        span: Span,
+        data: npt.NDArray[np.uint8],
+        targets_of_cells: Sequence[Sequence[_Target]],
     ) -> None:
-        """Copy a span's cells to where they are wanted."""
+        """Copy a span's cells to the requests that overlap them."""
         tensor = self.stored_tensors[span.key]
         shape = (*tensor.cell, numpy_dtype(tensor.dtype).itemsize)
         stride = span.payload_nbytes + 4
-        for number, (place, targets) in enumerate(zip(span.places, uses, strict=True)):
+        for number, (place, targets) in enumerate(zip(span.places, targets_of_cells, strict=True)):
             cell = data[number * stride : number * stride + span.payload_nbytes].reshape(shape)
             start = [position * extent for position, extent in zip(place, tensor.cell, strict=True)]
             for target in targets:
-                target.take(start, cell)
+                target.copy_from(start, cell)
 
     def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
             return self.storage.read_into(f"{self.stored.directory}/{name}", buffers, offset)
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{self._location(name)} is gone; load an older step") from None
+            raise CheckpointDamaged(
+                f"{self._location(name)} is missing; load an older step"
+            ) from None
 
     def _read_object(self, name: str) -> bytes:
         try:
             return self.storage.read(f"{self.stored.directory}/{name}")
         except CheckpointMissing:
-            raise CheckpointDamaged(f"{self._location(name)} is gone; load an older step") from None
+            raise CheckpointDamaged(
+                f"{self._location(name)} is missing; load an older step"
+            ) from None
 
     def _location(self, name: str) -> str:
         return f"{self.storage.url}/{self.stored.directory}/{name}"
@@ -311,10 +347,11 @@ def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str)
     try:
         data = storage.read(f"{step.directory}/{name}", entry.nbytes)
     except CheckpointMissing:
-        raise CheckpointDamaged(f"{where} is gone; load an older step") from None
+        raise CheckpointDamaged(f"{where} is missing; load an older step") from None
     if len(data) != entry.nbytes:
         raise CheckpointDamaged(
-            f"{where} has {len(data)} bytes, the manifest says {entry.nbytes}; load an older step"
+            f"{where} has {len(data)} bytes, not the {entry.nbytes} in the manifest; "
+            "load an older step"
         )
     if crc32c.crc32c(data) != entry.crc32c:
         raise CheckpointDamaged(

@@ -1,8 +1,10 @@
-"""Objects under a URL: the little that checkpoints ask of a file system or an object store.
+"""Interface of a storage: the operations on objects under a URL that checkpoints need.
 
-`keepstep.checkpoint.stored.files` does it with files, `keepstep.checkpoint.stored.objects` with TensorStore's key-value stores (S3, Google
-Cloud Storage, and memory for tests). Both pass one suite of tests. An object is visible only whole, and
-`create` never replaces one.
+`keepstep.checkpoint.stored.files` implements it with files, `keepstep.checkpoint.stored.objects`
+with TensorStore's key-value stores (S3, Google Cloud Storage, and memory for tests). Both pass one
+suite of tests.
+
+Invariants: an object is visible only when it is complete; `create` never replaces an object.
 """
 
 from __future__ import annotations
@@ -21,39 +23,39 @@ class Storage(Protocol):
 
     @property
     def url(self) -> str:
-        """The URL, for messages."""
+        """The URL, for error messages."""
         ...
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """Return an object's bytes.
 
         Args:
-            name: which one.
-            nbytes: how many there are, as far as the caller knows: many are given more time.
+            name: the object.
+            nbytes: its expected size, which sets the time limit.
 
         Raises:
             CheckpointMissing: there is no such object.
-            CheckpointError: it cannot be read.
+            CheckpointError: the object cannot be read.
         """
         ...
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
-        """Fill the buffers, in order, with an object's bytes from an offset on; return how many there were.
+        """Fill the buffers, in order, with an object's bytes from `offset`; return their number.
 
-        If these are fewer than the buffers take, what the buffers hold is undefined.
+        If the object has fewer bytes than the buffers take, the buffers' content is undefined.
 
         Raises:
             CheckpointMissing: there is no such object.
-            CheckpointError: it cannot be read.
+            CheckpointError: the object cannot be read.
         """
         ...
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        """Hear what is going to be read soon; never fails."""
+        """Start to read bytes that a caller is going to need soon; never fails."""
         ...
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write an object, the pieces one after the other; it is durable after `flush`."""
+        """Write an object, the concatenation of the pieces; it is durable after `flush`."""
         ...
 
     @property
@@ -62,71 +64,82 @@ class Storage(Protocol):
         ...
 
     def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
-        """Make `name` another name of an object that has exactly these bytes, instead of writing them again.
+        """Give an object that has exactly these bytes another name, instead of writing them again.
 
-        Return False if it has others, is not there (any more), or cannot be given another name. Durable after `flush`.
+        The new name is durable after `flush`.
+
+        Args:
+            source: the object.
+            name: its new name.
+            pieces: the bytes that it must have.
+
+        Returns:
+            False if the object has other bytes, does not exist, or cannot have another name.
         """
         ...
 
     def flush(self, names: Sequence[str]) -> None:
-        """Return once these objects, written before, would survive a loss of power."""
+        """Make these objects, written before, durable against a loss of power."""
         ...
 
     def create(self, name: str, data: bytes) -> None:
         """Write an object that must not exist yet, durably.
 
         Raises:
-            CheckpointExists: it does, with other content. (With the same it was this call, and a reply was
-                lost.)
+            CheckpointExists: the object exists, with other content. (An object with the same
+                content is the result of this call, repeated after a lost reply.)
         """
         ...
 
     def exists(self, name: str) -> bool:
-        """Return whether an object is there."""
+        """Return whether an object exists."""
         ...
 
     def names(self, prefix: str = "") -> Sequence[str]:
-        """Return the names that begin with the prefix, sorted."""
+        """Return the names of the objects that begin with the prefix, sorted."""
         ...
 
     def directories_with(self, leaf: str) -> Sequence[str]:
-        """Return the top directories that have an object of this name."""
+        """Return the top-level directories that have an object of this name."""
         ...
 
     def delete(self, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Delete an object, if it exists."""
         ...
 
     def delete_directory(self, directory: str) -> None:
-        """Delete all objects of a top directory."""
+        """Delete all objects of a top-level directory."""
         ...
 
     def probe_writable(self) -> None:
-        """Find out now, rather than after hours, whether objects can be written here.
+        """Write and delete a small object, so that a job fails at its start if it cannot write.
 
         Raises:
-            CheckpointError: they cannot.
+            CheckpointError: objects cannot be written here.
         """
         ...
 
 
 def open_storage(url: str) -> Storage:
-    """Return the storage at a URL: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, or `memory://name`.
+    """Open the storage at a URL.
 
-    S3's endpoint and region come from AWS_ENDPOINT_URL and AWS_REGION, credentials from wherever AWS tools
-    find them.
+    S3's endpoint and region come from AWS_ENDPOINT_URL and AWS_REGION, credentials from the usual
+    sources of AWS tools.
+
+    Args:
+        url: a path, `file://`, `s3://bucket/prefix`, `gs://bucket/prefix`, or `memory://name`.
 
     Raises:
-        CheckpointError: the URL is none of these, or cannot be opened.
+        CheckpointError: the URL has another form, or cannot be opened.
     """
-    # Each back end is imported where it is asked for: a local job never loads TensorStore.
+    # Each back end is imported only when it is needed: a local job never loads TensorStore.
     parsed = urlparse(url)
     if parsed.scheme in ("", "file"):
         from keepstep.checkpoint.stored.files import FileStorage
 
         if parsed.netloc not in ("", "localhost"):
             raise CheckpointError(
-                f"{url}: names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
+                f"{url} names a host; write file:///{parsed.netloc}{parsed.path} for a local path"
             )
         return FileStorage(url, Path(unquote(parsed.path) if parsed.scheme else url).absolute())
     spec = _specification(url)
@@ -158,5 +171,5 @@ def _specification(url: str) -> dict[str, Any]:
                 f"{url}: {other}:// is not supported; use a path, file://, s3:// or gs://"
             )
     if not parsed.netloc:
-        raise CheckpointError(f"{url}: names no bucket; write {parsed.scheme}://BUCKET/PREFIX")
+        raise CheckpointError(f"{url} names no bucket; write {parsed.scheme}://BUCKET/PREFIX")
     return spec

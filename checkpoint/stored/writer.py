@@ -1,7 +1,8 @@
-"""Writing a checkpoint: each writer its chunks, then one of them the manifest, which makes it one.
+"""Writer of checkpoints: each writer stores its chunks, then one of them publishes the manifest.
 
-No collective and no gathering in here, and no torch: snapshot servers write too. Nothing is rewritten or
-renamed: a crash at any instant leaves objects without a manifest, which nobody takes for a checkpoint.
+This module does no collective and does not import torch, because snapshot servers write too.
+Objects are never rewritten or renamed: a crash at any time leaves objects without a manifest, which
+readers ignore.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.stored.chunking import (
     PACK_NBYTES,
     Chunk,
@@ -53,16 +55,17 @@ from keepstep.checkpoint.stored.format import (
 )
 from keepstep.checkpoint.stored.storage import Storage
 
-# A pack or a chunk, as it will be stored, is held in memory once per writing thread.
+# Each writing thread holds one encoded pack or chunk in memory.
 _PARALLEL_WRITES = 4
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
 ReadBox = Callable[[str, Box], npt.NDArray[np.uint8]]
-"""Returns a box's bytes: the box's shape plus a last axis of one element's bytes."""
+"""Returns a box's bytes: an array of the box's shape plus a last axis of one element's bytes."""
 
 Piece = bytes | memoryview
+"""A contiguous part of an object."""
 
 
 def write_part(
@@ -75,67 +78,72 @@ def write_part(
     name: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> StoredObject:
-    """Write the chunks of these writers and a listing of them, durably; return the listing's own entry.
+    """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
-    What is as it was in the newest checkpoint, such as frozen weights, is not written again if the storage can do without.
+    Objects that equal those of the newest checkpoint, such as frozen weights, are linked instead of
+    written if the storage supports it.
 
-    Whoever writes an array's first chunk writes its metadata too: there may be thousands, and publishing waits for nothing else.
+    The writer of an array's first chunk also writes the array's metadata: there may be thousands of
+    arrays, and `publish` runs on one writer while the others wait.
 
     Args:
         storage: the job's storage.
-        step: which checkpoint.
-        plan: who writes what.
-        writers: positions in the plan whose chunks are written here.
-        read_box: gives the bytes; called from several threads.
-        name: number of the listing, unique among those who write this checkpoint.
-        stop: asked before every chunk; True ends the attempt.
+        step: the checkpoint.
+        plan: the chunks of all writers.
+        writers: positions in the plan of the writers whose chunks are written here.
+        read_box: returns the bytes of a box; called from several threads.
+        name: number of the listing, unique among the writers of this checkpoint.
+        stop: called before every chunk; True ends the attempt.
 
     Raises:
         CheckpointExists: this step of this generation is committed; its chunks are not touched.
         CheckpointError: a write failed, or the attempt was stopped.
     """
     _check_not_committed(storage, step)
-    # A directory that was removed, or left by a writer that died, may have been noted for deletion: it is in use again.
+    # A directory that was removed, or that a dead writer left, may have been noted for deletion:
+    # it is in use again.
     storage.delete(f"{step.directory}/{REMOVED}")
 
-    last = _previous_objects(storage, step, name)
+    previous = _previous_objects(storage, step, name)
 
     def write(job: _Job) -> DataObject:
-        made, pieces = (
+        item, pieces = (
             _chunk_object(plan, job, encoded)
             if isinstance(job, Chunk)
             else _pack(plan, job, encoded)
         )
-        # Equal checksums only make it likely that the bytes are equal; the storage compares them.
-        before = last.get(made)
-        if before is None or not storage.link_identical(
-            before, f"{step.directory}/{made.name}", pieces
-        ):
-            storage.write(f"{step.directory}/{made.name}", pieces)
-        return made
+        target = f"{step.directory}/{item.name}"
+        source = previous.get(item)
+        # Equal checksums do not prove that the bytes are equal; the storage compares them.
+        if source is None or not storage.link_identical(source, target, pieces):
+            storage.write(target, pieces)
+        return item
 
     def encoded(chunk: Chunk) -> tuple[memoryview, tuple[int, ...]]:
         if stop():
             raise CheckpointError(
-                f"step {step.step}: the attempt to store it was given up, its generation {step.generation} is over"
+                f"step {step.step}: it was not stored, because its generation {step.generation} "
+                "is over"
             )
         data, checksums = encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
         return data.data, checksums
 
     jobs = [job for writer in writers for job in _jobs(plan, writer)]
-    arrays = [job.key for job in jobs if isinstance(job, Chunk) and not any(job.place)]
+    first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     written = _map_parallel(write, jobs)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
-    documents = {f"{key}/{ROOT}": encode(array_metadata(key, plan.tensors[key])) for key in arrays}
+    documents = {
+        f"{chunk.key}/{ROOT}": encode(array_metadata(chunk.key, plan.tensors[chunk.key]))
+        for chunk in first_chunks
+    }
     documents[part.name] = listing
     _map_parallel(
         lambda item: storage.write(f"{step.directory}/{item[0]}", [item[1]]),
         list(documents.items()),
     )
-    storage.flush(
-        [f"{step.directory}/{stored}" for stored in (*(made.name for made in written), *documents)]
-    )
+    names = [*(item.name for item in written), *documents]
+    storage.flush([f"{step.directory}/{stored}" for stored in names])
     return part
 
 
@@ -146,17 +154,17 @@ def publish(
     tensors: Mapping[str, StoredTensor],
     documents: Mapping[str, Json],
 ) -> None:
-    """Write the root's metadata and the documents, then the manifest, upon which the step is a checkpoint.
+    """Write the root metadata and the documents, then the manifest, which commits the checkpoint.
 
     Args:
         storage: the job's storage.
-        step: which checkpoint.
+        step: the checkpoint.
         parts: the entries of all writers' listings.
         tensors: all tensors of the plan.
-        documents: everything that is no tensor.
+        documents: the parts of the state that are not tensors.
 
     Raises:
-        CheckpointExists: this step of this generation was committed before, with other content.
+        CheckpointExists: this step of this generation is committed, with other content.
         CheckpointError: a write failed.
     """
     contents: dict[str, Json] = {
@@ -164,35 +172,38 @@ def publish(
         DOCUMENTS: dict(documents),
     }
 
-    def one(name: str) -> StoredObject:
+    def write(name: str) -> StoredObject:
         data = encode(contents[name])
         storage.write(f"{step.directory}/{name}", [data])
         return StoredObject(name, len(data), crc32c.crc32c(data))
 
-    written = _map_parallel(one, list(contents))
+    written = _map_parallel(write, list(contents))
     storage.flush([f"{step.directory}/{stored.name}" for stored in written])
     manifest = Manifest(step.step, step.generation, (*parts, *written))
     storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
 
 
 def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
-    """Return what the writer of this name wrote of the newest other checkpoint, and where; nothing if that is of no use."""
+    """Return the objects that the writer of this name wrote of the newest other checkpoint.
+
+    Each object is mapped to its path. The result is empty if the storage does not support links.
+    """
     if not storage.supports_links:
         return {}
-    found = [
+    others = [
         stored
         for stored in map(StoredStep.parse, storage.directories_with(MANIFEST))
-        if stored and stored != step
+        if stored is not None and stored != step
     ]
-    if not found:
+    if not others:
         return {}
-    directory = max(found, key=lambda stored: (stored.step, stored.generation)).directory
+    directory = max(others, key=lambda stored: (stored.step, stored.generation)).directory
     try:
         listing = decode_part(
             storage.read(f"{directory}/{part_name(name)}"), f"{storage.url}/{directory}/"
         )
     except CheckpointError:
-        # It was removed meanwhile, had fewer writers, or is damaged: all is written.
+        # The checkpoint was removed meanwhile, had fewer writers, or is damaged: write everything.
         return {}
     return {item: f"{directory}/{item.name}" for item in listing}
 
@@ -206,7 +217,7 @@ def _check_not_committed(storage: Storage, step: StoredStep) -> None:
 
 
 def _map_parallel(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """Do it for all items on several threads; after a first failure none is begun any more."""
+    """Apply a function to all items on several threads; after a failure no further item starts."""
     with ThreadPoolExecutor(_PARALLEL_WRITES) as pool:
         futures = [pool.submit(act, item) for item in items]
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
@@ -252,24 +263,24 @@ def _chunk_object(
 ) -> tuple[ChunkObject, list[Piece]]:
     tensor = plan.tensors[chunk.key]
     checksums: list[int | None] = [None] * cells_per_chunk(tensor)
-    data, found = encoded(chunk)
-    for cell, crc in zip(cells_over(tensor, chunk, chunk.box), found, strict=True):
+    data, present_checksums = encoded(chunk)
+    for cell, crc in zip(cells_over(tensor, chunk, chunk.box), present_checksums, strict=True):
         checksums[cell.number] = crc
     pieces: list[Piece] = [data, shard_index(tensor, checksums)]
-    return ChunkObject(
-        chunk_name(chunk.key, chunk.place), _nbytes(pieces), tuple(checksums)
-    ), pieces
+    name = chunk_name(chunk.key, chunk.place)
+    return ChunkObject(name, _nbytes(pieces), tuple(checksums)), pieces
 
 
 def _pack(plan: ChunkPlan, job: _PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
     packed: list[PackedCell] = []
     pieces: list[Piece] = []
     for chunk in job.chunks:
-        data, found = encoded(chunk)
+        data, checksums = encoded(chunk)
         pieces.append(data)
         cells = cells_over(plan.tensors[chunk.key], chunk, chunk.box)
         packed += [
-            PackedCell(chunk.key, cell.place, crc) for cell, crc in zip(cells, found, strict=True)
+            PackedCell(chunk.key, cell.place, crc)
+            for cell, crc in zip(cells, checksums, strict=True)
         ]
     return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
 
@@ -277,23 +288,26 @@ def _pack(plan: ChunkPlan, job: _PackJob, encoded: _Encode) -> tuple[Pack, list[
 def encode_cells(
     tensor: StoredTensor, values: npt.NDArray[np.uint8]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
-    """Return a chunk's cells as Zarr's codecs `bytes` and `crc32c` have them, in C order, and their checksums.
+    """Encode a chunk's cells with Zarr's codecs `bytes` and `crc32c`.
 
     Args:
-        tensor: whose chunk it is.
-        values: the chunk's bytes, without what of it lies beyond the tensor's edge; the last axis is one element's bytes.
+        tensor: the chunk's tensor.
+        values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
+
+    Returns:
+        The encoded cells in C order, and their checksums.
     """
     *shape, itemsize = values.shape
-    counts = [-(-extent // cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
-    full = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
-    if shape != full:
-        padded = np.zeros((*full, itemsize), np.uint8)
+    counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
+    padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
+    if shape != padded_shape:
+        padded = np.zeros((*padded_shape, itemsize), np.uint8)
         padded[tuple(slice(0, extent) for extent in shape)] = values
         values = padded
     rank, nbytes = len(shape), tensor.cell_nbytes
     encoded = _aligned_empty(math.prod(counts) * (nbytes + 4)).reshape(-1, nbytes + 4)
-    # Both sides with an axis for the cell's place and one for the element's place in it, for each axis of the tensor. All these are
-    # views: splitting an axis never needs a copy.
+    # For each axis of the tensor, both sides have an axis for the cell's place and one for the
+    # element's place within the cell. These are views: splitting an axis never needs a copy.
     split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
     in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
     encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
@@ -303,7 +317,7 @@ def encode_cells(
 
 
 def _aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory that begins with a page, from which a file system may take it without a copy."""
+    """Return memory aligned to a page, which a file system can write without a copy."""
     memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
     skipped = -memory.ctypes.data % mmap.PAGESIZE
     return memory[skipped : skipped + nbytes]

@@ -1,4 +1,4 @@
-"""Chunk grids follow the shards, and each chunk has one writer among those who hold it."""
+"""Tests of the chunk planner: grids follow the shards, and a rank that holds a chunk writes it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fsdp(shape: tuple[int, ...], ranks: int) -> list[Box]:
 
 
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9))
-def test_an_fsdp_split_however_uneven_has_one_chunk_a_shard(
+def test_an_fsdp_split_has_one_chunk_per_shard_even_if_uneven(
     rows: int, columns: int, ranks: int
 ) -> None:
     shape = (rows, columns)
@@ -55,7 +55,7 @@ def test_an_fsdp_split_however_uneven_has_one_chunk_a_shard(
     st.lists(st.integers(0, 9), max_size=3).map(tuple),
     st.data(),
 )
-def test_chunks_cover_a_tensor_once_and_are_written_once_by_a_holder(
+def test_chunks_cover_a_tensor_once_and_one_holder_writes_each(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     whole = Box.whole(shape)
@@ -85,21 +85,21 @@ def test_chunks_cover_a_tensor_once_and_are_written_once_by_a_holder(
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 6)), min_size=1, max_size=2), st.data()
 )
-def test_chunks_over_a_box_are_those_that_share_elements_with_it(axes, data: st.DataObject) -> None:
+def test_chunks_over_a_box_are_those_that_intersect_it(axes, data: st.DataObject) -> None:
     shape, grid = zip(*axes, strict=True)
     offset = tuple(data.draw(st.integers(0, n)) for n in shape)
     box = Box(
         offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
     )
-    every = chunks_over("w", shape, grid, Box.whole(shape))
-    expected = [chunk for chunk in every if chunk.box.intersect(box)]
+    all_chunks = chunks_over("w", shape, grid, Box.whole(shape))
+    expected = [chunk for chunk in all_chunks if chunk.box.intersect(box)]
     assert list(chunks_over("w", shape, grid, box)) == expected
 
 
-def box_of(tensor: StoredTensor, cell: Cell) -> Box:
+def cell_box(tensor: StoredTensor, cell: Cell) -> Box:
     offset = tuple(place * extent for place, extent in zip(cell.place, tensor.cell, strict=True))
     extents = zip(tensor.cell, tensor.shape, offset, strict=True)
-    return Box(offset, tuple(min(extent, whole - start) for extent, whole, start in extents))
+    return Box(offset, tuple(min(cell, extent - start) for cell, extent, start in extents))
 
 
 @given(
@@ -108,33 +108,40 @@ def box_of(tensor: StoredTensor, cell: Cell) -> Box:
     ),
     st.data(),
 )
-def test_the_cells_over_a_box_are_those_that_share_elements_with_it(
-    axes, data: st.DataObject
-) -> None:
+def test_cells_over_a_box_are_those_that_intersect_it(axes, data: st.DataObject) -> None:
     shape = tuple(n for n, _, _ in axes)
     cell = tuple(c for _, c, _ in axes)
-    tensor = StoredTensor("float32", shape, tuple(c * m for _, c, m in axes), cell, False)
+    tensor = StoredTensor(
+        dtype="float32",
+        shape=shape,
+        chunk=tuple(c * m for _, c, m in axes),
+        cell=cell,
+        is_packed=False,
+    )
     offset = tuple(data.draw(st.integers(0, n)) for n in shape)
     box = Box(
         offset, tuple(data.draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
     )
     count = np.zeros(shape, int)
     for chunk in chunks_over("w", shape, tensor.chunk, box):
-        found = list(cells_over(tensor, chunk, box))
-        every = list(cells_over(tensor, chunk, chunk.box))
-        assert found == [one for one in every if box_of(tensor, one).intersect(box)]
+        cells = list(cells_over(tensor, chunk, box))
+        all_cells = list(cells_over(tensor, chunk, chunk.box))
+        assert cells == [c for c in all_cells if cell_box(tensor, c).intersect(box)]
         # In a chunk's object cells lie in C order.
-        assert [one.number for one in every] == sorted({one.number for one in every})
-        for one in found:
-            count[box_of(tensor, one).slices] += 1
+        numbers = [c.number for c in all_cells]
+        assert numbers == sorted(set(numbers))
+        for c in cells:
+            count[cell_box(tensor, c).slices] += 1
     assert (count <= 1).all()
     assert (count[box.slices] == 1).all()
 
 
 @given(st.lists(st.integers(1, 6000), max_size=3), st.sampled_from([1, 2, 4, 8]))
-def test_cells_divide_a_chunk_and_do_not_cut_rows_small(chunk: list[int], itemsize: int) -> None:
+def test_cells_divide_a_chunk_and_pieces_of_rows_are_not_too_short(
+    chunk: list[int], itemsize: int
+) -> None:
     cell = cell_shape(chunk, itemsize)
-    assert all(whole % part == 0 for whole, part in zip(chunk, cell, strict=True))
+    assert all(extent % part == 0 for extent, part in zip(chunk, cell, strict=True))
     if len(chunk) > 1 and cell[-1] != chunk[-1] and math.prod(cell[:-1]) > 1:
         assert cell[-1] * itemsize >= 256
         assert chunk[-1] // cell[-1] <= 8
@@ -152,7 +159,7 @@ def test_cells_divide_a_chunk_and_do_not_cut_rows_small(chunk: list[int], itemsi
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_what_is_saved_by_rows_is_read_by_columns_or_by_halves_without_reading_more(
+def test_cells_of_rows_end_at_eighths_of_columns_and_at_halves_of_shards(
     shape: tuple[int, ...], itemsize: int, ranks: int
 ) -> None:
     boxes = fsdp(shape, ranks)
@@ -173,7 +180,7 @@ def test_what_is_saved_by_rows_is_read_by_columns_or_by_halves_without_reading_m
         ((4, 2**24), 4),
     ],
 )
-def test_cells_of_common_shards_are_small_and_end_at_their_halves(
+def test_cells_of_common_shapes_are_small_and_end_at_halves_of_shards(
     shape: tuple[int, int], ranks: int
 ) -> None:
     boxes = fsdp(shape, ranks)
@@ -183,7 +190,7 @@ def test_cells_of_common_shards_are_small_and_end_at_their_halves(
         assert boxes[0].shape[0] // 2 % tensor.cell[0] == 0
 
 
-def test_replicas_share_the_writing_evenly() -> None:
+def test_replicas_write_equal_shares() -> None:
     tensors = tuple(entry(f"w{i}", (100 + i, 10), Box.whole((100 + i, 10))) for i in range(16))
     plan = plan_chunks([ShardIndex(0, tensors, {}) for _ in range(4)])
     loads = [sum(chunk.box.size for chunk in chunks) for chunks in plan.chunks]
@@ -200,9 +207,7 @@ def test_replicas_share_the_writing_evenly() -> None:
         ((3, 2**26), 1),
     ],
 )
-def test_large_shards_are_cut_without_leaving_their_edges(
-    shape: tuple[int, int], ranks: int
-) -> None:
+def test_chunks_of_large_shards_end_on_shard_edges(shape: tuple[int, int], ranks: int) -> None:
     boxes = fsdp(shape, ranks)
     chunk = chunk_shape(shape, boxes, 4)
     assert CHUNK_NBYTES / 8 < math.prod(chunk) * 4 <= CHUNK_NBYTES
@@ -210,17 +215,17 @@ def test_large_shards_are_cut_without_leaving_their_edges(
         assert boxes[0].shape[0] % chunk[0] == 0
 
 
-def test_a_tensor_parallel_split_of_columns_is_followed() -> None:
+def test_chunks_follow_a_tensor_parallel_split_of_columns() -> None:
     boxes = [Box((0, column), (6, 4)) for column in (0, 4)]
     assert chunk_shape((6, 8), boxes, 4) == (6, 4)
 
 
-def test_shards_without_a_common_step_get_chunks_of_their_own_size() -> None:
+def test_shards_without_a_common_divisor_get_chunks_of_the_largest_size() -> None:
     boxes = [Box((0,), (101,)), Box((101,), (100,)), Box((201,), (101,)), Box((302,), (100,))]
     assert chunk_shape((402,), boxes, 4) == (101,)
 
 
-def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_them() -> None:
+def test_an_empty_tensor_with_huge_rows_has_a_chunk_shape_but_no_chunks() -> None:
     plan = plan_chunks(
         [ShardIndex(0, (entry("w", (0, 2**14, 2**14), Box.whole((0, 2**14, 2**14))),), {})]
     )
@@ -229,27 +234,27 @@ def test_an_empty_tensor_with_huge_rows_has_chunks_of_some_shape_and_none_of_the
     assert plan.tensors["w"].is_packed, "it has no chunk whose writer would write its metadata"
 
 
-def test_what_nobody_holds_is_refused() -> None:
+def test_a_part_that_no_rank_holds_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match=r"w: no rank holds elements at offset \(2,\)"):
         plan_chunks([ShardIndex(0, (entry("w", (4,), Box((0,), (2,))),), {})])
 
 
 def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
-    one = ShardIndex(0, (entry("w", (4,), Box((0,), (4,))),), {})
-    other = ShardIndex(0, (entry("w", (5,), Box((0,), (5,))),), {})
+    first = ShardIndex(0, (entry("w", (4,), Box((0,), (4,))),), {})
+    second = ShardIndex(0, (entry("w", (5,), Box((0,), (5,))),), {})
     with pytest.raises(LayoutMismatch, match="w: rank 0 has float32"):
-        plan_chunks([one, other])
+        plan_chunks([first, second])
 
 
 @pytest.mark.parametrize(
     "key", ["", "a//b", "../up", "model/..", "parts/x", "zarr.json", "a/__b", "a\n", "x" * 300]
 )
-def test_names_that_make_no_safe_path_are_refused(key: str) -> None:
+def test_names_that_are_not_safe_paths_are_refused(key: str) -> None:
     with pytest.raises(LayoutMismatch, match="rename it"):
         plan_chunks([ShardIndex(0, (entry(key, (4,), Box((0,), (4,))),), {})])
 
 
-def test_a_tensor_inside_a_tensor_is_refused() -> None:
-    whole = Box.whole((4,))
+def test_a_tensor_named_inside_another_is_refused() -> None:
+    box = Box.whole((4,))
     with pytest.raises(LayoutMismatch, match="'a' is a tensor"):
-        plan_chunks([ShardIndex(0, (entry("a", (4,), whole), entry("a/b", (4,), whole)), {})])
+        plan_chunks([ShardIndex(0, (entry("a", (4,), box), entry("a/b", (4,), box)), {})])

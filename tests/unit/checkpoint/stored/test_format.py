@@ -1,4 +1,4 @@
-"""What is read from outside is either exactly as the format has it, or refused by name."""
+"""Tests of parsing: objects read from storage either conform to the format or are refused."""
 
 from __future__ import annotations
 
@@ -23,12 +23,21 @@ from keepstep.checkpoint.stored.format import (
     root_metadata,
 )
 
-TENSORS = {f"model/{name}": StoredTensor(name, (5, 3), (2, 3), (2, 3), True) for name in _NUMPY} | {
-    f"large/{name}": StoredTensor(name, (5, 3), (4, 3), (2, 3), False) for name in _NUMPY
-} | {
-    "optim/w/step": StoredTensor("float32", (), (), (), True),
-    "model/empty": StoredTensor("float32", (0, 3), (1, 3), (1, 3), True),
-}  # fmt: skip
+
+def packed(dtype: str, shape: tuple[int, ...], cell: tuple[int, ...]) -> StoredTensor:
+    return StoredTensor(dtype=dtype, shape=shape, chunk=cell, cell=cell, is_packed=True)
+
+
+def large(dtype: str) -> StoredTensor:
+    return StoredTensor(dtype=dtype, shape=(5, 3), chunk=(4, 3), cell=(2, 3), is_packed=False)
+
+
+TENSORS = {
+    **{f"model/{dtype}": packed(dtype, (5, 3), (2, 3)) for dtype in _NUMPY},
+    **{f"large/{dtype}": large(dtype) for dtype in _NUMPY},
+    "optim/w/step": packed("float32", (), ()),
+    "model/empty": packed("float32", (0, 3), (1, 3)),
+}
 
 
 def test_metadata_round_trips_for_every_data_type() -> None:
@@ -43,14 +52,14 @@ def test_a_manifest_round_trips() -> None:
 
 
 @given(st.integers(0, 10**8 - 1), st.integers(0, 10**6 - 1))
-def test_a_directory_means_one_step_and_generation(step: int, generation: int) -> None:
+def test_a_directory_name_round_trips(step: int, generation: int) -> None:
     assert StoredStep.parse(StoredStep(step, generation).directory) == StoredStep(step, generation)
 
 
 @pytest.mark.parametrize(
     "name", ["step-1-2", "step-00000001-000002x", "other", "step-00000001", ""]
 )
-def test_other_directories_mean_none(name: str) -> None:
+def test_other_directory_names_are_not_steps(name: str) -> None:
     assert StoredStep.parse(name) is None
 
 
@@ -81,14 +90,14 @@ def set_field(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
         lambda node: node.pop("shape"),
     ],
 )
-def test_array_metadata_of_another_kind_is_damage_and_names_the_tensor(change: Any) -> None:
+def test_array_metadata_of_another_form_is_refused_as_damaged(change: Any) -> None:
     content = copy.deepcopy(root_metadata(7, 1, TENSORS))
     change(content["consolidated_metadata"]["metadata"]["model/float32"])
     with pytest.raises(CheckpointDamaged, match="here is not a checkpoint's root metadata"):
         parse_root(encode(content), "here")
 
 
-def test_a_tensor_name_that_leaves_the_directory_is_damage() -> None:
+def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
     content = root_metadata(7, 1, TENSORS)
     nodes = content["consolidated_metadata"]["metadata"]
     nodes["../../etc/x"] = nodes["model/float32"]
@@ -110,6 +119,6 @@ def test_a_tensor_name_that_leaves_the_directory_is_damage() -> None:
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", -1, 2]]}).encode(),
     ],
 )
-def test_a_manifest_of_another_kind_is_damage(content: bytes) -> None:
+def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> None:
     with pytest.raises(CheckpointDamaged):
         Manifest.decode(content, "here")

@@ -1,4 +1,4 @@
-"""Claims about which checkpoints may go, and when what is left of them is deleted."""
+"""Tests of retention: which checkpoints are removed, and when their directories are deleted."""
 
 from __future__ import annotations
 
@@ -50,30 +50,32 @@ names = st.lists(
         ),
     ],
 )
-def test_what_a_policy_does_not_name_is_superfluous(
+def test_checkpoints_that_a_policy_does_not_name_are_removed(
     retention: RetentionPolicy, kept: list[int]
 ) -> None:
-    gone = checkpoints_to_remove(TENS[::-1], retention, LOSS)
-    assert gone == tuple(stored for stored in TENS if stored.step not in kept)
+    removed = checkpoints_to_remove(TENS[::-1], retention, LOSS)
+    assert removed == tuple(stored for stored in TENS if stored.step not in kept)
 
 
-def test_a_policy_by_a_metric_that_nobody_saved_keeps_the_newest() -> None:
+def test_a_policy_by_a_metric_that_was_not_saved_keeps_the_newest() -> None:
     assert checkpoints_to_remove(TENS, RetentionPolicy(best=(2, "min"))) == TENS[:-1]
 
 
-@pytest.mark.parametrize("way", ["min", "max"])
-def test_a_loss_that_is_no_number_is_not_the_best(way: str) -> None:
+@pytest.mark.parametrize("direction", ["min", "max"])
+def test_a_nan_loss_is_never_the_best(direction: str) -> None:
     diverged = {**LOSS, TENS[0]: math.nan, TENS[2]: math.nan}
-    best = TENS[1] if way == "min" else TENS[3]
-    assert best not in checkpoints_to_remove(TENS, RetentionPolicy(best=(1, way)), diverged)
-    assert TENS[0] in checkpoints_to_remove(TENS, RetentionPolicy(best=(9, way)), diverged)
+    best = TENS[1] if direction == "min" else TENS[3]
+    assert best not in checkpoints_to_remove(TENS, RetentionPolicy(best=(1, direction)), diverged)
+    assert TENS[0] in checkpoints_to_remove(TENS, RetentionPolicy(best=(9, direction)), diverged)
 
 
-def test_of_one_step_only_the_newest_generation_is_kept() -> None:
-    again = [StoredStep(step, generation) for step in (10, 20) for generation in (3, 1, 2)]
-    every = RetentionPolicy(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
-    gone = checkpoints_to_remove(again, every, dict.fromkeys(again, 1.0))
-    assert gone == tuple(StoredStep(step, generation) for step in (10, 20) for generation in (1, 2))
+def test_only_the_newest_generation_of_a_step_is_kept() -> None:
+    stored = [StoredStep(step, generation) for step in (10, 20) for generation in (3, 1, 2)]
+    policy = RetentionPolicy(last=2, every=10, best=(9, "min"), pinned=frozenset({10, 20}))
+    removed = checkpoints_to_remove(stored, policy, dict.fromkeys(stored, 1.0))
+    assert removed == tuple(
+        StoredStep(step, generation) for step in (10, 20) for generation in (1, 2)
+    )
 
 
 @given(
@@ -81,43 +83,41 @@ def test_of_one_step_only_the_newest_generation_is_kept() -> None:
     retentions,
     st.dictionaries(stored_steps, st.floats()),
 )
-def test_the_newest_checkpoint_is_never_superfluous(
+def test_the_newest_checkpoint_is_never_removed(
     steps: list[StoredStep], retention: RetentionPolicy, metric: dict[StoredStep, float]
 ) -> None:
-    gone = checkpoints_to_remove(steps, retention, metric)
+    removed = checkpoints_to_remove(steps, retention, metric)
     newest = max(steps, key=lambda stored: (stored.step, stored.generation))
-    assert newest not in gone
+    assert newest not in removed
 
 
-def test_what_is_no_checkpoint_is_noted_first_and_deleted_after_its_time() -> None:
-    whole, left, removed = (stored.directory for stored in TENS[:3])
+def test_a_directory_without_a_manifest_is_noted_first_and_deleted_after_the_grace_time() -> None:
+    committed, abandoned, removed = (stored.directory for stored in TENS[:3])
     present = [
-        f"{whole}/{MANIFEST}",
-        f"{whole}/zarr.json",
-        f"{left}/zarr.json",
+        f"{committed}/{MANIFEST}",
+        f"{committed}/zarr.json",
+        f"{abandoned}/zarr.json",
         f"{removed}/zarr.json",
         f"{removed}/{REMOVED}",
     ]
-    assert find_garbage(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((left,), ())
-    assert find_garbage(present, {removed: 100.0, left: 159.0}, now=160.0, grace_s=60.0) == (
-        (),
-        (removed,),
-    )
+    assert find_garbage(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((abandoned,), ())
+    noted = {removed: 100.0, abandoned: 159.0}
+    assert find_garbage(present, noted, now=160.0, grace_s=60.0) == ((), (removed,))
 
 
-def test_without_grace_all_that_is_no_checkpoint_is_deleted_at_once() -> None:
-    whole, left = (stored.directory for stored in TENS[:2])
-    present = [f"{whole}/{MANIFEST}", f"{left}/zarr.json", "notes/zarr.json", "zarr.json"]
-    assert find_garbage(present, {}, now=0.0, grace_s=0.0) == ((), (left,))
+def test_without_grace_directories_without_a_manifest_are_deleted_at_once() -> None:
+    committed, abandoned = (stored.directory for stored in TENS[:2])
+    present = [f"{committed}/{MANIFEST}", f"{abandoned}/zarr.json", "notes/zarr.json", "zarr.json"]
+    assert find_garbage(present, {}, now=0.0, grace_s=0.0) == ((), (abandoned,))
 
 
 @given(names, st.dictionaries(directories, st.floats(0, 100)), st.floats(0, 200), st.floats(0, 100))
-def test_what_has_a_manifest_is_never_doomed(
+def test_a_directory_with_a_manifest_is_neither_noted_nor_deleted(
     present: list[str], noted: dict[str, float], now: float, grace_s: float
 ) -> None:
-    fresh, doomed = find_garbage(present, noted, now=now, grace_s=grace_s)
-    for directory in fresh + doomed:
+    to_note, to_delete = find_garbage(present, noted, now=now, grace_s=grace_s)
+    for directory in to_note + to_delete:
         assert StoredStep.parse(directory)
         assert f"{directory}/{MANIFEST}" not in present
         assert any(name.startswith(f"{directory}/") for name in present)
-    assert not set(fresh) & (set(doomed) | noted.keys())
+    assert not set(to_note) & (set(to_delete) | noted.keys())

@@ -1,4 +1,4 @@
-"""Requests to object stores that are sent more than once: which answer counts."""
+"""Tests of requests to object stores that are sent more than once: which answer counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from keepstep.checkpoint.stored.objects import ObjectStorage
 
 
 class Store:
-    """Answers a read when the next one has come, each with what it is told to."""
+    """Answers no read until as many as there are answers have arrived, then all in order."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.promises = list(answers), list[Any]()
@@ -22,26 +22,27 @@ class Store:
         promise, future = tensorstore.Promise.new()
         self.promises.append(promise)
         if len(self.promises) == len(self.answers):
-            threading.Thread(target=self.tell).start()
+            threading.Thread(target=self.answer_all).start()
         return future
 
-    def tell(self) -> None:
+    def answer_all(self) -> None:
         for promise, answer in zip(self.promises, self.answers, strict=True):
-            promise.set_exception(answer) if isinstance(answer, Exception) else promise.set_result(
-                answer
-            )
+            if isinstance(answer, Exception):
+                promise.set_exception(answer)
+            else:
+                promise.set_result(answer)
 
 
-class Found:
+class StoredValue:
     state, value = "value", b"content"
 
 
-def test_request_that_was_given_up_and_fails_then_does_not_end_the_one_sent_again() -> None:
-    store = Store(ConnectionError("reset by peer"), Found())
+def test_failure_of_a_timed_out_request_does_not_end_the_repeated_one() -> None:
+    store = Store(ConnectionError("reset by peer"), StoredValue())
     assert ObjectStorage("s3://bucket", store, request_timeout_s=0.05).read("a") == b"content"
 
 
-def test_when_all_requests_have_failed_the_error_is_told() -> None:
+def test_error_is_raised_when_all_requests_have_failed() -> None:
     store = Store(ConnectionError("reset by peer"), ConnectionError("reset once more"))
     with pytest.raises(CheckpointError, match="reset"):
         ObjectStorage("s3://bucket", store, request_timeout_s=0.05).read("a")
