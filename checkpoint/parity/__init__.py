@@ -1,1 +1,1 @@
-"""The erasure code: groups of nodes, placement of parity, encoding. Pure."""
+"""The erasure code of snapshots: groups of nodes, placement of parity, encoding. Pure."""

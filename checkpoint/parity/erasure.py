@@ -1,9 +1,11 @@
-"""The erasure code: parity of blocks that lie in different memories, and lost blocks from what is left.
+"""The erasure code: computes parity blocks of data blocks, and lost blocks from the others.
 
-Systematic Reed-Solomon over GF(2^8) with a Cauchy matrix (Bloemer et al., ICSI TR-95-048), its columns scaled so that the first row of
-parity is all ones: with one parity block it is XOR. Scaling columns keeps every square submatrix regular, so any `data` blocks out of
-`data + parity` give all. The kernels are ISA-L's (the wheel of pyeclib carries its library), called on memory where it lies and
-without the interpreter's lock; one call reads each source once, so a caller that goes tile by tile stays in the processor's cache.
+Systematic Reed-Solomon over GF(2^8) with a Cauchy matrix (Bloemer et al., ICSI TR-95-048), its
+columns scaled so that the first row of parity is all ones: with one parity block it is XOR. Scaling
+columns keeps every square submatrix regular, so any `data` blocks out of `data + parity` determine
+all blocks. The kernels are ISA-L's (the wheel of pyeclib contains the library); they read and write
+the callers' memory in place and do not hold the GIL. One call reads each source once, so a caller
+that works in tiles stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Row = tuple[int, ...]
 
 
 class Combination:
-    """A linear combination of blocks, with the tables that its kernel wants. Stateless once made: for any thread."""
+    """A linear combination of blocks, with the kernel's tables. Immutable, thus thread-safe."""
 
     def __init__(self, coefficients: Row) -> None:
         """Prepare for `len(coefficients)` sources."""
@@ -37,9 +39,14 @@ class Combination:
         _isal().ec_init_tables(count, 1, (ctypes.c_ubyte * count)(*coefficients), self._tables)
 
     def into(self, target: Bytes, sources: Sequence[Bytes]) -> None:
-        """Write the combination of the sources, all as long as the target and contiguous, over the target."""
+        """Write the combination of the sources into the target.
+
+        Args:
+            target: contiguous bytes, which are overwritten.
+            sources: contiguous bytes, each as long as the target, one for each coefficient.
+        """
         if len(sources) != self._count or any(source.nbytes != target.nbytes for source in sources):
-            raise ValueError(f"{self._count} sources of {target.nbytes} bytes are combined")
+            raise ValueError(f"expected {self._count} sources of {target.nbytes} bytes each")
         addresses = (ctypes.c_void_p * self._count)(*[source.ctypes.data for source in sources])
         targets = (ctypes.c_void_p * 1)(target.ctypes.data)
         _isal().ec_encode_data(target.nbytes, self._count, 1, self._tables, addresses, targets)
@@ -50,11 +57,11 @@ def parity_rows(data: int, parity: int) -> tuple[Row, ...]:
     """Return the coefficients of each parity block over the data blocks.
 
     Raises:
-        ValueError: there are more than 255 blocks in all, or none.
+        ValueError: there are more than 255 blocks in total, or no data block.
     """
     if data < 1 or parity < 0 or data + parity > MAX_BLOCKS:
         raise ValueError(
-            f"{data} data and {parity} parity blocks: 1 to {MAX_BLOCKS} in all are possible"
+            f"{data} data and {parity} parity blocks: 1 to {MAX_BLOCKS} in total are possible"
         )
     isal = _isal()
     matrix = (ctypes.c_ubyte * (data * (data + parity)))()
@@ -66,16 +73,17 @@ def parity_rows(data: int, parity: int) -> tuple[Row, ...]:
 
 @cache
 def rebuilding_row(data: int, parity: int, present: Row, lost: int) -> Row:
-    """Return the coefficients that give a lost data block.
+    """Return the coefficients of a lost data block over the blocks that are present.
 
     Args:
         data: number of data blocks.
         parity: number of parity blocks.
-        present: the `data` blocks to combine, by number: data blocks first, then parity blocks.
-        lost: number of the data block.
+        present: the numbers of the `data` blocks to combine; data blocks are numbered first, then
+            parity blocks.
+        lost: number of the lost data block.
 
     Raises:
-        ValueError: too few or too many blocks are given.
+        ValueError: `present` has too few or too many blocks.
     """
     if len(present) != data or len(set(present)) != data:
         raise ValueError(f"{data} blocks are needed to rebuild one, {len(set(present))} are given")
@@ -92,14 +100,14 @@ def rebuilding_row(data: int, parity: int, present: Row, lost: int) -> Row:
 
 @cache
 def _isal() -> ctypes.CDLL:
-    """Load ISA-L: the copy beside pyeclib, else the system's."""
+    """Load ISA-L: the copy in pyeclib's wheel, else the system's."""
     files = importlib.metadata.files("pyeclib") or ()
-    carried = [str(file.locate()) for file in files if file.name.startswith("libisal")]
-    found = carried[0] if carried else ctypes.util.find_library("isal")
-    if found is None:
+    bundled = [str(file.locate()) for file in files if file.name.startswith("libisal")]
+    path = bundled[0] if bundled else ctypes.util.find_library("isal")
+    if path is None:
         raise CheckpointError(
-            "ISA-L is not on this machine: install pyeclib from its wheel, or the package libisal2"
+            "ISA-L is not installed: install pyeclib from its wheel, or the package libisal2"
         )
-    library = ctypes.CDLL(found)
+    library = ctypes.CDLL(path)
     library.gf_mul.restype = library.gf_inv.restype = ctypes.c_ubyte
     return library

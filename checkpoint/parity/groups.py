@@ -1,7 +1,7 @@
-"""Which nodes protect each other's memory: erasure groups, spread over failure domains.
+"""Assigns nodes to erasure groups, which protect each other's memory, across failure domains.
 
-Pure. Nodes of one rack or switch tend to fail together, so they are dealt to different groups in turn: no way of grouping into as
-many groups puts fewer nodes of one domain together.
+Pure. Nodes of one rack or switch tend to fail together, so the nodes of a domain go to different
+groups in turn: no other assignment to as many groups puts fewer nodes of one domain together.
 """
 
 from __future__ import annotations
@@ -9,26 +9,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from keepstep.checkpoint.layout.integers import ceil_div
+
 
 def group_nodes(domains: Sequence[str], size: int, parity: int) -> tuple[int, ...]:
     """Return each node's group, numbered from 0.
 
     Args:
-        domains: each node's failure domain; "" is one of its own.
-        size: nodes of a group; groups differ by at most one node, and are larger where a smaller one could not carry the parity.
-        parity: losses that each group shall survive.
+        domains: each node's failure domain; "" means that the node fails on its own.
+        size: the wanted number of nodes in a group. Sizes differ by at most one node; groups are
+            larger where smaller ones could not hold the parity.
+        parity: number of lost nodes that each group must survive.
     """
-    count = max(1, min(-(-len(domains) // max(size, 1)), len(domains) // (parity + 1)))
-    named = Counter(domain for domain in domains if domain)
-    # Whole domains in a row, then dealt in turn: equal neighbours get different groups, and all groups the same number.
-    order = sorted(range(len(domains)), key=lambda n: (-named[domains[n]], domains[n], n))
+    nodes = len(domains)
+    count = max(1, min(ceil_div(nodes, max(size, 1)), nodes // (parity + 1)))
+    domain_sizes = Counter(domain for domain in domains if domain)
+    # Nodes ordered by domain are assigned to the groups in turn: nodes of one domain get different
+    # groups, and all groups get the same number of nodes.
+    order = sorted(range(nodes), key=lambda n: (-domain_sizes[domains[n]], domains[n], n))
     groups = {node: turn % count for turn, node in enumerate(order)}
-    return tuple(groups[node] for node in range(len(domains)))
+    return tuple(groups[node] for node in range(nodes))
 
 
 def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
-    """Return how many nodes of one group the loss of one domain takes at most."""
-    together = Counter(
+    """Return the most nodes of one group that the loss of one domain takes.
+
+    Args:
+        domains: each node's failure domain, as for `group_nodes`.
+        groups: each node's group.
+    """
+    nodes_per_group_and_domain = Counter(
         (group, domain or n) for n, (domain, group) in enumerate(zip(domains, groups, strict=True))
     )
-    return max(together.values(), default=0)
+    return max(nodes_per_group_and_domain.values(), default=0)

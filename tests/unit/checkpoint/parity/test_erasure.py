@@ -1,4 +1,4 @@
-"""Claims about the erasure code, the placement of its blocks, and the groups they are placed in."""
+"""Tests of the erasure code, the placement of its blocks, and the groups of nodes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.parity.erasure import Combination, parity_rows, rebuilding_row
 from keepstep.checkpoint.parity.groups import group_nodes, worst_loss
 from keepstep.checkpoint.parity.stripes import Stripes, plan_rebuilding
@@ -37,7 +38,7 @@ def reference_product(a: int, b: int) -> int:
     return product
 
 
-def test_combination_is_the_sum_of_products_of_the_field() -> None:
+def test_combination_is_the_sum_of_products_in_the_field() -> None:
     blocks = [np.arange(256, dtype=np.uint8), np.arange(256, dtype=np.uint8)[::-1].copy()]
     expected = [
         reference_product(0x53, int(a)) ^ reference_product(0xCA, int(b))
@@ -52,7 +53,7 @@ def test_one_parity_block_is_xor() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 200), st.data())
-def test_any_loss_up_to_the_parity_is_rebuilt(
+def test_any_lost_blocks_up_to_the_parity_are_rebuilt(
     data: int, parity: int, nbytes: int, draw: st.DataObject
 ) -> None:
     generator = np.random.default_rng(data * 100 + parity)
@@ -75,7 +76,7 @@ GEOMETRIES = [Stripes(size, parity) for size in range(1, 8) for parity in range(
 
 
 @pytest.mark.parametrize("stripes", GEOMETRIES)
-def test_every_node_carries_the_same_share_and_one_block_of_every_stripe(stripes: Stripes) -> None:
+def test_every_node_holds_the_same_share_and_one_block_of_every_stripe(stripes: Stripes) -> None:
     for stripe in range(stripes.size):
         holders = [stripes.holder(stripe, number) for number in range(stripes.size)]
         assert sorted(holders) == list(range(stripes.size))
@@ -96,7 +97,7 @@ def test_every_node_carries_the_same_share_and_one_block_of_every_stripe(stripes
 
 
 class Group:
-    """The memories of a group's nodes, unequally full, with their parity."""
+    """The memories of a group's nodes, with unequal amounts of data, and their parity blocks."""
 
     def __init__(self, stripes: Stripes, sizes: list[int]) -> None:
         self.stripes = stripes
@@ -148,7 +149,7 @@ class Group:
 
 @settings(deadline=None)
 @given(st.sampled_from([s for s in GEOMETRIES if s.parity]), st.data())
-def test_any_range_of_any_lost_node_comes_back(stripes: Stripes, draw: st.DataObject) -> None:
+def test_any_range_of_any_lost_node_is_rebuilt(stripes: Stripes, draw: st.DataObject) -> None:
     sizes = draw.draw(st.lists(st.integers(0, 900), min_size=stripes.size, max_size=stripes.size))
     group = Group(stripes, sizes)
     for lost in itertools.combinations(range(stripes.size), stripes.parity):
@@ -171,7 +172,7 @@ def test_more_losses_than_parity_are_refused() -> None:
     st.integers(1, 9),
     st.integers(0, 3),
 )
-def test_groups_are_even_large_enough_and_spread_domains(
+def test_groups_are_even_and_large_enough_and_separate_domains(
     domains: list[str], size: int, parity: int
 ) -> None:
     groups = group_nodes(domains, size, parity)
@@ -180,9 +181,9 @@ def test_groups_are_even_large_enough_and_spread_domains(
     assert min(sizes.values()) > min(parity, len(domains) - 1)
     assert max(sizes.values()) <= max(size, 2 * parity + 1) or len(sizes) == 1
     largest = max([n for domain, n in Counter(domains).items() if domain], default=1)
-    assert worst_loss(domains, groups) == max(1, -(-largest // len(sizes)))
+    assert worst_loss(domains, groups) == max(1, ceil_div(largest, len(sizes)))
 
 
-def test_neighbours_of_one_rack_protect_others_not_each_other() -> None:
+def test_nodes_of_one_rack_are_in_different_groups() -> None:
     groups = group_nodes(["rack1"] * 4 + ["rack2"] * 4, 2, 1)
     assert worst_loss(["rack1"] * 4 + ["rack2"] * 4, groups) == 1
