@@ -1,1 +1,1 @@
-"""Live PyTorch state as boxes: capturing it, copying it into shared memory, restoring it."""
+"""Live PyTorch state as boxes: capture, copy into shared memory, restore."""

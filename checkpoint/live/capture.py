@@ -1,4 +1,8 @@
-"""Reading the state of a model and its optimizers again and again, for little: once found, it is only looked at whether all is still there."""
+"""Captures the state of a model and its optimizers at every step, at low cost.
+
+The first capture walks over modules and optimizers; later ones only check that the same objects are
+still in place.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +29,30 @@ from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe, lo
 _LOCAL = operator.attrgetter("_local_tensor")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _ScannedState:
-    """Everything found in one walk over the state, good while nothing in it has been replaced.
+    """The result of one walk over the state, valid until an object in it is replaced.
 
-    `containers[i][names[i]]` is `found[i]`; `sharded` are those that are DTensors, and `shards` their local tensors. `sized` are all
-    dictionaries with tensors in them, and `sizes` how many each had; `empty` are places that held no tensor and may come to.
-    `is_derived` is True if a state hook makes tensors anew at every call: then nothing found before can be trusted.
+    Attributes:
+        live: the tensors, as boxes.
+        containers: the dictionary that holds each tensor: `containers[i][names[i]]` is
+            `tensors[i]`.
+        names: the key of each tensor in its container.
+        tensors: the tensors.
+        sharded: the tensors that are DTensors.
+        shards: the local tensors of `sharded`.
+        scalars: optimizer slots that are numbers, as (document key, slots, slot).
+        sized: all dictionaries that hold tensors.
+        sizes: the number of items in each of `sized`.
+        empty: places without a tensor that may get one, as (dictionary, key).
+        groups: optimizer groups, with the names of their parameters.
+        is_derived: a state hook makes new tensors at every call, so the walk must be repeated.
     """
 
     live: tuple[LiveTensor, ...]
     containers: tuple[dict[str, Any], ...]
     names: tuple[str, ...]
-    found: tuple[torch.Tensor, ...]
+    tensors: tuple[torch.Tensor, ...]
     sharded: tuple[torch.Tensor, ...]
     shards: tuple[torch.Tensor, ...]
     scalars: tuple[tuple[str, Mapping[str, Any], str], ...]
@@ -49,27 +64,30 @@ class _ScannedState:
 
     @property
     def is_current(self) -> bool:
-        # Runs at every step over all tensors, none of which is in the processor's caches then: `map` does no more than it must.
+        """Whether all objects of the state are the ones that the walk found."""
+        # Runs at every step over all tensors, none of which is in the processor's caches then:
+        # `map` touches as little memory as possible.
         return (
             not self.is_derived
             and list(map(len, self.sized)) == self.sizes
             and not any(isinstance(holder.get(name), torch.Tensor) for holder, name in self.empty)
-            and all(map(operator.is_, map(dict.get, self.containers, self.names), self.found))
+            and all(map(operator.is_, map(dict.get, self.containers, self.names), self.tensors))
             and all(map(operator.is_, map(_LOCAL, self.sharded), self.shards))
         )
 
     @property
     def has_moved(self) -> bool:
-        """Whether something has other memory than when it was found."""
+        """Whether any tensor has other memory than at the walk."""
         return any(tensor.has_moved for tensor in self.live)
 
 
 class LiveStateReader:
-    """Reads the state of one model and its optimizers, again and again.
+    """Captures the state of one model and its optimizers, at every step.
 
-    The walk over modules and optimizers is done once, and again when something in it is no longer the same
-    object; a capture otherwise only compares identities, for it runs at every step. Memory that was put under a tensor that
-    stayed (`p.data = ...`) is not looked for: `Snapshotter` notices it while it copies, and `invalidate_if_moved` mends it.
+    The walk over modules and optimizers is done once, and repeated when an object in it has been
+    replaced; otherwise a capture only compares identities. It does not detect that a tensor was
+    given other memory (`p.data = ...`): `Snapshotter` detects it while it copies, after which the
+    caller calls `invalidate_if_moved`.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -80,22 +98,22 @@ class LiveStateReader:
         self._scanned: _ScannedState | None = None
 
     def capture(self) -> LiveState:
-        """Return the state as it is now. Its tensors are the live memory: the next step shows through.
+        """Return the current state. Its tensors are the live memory, which the next step changes.
 
         Raises:
-            LayoutMismatch: something in it cannot be stored; the message names it.
+            LayoutMismatch: part of the state cannot be stored; the message names it.
         """
-        bound = self._scanned
-        if bound is None or not bound.is_current:
-            bound = self._scanned = self._scan()
-        scalars = {key: as_json_value(key, slots[slot]) for key, slots, slot in bound.scalars}
+        scanned = self._scanned
+        if scanned is None or not scanned.is_current:
+            scanned = self._scanned = self._scan()
+        scalars = {key: as_json_value(key, slots[slot]) for key, slots, slot in scanned.scalars}
         groups = [
-            {"parameters": names, "options": options_of(group)} for group, names in bound.groups
+            {"parameters": names, "options": options_of(group)} for group, names in scanned.groups
         ]
-        return LiveState(bound.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
+        return LiveState(scanned.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
 
     def invalidate_if_moved(self) -> None:
-        """Walk anew at the next capture if any tensor has been given other memory."""
+        """Repeat the walk at the next capture if any tensor has been given other memory."""
         if self._scanned is not None and self._scanned.has_moved:
             self._scanned = None
 
@@ -103,18 +121,18 @@ class LiveStateReader:
         # Calling this first also makes FSDP put its sharded parameters back in place.
         state = self._model.state_dict(keep_vars=True)
         self._tied = _tied_names(state)
-        homes = _containers_by_name(self._model)
+        containers = _containers_by_name(self._model)
         places: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
-        sized: list[Mapping[Any, Any]] = [holder for holder, _ in homes.values()]
+        sized: list[Mapping[Any, Any]] = [holder for holder, _ in containers.values()]
         empty: list[tuple[Mapping[str, Any], str]] = [
-            (holder, leaf) for holder, leaf in homes.values() if holder[leaf] is None
+            (holder, leaf) for holder, leaf in containers.values() if holder[leaf] is None
         ]
         is_derived = False
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and name not in self._tied:
-                holder, leaf = homes.get(name, ({name: value}, name))
-                is_derived = is_derived or name not in homes or holder[leaf] is not value
+                holder, leaf = containers.get(name, ({name: value}, name))
+                is_derived = is_derived or name not in containers or holder[leaf] is not value
                 places.append((holder, leaf, f"model/{name}", value))
             elif not isinstance(value, torch.Tensor | None):
                 raise LayoutMismatch(
@@ -136,12 +154,12 @@ class LiveStateReader:
                     else:
                         scalars.append((f"{name}/{slot}", slots, slot))
                         empty.append((slots, slot))
-        sharded = tuple(found for *_, found in places if isinstance(found, DTensor))
+        sharded = tuple(tensor for *_, tensor in places if isinstance(tensor, DTensor))
         return _ScannedState(
-            live=tuple(describe(key, found) for _, _, key, found in places),
+            live=tuple(describe(key, tensor) for _, _, key, tensor in places),
             containers=tuple(holder for holder, *_ in places),
             names=tuple(name for _, name, *_ in places),
-            found=tuple(found for *_, found in places),
+            tensors=tuple(tensor for *_, tensor in places),
             sharded=sharded,
             shards=tuple(map(local_of, sharded)),
             scalars=tuple(scalars),
@@ -154,7 +172,7 @@ class LiveStateReader:
 
 
 def _containers_by_name(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Return the module dictionary that holds each parameter and buffer, by full name."""
+    """Return the module dictionary and the key in it of each parameter and buffer, by full name."""
     return {
         f"{path}.{leaf}" if path else leaf: (holder, leaf)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -164,17 +182,17 @@ def _containers_by_name(model: nn.Module) -> dict[str, tuple[dict[str, Any], str
 
 
 def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return, for every later name of shared memory, the first; memory decides, not identity."""
+    """Map every further name of shared memory to its first name; memory decides, not identity."""
     first: dict[object, str] = {}
     tied = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
         local = local_of(value)
-        # Without memory (empty, or on the meta device) only identity is left to compare.
-        where: object = id(value)
+        # A tensor without memory (empty, or on the meta device) can only be compared by identity.
+        memory: object = id(value)
         if local.data_ptr():
-            where = (local.data_ptr(), value.shape, local.stride(), local.dtype, local.device)
-        if first.setdefault(where, name) != name:
-            tied[name] = first[where]
+            memory = (local.data_ptr(), value.shape, local.stride(), local.dtype, local.device)
+        if first.setdefault(memory, name) != name:
+            tied[name] = first[memory]
     return tied

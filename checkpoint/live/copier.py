@@ -1,15 +1,18 @@
-"""The lazy snapshot: copying live state into the arena while the next step computes.
+"""Copies live state into the snapshot arena while the next step computes (lazy snapshot).
 
-Training state is immutable from one optimizer step to the next, so a copy that begins after the step may run under forward and backward and
-has only to be complete before the optimizer writes again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that
-holds no GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy is complete, not when it is waited for.
+Training state does not change from one optimizer step to the next, so a copy that begins after the
+step may run during forward and backward, and must only be complete before the optimizer writes
+again (DataStates-LLM, arXiv 2406.10707). On a CPU one thread copies in a single call that does not
+hold the GIL; on a GPU a side stream copies into page-locked memory. The seal is sent when the copy
+is complete, not when the caller waits for it.
 
-That nobody but the optimizer writes is not taken on trust: a copy under which a tensor's version counter has moved is torn, and is not
-sealed, and neither is one of memory that is no longer the tensor's (`p.data = ...`). (Writes through `.data`, and fused kernels' that are
-no known optimizer's, move neither.)
+That only the optimizer writes is checked: a copy during which a tensor's version counter has
+changed is torn, and is not sealed; nor is a copy of memory that is no longer the tensor's
+(`p.data = ...`). Writes through `.data`, and writes of fused kernels of unknown optimizers, are not
+detected.
 
-A shard describes itself: behind its tensors' bytes lies its index, as JSON. So a seal is one small message however many tensors there
-are, and whoever has a shard's bytes has all of it.
+A shard is self-describing: its index, as JSON, follows its tensors' bytes. So a seal is one small
+message for any number of tensors, and a shard's bytes are sufficient to read it.
 """
 
 from __future__ import annotations
@@ -34,16 +37,23 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 _ALIGNMENT = 64
 _VERSION = operator.attrgetter("_version")
 
-# An index that grows by a few digits must not need a new buffer.
+# An index that grows by a few digits must fit the existing buffer.
 _INDEX_GRANULARITY_NBYTES = 64 * 2**10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where each tensor goes; the same for every snapshot of an unchanged state.
+    """The place of each tensor in the arena; the same for every snapshot of an unchanged state.
 
-    `tensors` were laid out so, and `sources` are their memory; `owned` are those of them with `owners`, whose version counters
-    tell of writes.
+    Attributes:
+        tensors: the tensors, in the order of `entries`.
+        sources: the tensors' memory.
+        owned: the tensors that have an owner.
+        owners: their owners, whose version counters count writes.
+        signature: shape and dtype of each tensor's data.
+        entries: the tensors' entries in the shard's index.
+        encoded: the entries as JSON.
+        nbytes: the size of all tensors, with padding.
     """
 
     tensors: tuple[LiveTensor, ...]
@@ -56,9 +66,13 @@ class _Layout:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _PendingCopy:
-    """One snapshot under way."""
+    """A snapshot in progress.
+
+    `versions` are the version counters of the layout's owners before the copy; the copy may begin
+    after the CUDA event `ready`.
+    """
 
     snapshot: SnapshotId
     layout: _Layout
@@ -70,7 +84,7 @@ class _PendingCopy:
 
 
 class Snapshotter:
-    """Takes one rank's snapshots in one generation. Owns a thread; `close` ends it after the copy under way."""
+    """Takes one rank's snapshots in one generation. Owns a thread, which `close` ends."""
 
     def __init__(
         self, client: SnapshotClient, generation: int, rank: int, device: torch.device
@@ -97,13 +111,17 @@ class Snapshotter:
         *,
         discard_uncommitted: bool = False,
     ) -> None:
-        """Begin to copy the state. The rank's last snapshot must be committed or given up, or `wait` raises.
+        """Start to copy the state.
+
+        The rank's last snapshot must be committed, or discarded by `discard_uncommitted`;
+        otherwise `wait` raises.
 
         Args:
-            step: completed optimizer steps.
-            tensors: the state; must not be written before `wait` has returned.
-            documents: the rest of it; must not be written before `wait` has returned, either.
-            discard_uncommitted: the last snapshot can never be committed, for another rank did not seal it.
+            step: number of completed optimizer steps.
+            tensors: the tensors of the state; must not be written until `wait` has returned.
+            documents: the rest of the state; must not be changed until `wait` has returned.
+            discard_uncommitted: the last snapshot can never be committed, because another rank did
+                not seal it.
 
         Raises:
             CheckpointError: the last copy failed.
@@ -118,16 +136,23 @@ class Snapshotter:
         with self._changed:
             versions = list(map(_VERSION, layout.owners))
             self._copy = _PendingCopy(
-                snapshot, layout, documents, discard_uncommitted, sources, versions, ready
+                snapshot=snapshot,
+                layout=layout,
+                documents=documents,
+                discard_uncommitted=discard_uncommitted,
+                sources=sources,
+                versions=versions,
+                ready=ready,
             )
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Block until no copy is under way; what it copied is then sealed.
+        """Block until the copy in progress, if any, is complete and sealed.
 
         Raises:
-            StateChanged: something wrote to the state while it was being copied; it was not sealed.
-            CheckpointError: the last copy failed: the generation is over, memory is short, or the server is gone.
+            StateChanged: the state was written to during the copy, which was not sealed.
+            CheckpointError: the last copy failed: the generation is over, memory is short, or the
+                server is not running.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._copy is None)
@@ -136,7 +161,7 @@ class Snapshotter:
             raise error
 
     def close(self) -> None:
-        """Let the copy under way complete, then end."""
+        """Wait for the copy in progress, then end the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -182,7 +207,8 @@ class Snapshotter:
                 for target, source in zip(targets, copy.sources, strict=True):
                     target.copy_(source, non_blocking=True)
                     if source.is_cuda:
-                        # The allocator must not reuse the memory while the side stream still reads it.
+                        # The allocator must not reuse the memory while the side stream still reads
+                        # it.
                         source.record_stream(self._stream)
                 done = torch.cuda.Event()
                 done.record(self._stream)
@@ -203,13 +229,17 @@ class Snapshotter:
                 )
             if tensor.has_moved:
                 raise StateChanged(
-                    f"{tensor.key} was given other memory before step {copy.snapshot.step} was copied"
+                    f"{tensor.key} was given other memory before step {copy.snapshot.step} "
+                    "was copied"
                 )
 
     def _layout_for(
         self, tensors: Sequence[LiveTensor]
     ) -> tuple[_Layout, tuple[torch.Tensor, ...] | list[torch.Tensor]]:
-        """Return where these go, and their memory; nearly all are the very same objects as at the last snapshot."""
+        """Return the layout of these tensors, and their memory.
+
+        Nearly all tensors are the same objects as at the last snapshot, whose layout is reused.
+        """
         layout = self._layout
         if layout is not None and len(tensors) == len(layout.tensors):
             changed = tuple(
@@ -249,9 +279,9 @@ class Snapshotter:
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
         """Return tensors over the arena, one per entry; made once per buffer and layout."""
-        known = self._targets.get(number)
-        if known is not None and known[0] is layout:
-            return known[1]
+        cached = self._targets.get(number)
+        if cached is not None and cached[0] is layout:
+            return cached[1]
         if self._stream is not None and number not in self._locked:
             pointer = arena.bytes.ctypes.data
             code = torch.cuda.cudart().cudaHostRegister(pointer, arena.nbytes, 0)
@@ -260,17 +290,20 @@ class Snapshotter:
                     f"cudaHostRegister failed with {code}; is the locked-memory limit too low?"
                 )
             self._locked[number] = pointer
-        whole = torch.from_numpy(arena.bytes)
+        memory = torch.from_numpy(arena.bytes)
         views = []
         for entry, (shape, dtype) in zip(layout.entries, layout.signature, strict=True):
-            flat = whole[entry.byte_offset : entry.byte_offset + entry.nbytes]
+            flat = memory[entry.byte_offset : entry.byte_offset + entry.nbytes]
             views.append(flat.view(dtype).reshape(shape))
         self._targets[number] = (layout, views)
         return views
 
 
 def _is_alike(new: LiveTensor, old: LiveTensor) -> bool:
-    """Whether a tensor goes where another went, and neither is one whose writes are watched."""
-    return (new.owner, new.key, new.box, new.global_shape, new.data.shape, new.data.dtype) == (
-        None, old.key, old.box, old.global_shape, old.data.shape, old.data.dtype
-    ) and old.owner is None  # fmt: skip
+    """Return whether two tensors have the same place, and neither has an owner to watch."""
+    return (
+        new.owner is None
+        and old.owner is None
+        and (new.key, new.box, new.global_shape) == (old.key, old.box, old.global_shape)
+        and (new.data.shape, new.data.dtype) == (old.data.shape, old.data.dtype)
+    )

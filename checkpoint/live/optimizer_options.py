@@ -1,4 +1,4 @@
-"""What an optimizer has besides tensors: hyperparameters and plain numbers, keyed by parameters' names."""
+"""Optimizer state that is not tensors: hyperparameters and numbers, keyed by parameter names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from keepstep.checkpoint.layout.documents import GROUPS, SCALARS
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return each parameter's name by identity; one that is used in several places has its first name."""
+    """Return each parameter's name by identity; a shared parameter has its first name."""
     return {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
 
 
@@ -30,8 +30,9 @@ def name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
         return names[id(parameter)]
     except KeyError:
         raise LayoutMismatch(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model has not; make "
-            "the optimizer after the model is sharded, and give both of one training state"
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does "
+            "not have; make the optimizer after the model is sharded, and pass the model and the "
+            "optimizer of the same training state"
         ) from None
 
 
@@ -45,7 +46,17 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Json]:
 
 
 def as_json_value(name: str, value: Any) -> Json:
-    """Return a value as a document has it, the caller's own; a tensor of one element, such as a learning rate, as a number."""
+    """Return a value as JSON, copied.
+
+    A tensor of one element, such as a learning rate, becomes a number.
+
+    Args:
+        name: the value's name, for the error message.
+        value: the value.
+
+    Raises:
+        LayoutMismatch: the value is neither JSON nor a tensor of one element.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if not is_json(value):
@@ -58,10 +69,15 @@ def as_json_value(name: str, value: Any) -> Json:
 def restore_options(
     model: nn.Module, optimizers: Sequence[Optimizer], documents: Mapping[str, Json]
 ) -> None:
-    """Give optimizers back their hyperparameters, by the names of their parameters, and their scalar slots.
+    """Restore the hyperparameters and the scalar slots of optimizers, by parameter names.
+
+    Args:
+        model: names the parameters.
+        optimizers: the optimizers to fill.
+        documents: the documents of the source.
 
     Raises:
-        LayoutMismatch: a group joins parameters that were in groups with different options.
+        LayoutMismatch: a group has parameters that were saved in groups with different options.
     """
     names = parameter_names(model)
     stored = {
@@ -83,8 +99,8 @@ def restore_options(
             for name in known:
                 if stored[name] != stored[known[0]]:
                     raise LayoutMismatch(
-                        f"{known[0]} and {name} are in one optimizer group and were saved in two with "
-                        "different options; group the parameters as they were when saved"
+                        f"{known[0]} and {name} are in one optimizer group but were saved in two "
+                        "with different options; group the parameters as they were when saved"
                     )
             for option, value in (stored[known[0]] if known else {}).items():
                 if isinstance(group.get(option), torch.Tensor):
@@ -97,7 +113,7 @@ def restore_options(
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a value can stand in a document."""
+    """Return whether a value can be stored in a document."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_json(item) for key, item in value.items())
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Filling live state from a source: the slots that a fresh optimizer lacks, then every box."""
+"""Restores live state from a source: creates missing optimizer slots, then fills every box."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ def allocate(
     *,
     resize: Collection[str] = (),
 ) -> Callable[[], None]:
-    """Create the optimizer slots that a source has and a fresh optimizer still lacks; return an undo for a load that fails.
+    """Create the optimizer slots that the source has and a new optimizer lacks.
 
-    The undo gives every parameter the slots that it had before, whoever added others since, as `restore_options` does: with half a
-    state the next step would fail, or begin wrongly. It does not bring back what tensors held.
-
-    A slot of the parameter's shape is laid out like the parameter; another is whole on every rank. `step` is
-    where torch's own optimizers keep it: on the CPU, unless the group is fused or capturable.
+    A slot of the parameter's shape is sharded like the parameter; any other slot is complete on
+    every rank. `step` is where torch's own optimizers keep it: on the CPU, unless the group is
+    fused or capturable.
 
     Args:
-        model: gives the parameters their names.
-        optimizers: those whose state is empty so far.
-        tensors: what the source holds.
+        model: names the parameters.
+        optimizers: the optimizers to complete.
+        tensors: the tensors of the source.
         resize: as for `restore`.
 
+    Returns:
+        An undo for a load that fails. It restores the slots that every parameter had before, also
+        if `restore_options` has added others since: with part of a state the next step would fail
+        or be wrong. It does not restore the tensors' values.
+
     Raises:
-        LayoutMismatch: torch has no such data type, or the model no such parameter. After this or any other error, such as one of
-            memory, the optimizers are as they were.
+        LayoutMismatch: torch has no such data type, or the model no such parameter. After this or
+            any other error, such as lack of memory, the optimizers are unchanged.
     """
     undo = _make_undo(optimizers)
     try:
@@ -53,7 +56,7 @@ def allocate(
 
 
 def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
-    """Return what gives the optimizers' parameters back the slots that they have now, and no others."""
+    """Return a function that restores the slots that the optimizers' parameters have now."""
     before: list[tuple[dict[Any, Any], torch.Tensor, dict[str, Any] | None]] = [
         (
             optimizer.state,
@@ -70,7 +73,7 @@ def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
             if slots is None:
                 state.pop(parameter, None)
             else:
-                # In place: others hold these dictionaries, a `LiveStateReader` among them.
+                # In place: other objects, such as a `LiveStateReader`, hold these dictionaries.
                 state[parameter].clear()
                 state[parameter].update(slots)
 
@@ -96,17 +99,17 @@ def _allocate(
                     if slot in optimizer.state[parameter]:
                         continue
                     dtype = torch_dtype(spec.dtype)
-                    is_alike = spec.shape == tuple(parameter.shape) or (
+                    has_parameter_shape = spec.shape == tuple(parameter.shape) or (
                         name_of(parameter, names) in resize and len(spec.shape) == parameter.dim()
                     )
-                    if is_alike and slot != "step":
-                        made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    if has_parameter_shape and slot != "step":
+                        created = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
                         on_cpu = slot == "step" and not on_device
-                        made = torch.zeros(
+                        created = torch.zeros(
                             spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
                         )
-                    optimizer.state[parameter][slot] = made
+                    optimizer.state[parameter][slot] = created
 
 
 def restore(
@@ -120,46 +123,51 @@ def restore(
 ) -> None:
     """Fill live tensors from a source.
 
-    CPU tensors that lie in one piece are read straight into; others go through buffers of bounded size,
-    page-locked for CUDA.
+    Contiguous CPU tensors are read directly; others go through buffers of bounded size, page-locked
+    for CUDA.
 
     Args:
-        state: what to fill, from `LiveStateReader.capture` after `allocate`.
-        source: where from.
-        strict: refuse a source that lacks tensors or holds more of the model than the model has; else fill
-            what both have.
-        convert: convert where the source has another data type.
+        state: the state to fill, from `LiveStateReader.capture` after `allocate`.
+        source: the state to read.
+        strict: refuse a source that lacks tensors, or that has tensors of the model which the model
+            lacks; otherwise fill the tensors that both have.
+        convert: convert tensors whose data type in the source is another.
         keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
-        resize: names of parameters that may be larger or smaller than in the source, such as embeddings whose vocabulary
-            was padded: what both have is filled, the rest is zero. Their optimizer state likewise.
+        resize: names of parameters that may be larger or smaller than in the source, such as
+            embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
+            The same holds for their optimizer state.
 
     Raises:
         LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
     """
-    mine = {tensor.key: tensor for tensor in state.tensors}
-    wrong = [
-        f"{key}: the source holds {spec.dtype} {spec.shape}, the model expects {tensor.dtype} {tensor.global_shape}"
-        for key, tensor in mine.items()
+    tensors = {tensor.key: tensor for tensor in state.tensors}
+    problems = [
+        f"{key}: the source holds {spec.dtype} {spec.shape}, "
+        f"the model expects {tensor.dtype} {tensor.global_shape}"
+        for key, tensor in tensors.items()
         if (spec := source.tensors.get(key)) is not None
         and (not _fits(tensor, spec, resize) or (spec.dtype != tensor.dtype and not convert))
     ]
     if strict:
-        wrong += [f"{key}: missing in the source" for key in mine if key not in source.tensors]
-        wrong += [
+        problems += [
+            f"{key}: missing in the source" for key in tensors if key not in source.tensors
+        ]
+        problems += [
             f"{key}: in the source, but not in the model"
             for key in source.tensors
-            if key not in mine and key not in keys_of_other_ranks and key.startswith("model/")
+            if key not in tensors and key not in keys_of_other_ranks and key.startswith("model/")
         ]
-    if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
-            f"step {source.step} does not fit the model: {'; '.join(wrong[:8])}{more}. "
-            "Pass strict=False to fill only what fits by name, convert=True to convert data types; shapes must agree, but for "
-            "parameters named in resize=[...], such as embeddings whose vocabulary was padded"
+            f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
+            "Pass strict=False to fill only the tensors that both have, convert=True to convert "
+            "data types; shapes must agree, except for parameters named in resize=[...], such as "
+            "embeddings whose vocabulary was padded"
         )
-    straight: list[BoxRequest] = []
+    direct: list[BoxRequest] = []
     staged: list[LiveTensor] = []
-    for tensor in mine.values():
+    for tensor in tensors.values():
         if tensor.key not in source.tensors or tensor.box.size == 0:
             continue
         if tensor.data.device.type == "meta":
@@ -167,44 +175,50 @@ def restore(
                 f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
             )
         spec = source.tensors[tensor.key]
-        is_alike = (spec.dtype, spec.shape) == (tensor.dtype, tensor.global_shape)
-        if is_alike and tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
-            straight.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
+        is_same_type = (spec.dtype, spec.shape) == (tensor.dtype, tensor.global_shape)
+        if is_same_type and tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
+            direct.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
         else:
             staged.append(tensor)
-    if straight:
-        source.read(straight)
+    if direct:
+        source.read(direct)
     for batch in _batches(staged):
-        specs = [source.tensors[tensor.key] for tensor in batch]
-        boxes = [
-            tensor.box.intersect(Box.whole(spec.shape))
-            for tensor, spec in zip(batch, specs, strict=True)
-        ]
-        buffers = [
-            torch.empty(
-                box.shape if box else 0,
-                dtype=torch_dtype(spec.dtype),
-                pin_memory=tensor.data.is_cuda,
-            )
-            for tensor, spec, box in zip(batch, specs, boxes, strict=True)
-        ]
-        source.read([
-            BoxRequest(tensor.key, box, as_bytes(buffer))
-            for tensor, box, buffer in zip(batch, boxes, buffers, strict=True)
-            if box
-        ])  # fmt: skip
-        with torch.no_grad():
-            for tensor, box, buffer in zip(batch, boxes, buffers, strict=True):
-                if box == tensor.box:
-                    tensor.data.copy_(buffer)
-                    continue
-                tensor.data.zero_()
-                if box:
-                    tensor.data[box.within(tensor.box).slices].copy_(buffer)
+        _restore_staged(batch, source)
+
+
+def _restore_staged(tensors: Sequence[LiveTensor], source: Source) -> None:
+    """Fill tensors by way of CPU buffers; the part of a tensor beyond the source's is zeroed."""
+    specs = [source.tensors[tensor.key] for tensor in tensors]
+    boxes = [
+        tensor.box.intersect(Box.whole(spec.shape))
+        for tensor, spec in zip(tensors, specs, strict=True)
+    ]
+    buffers = [
+        torch.empty(
+            box.shape if box else 0,
+            dtype=torch_dtype(spec.dtype),
+            pin_memory=tensor.data.is_cuda,
+        )
+        for tensor, spec, box in zip(tensors, specs, boxes, strict=True)
+    ]
+    requests = [
+        BoxRequest(tensor.key, box, as_bytes(buffer))
+        for tensor, box, buffer in zip(tensors, boxes, buffers, strict=True)
+        if box
+    ]
+    source.read(requests)
+    with torch.no_grad():
+        for tensor, box, buffer in zip(tensors, boxes, buffers, strict=True):
+            if box == tensor.box:
+                tensor.data.copy_(buffer)
+                continue
+            tensor.data.zero_()
+            if box:
+                tensor.data[box.within(tensor.box).slices].copy_(buffer)
 
 
 def _fits(tensor: LiveTensor, spec: TensorSpec, resize: Collection[str]) -> bool:
-    """Whether a tensor can be filled from a source's of this shape."""
+    """Return whether a tensor can be filled from a source's tensor of this shape."""
     if spec.shape == tensor.global_shape:
         return True
     kind, _, name = tensor.key.partition("/")

@@ -1,9 +1,9 @@
-"""Live training state as named boxes: what this rank holds, and where it belongs.
+"""Live training state as named boxes: this rank's shards and their places in the global tensors.
 
-No communication and no gathering: a sharded tensor's box follows from its mesh and placements alone. Names
-are the format's: `model/<fqn>` for parameters and persistent buffers, `optim/<fqn>/<slot>` for optimizer
-state, which is keyed by the parameter's name and the slot's, never by position. Parameters that share storage
-(tied weights) are kept once, under their first name.
+No communication: a sharded tensor's box follows from its mesh and placements alone. Names are the
+format's: `model/<fqn>` for parameters and persistent buffers, `optim/<fqn>/<slot>` for optimizer
+state, which is keyed by the names of the parameter and the slot, never by position. Parameters that
+share memory (tied weights) are stored once, under their first name.
 """
 
 from __future__ import annotations
@@ -19,20 +19,32 @@ from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.live.placement import local_box
 
 _NAMES: dict[torch.dtype, str] = {
-    torch.bool: "bool", torch.int8: "int8", torch.int16: "int16", torch.int32: "int32", torch.int64: "int64",
-    torch.uint8: "uint8", torch.float16: "float16", torch.float32: "float32", torch.float64: "float64",
-    torch.bfloat16: "bfloat16", torch.complex64: "complex64", torch.complex128: "complex128",
-    torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e4m3fnuz: "float8_e4m3fnuz",
-    torch.float8_e5m2: "float8_e5m2", torch.float8_e5m2fnuz: "float8_e5m2fnuz",
-}  # fmt: skip
+    torch.bool: "bool",
+    torch.int8: "int8",
+    torch.int16: "int16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.uint8: "uint8",
+    torch.float16: "float16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+    torch.complex64: "complex64",
+    torch.complex128: "complex128",
+    torch.float8_e4m3fn: "float8_e4m3fn",
+    torch.float8_e4m3fnuz: "float8_e4m3fnuz",
+    torch.float8_e5m2: "float8_e5m2",
+    torch.float8_e5m2fnuz: "float8_e5m2fnuz",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """This rank's box of a tensor; `data` is the local shard, detached, in the live memory itself.
+    """This rank's box of a tensor.
 
-    `owner` is the tensor that the state has, if `data` is its memory: a write to it moves its version counter. (A DTensor's local
-    tensor has one of its own, which stands still.)
+    `data` is the local shard, detached; it shares the live memory. `owner` is the state's own
+    tensor, if `data` is its memory: every write to it increments its version counter. (A DTensor's
+    local tensor has another version counter, which such writes do not increment.)
     """
 
     key: str
@@ -43,11 +55,11 @@ class LiveTensor:
 
     @property
     def has_moved(self) -> bool:
-        """Whether its owner now has other memory than `data`."""
+        """Whether the owner now has other memory than `data`."""
         return self.owner is not None and local_of(self.owner).data_ptr() != self.data.data_ptr()
 
     def clone(self) -> LiveTensor:
-        """Return the same with memory of its own."""
+        """Return a copy with memory of its own and no owner."""
         return LiveTensor(self.key, self.global_shape, self.box, self.data.clone())
 
     @property
@@ -58,7 +70,7 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """All state of this rank: tensors, and the documents that are none."""
+    """The state of this rank: its tensors, and the documents that hold the rest."""
 
     tensors: tuple[LiveTensor, ...]
     documents: Mapping[str, Json]
@@ -68,7 +80,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     """Return the Zarr v3 name of a torch dtype.
 
     Raises:
-        LayoutMismatch: the format cannot store it.
+        LayoutMismatch: the format cannot store this dtype.
     """
     try:
         return _NAMES[dtype]
@@ -82,7 +94,7 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a Zarr v3 data type name.
 
     Raises:
-        LayoutMismatch: torch has none.
+        LayoutMismatch: torch has no such dtype.
     """
     for dtype, known in _NAMES.items():
         if known == name:
@@ -91,7 +103,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
-    """Return a tensor, sharded or not, as this rank's box of it."""
+    """Return this rank's box of a tensor, sharded or not.
+
+    Raises:
+        LayoutMismatch: the local shard's shape contradicts the placements, or these are not boxes.
+    """
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
@@ -102,8 +118,8 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
         box = local_box(shape, tuple(mesh.shape), coordinate, tensor.placements)
         if tuple(local.shape) != box.shape and (local.numel() or box.size):
             raise LayoutMismatch(
-                f"{key}: the local shard has shape {tuple(local.shape)}, its placements {tensor.placements} "
-                f"over a mesh of {tuple(mesh.shape)} say {box.shape}"
+                f"{key}: the local shard has shape {tuple(local.shape)}, but placements "
+                f"{tensor.placements} over a mesh of {tuple(mesh.shape)} give {box.shape}"
             )
         return LiveTensor(key, shape, box, local, tensor)
     data = tensor.detach()
@@ -111,12 +127,12 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's memory, writable."""
+    """Return the memory of a contiguous CPU tensor, writable."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's own local tensor, the same object every time; another tensor as it is."""
-    # `to_local` makes a new tensor at every call, too slow for every step and no use for comparing
-    # identities.
+    """Return a DTensor's local tensor, the same object at every call; any other tensor itself."""
+    # `to_local` makes a new tensor at every call: too slow for every step, and its identity means
+    # nothing.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

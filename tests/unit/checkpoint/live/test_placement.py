@@ -1,4 +1,4 @@
-"""A rank's box follows from placements alone, as torch splits."""
+"""Tests of local_box: placements alone determine a rank's box, as torch splits tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepstep.checkpoint.live.placement import local_box
 
 
 def piece(tensor: torch.Tensor, axis: int, parts: int, number: int) -> torch.Tensor:
-    """As torch splits: `chunk`, and nothing for ranks without a chunk."""
+    """Split as torch does: `chunk`, and an empty tensor for ranks without a chunk."""
     pieces = torch.chunk(tensor, parts, dim=axis)
     return pieces[number] if number < len(pieces) else tensor.narrow(axis, 0, 0)
 
@@ -28,28 +28,29 @@ def piece(tensor: torch.Tensor, axis: int, parts: int, number: int) -> torch.Ten
     st.tuples(*(st.sampled_from([Replicate(), Shard(0), Shard(1), Shard(-1)]) for _ in range(2))),
 )
 def test_plain_placements_split_left_to_right(shape, mesh, placements) -> None:
-    whole = torch.arange(shape[0] * shape[1]).reshape(shape)
+    tensor = torch.arange(shape[0] * shape[1]).reshape(shape)
     for coordinate in itertools.product(*map(range, mesh)):
-        local = whole
+        local = tensor
         for placement, parts, number in zip(placements, mesh, coordinate, strict=True):
             if isinstance(placement, Shard):
                 local = piece(local, placement.dim, parts, number)
         box = local_box(shape, mesh, coordinate, placements)
-        assert torch.equal(whole[box.slices].reshape(-1), local.reshape(-1))
+        assert torch.equal(tensor[box.slices].reshape(-1), local.reshape(-1))
 
 
 @given(st.integers(0, 23), st.integers(1, 4), st.integers(1, 4))
-def test_fsdp_over_tensor_parallelism_splits_what_that_left(
-    rows: int, data: int, tensor: int
+def test_fsdp_over_tensor_parallelism_splits_the_tensor_parallel_shards(
+    rows: int, fsdp_ranks: int, tp_ranks: int
 ) -> None:
-    whole = torch.arange(rows)
-    placements = (_StridedShard(0, split_factor=tensor), Shard(0))
-    for d, t in itertools.product(range(data), range(tensor)):
-        box = local_box((rows,), (data, tensor), (d, t), placements)
-        assert torch.equal(whole[box.slices], piece(piece(whole, 0, tensor, t), 0, data, d))
+    tensor = torch.arange(rows)
+    placements = (_StridedShard(0, split_factor=tp_ranks), Shard(0))
+    for d, t in itertools.product(range(fsdp_ranks), range(tp_ranks)):
+        box = local_box((rows,), (fsdp_ranks, tp_ranks), (d, t), placements)
+        shard = piece(piece(tensor, 0, tp_ranks, t), 0, fsdp_ranks, d)
+        assert torch.equal(tensor[box.slices], shard)
 
 
-def test_a_scalar_is_whole_everywhere() -> None:
+def test_every_rank_holds_all_of_a_scalar() -> None:
     assert local_box((), (4,), (3,), (Replicate(),)) == Box((), ())
 
 
