@@ -1,6 +1,7 @@
-"""Checkpoints of sharded state: in a universal stored format, and in the memory of nodes.
+"""Checkpoints of sharded state, in a universal stored format and in the memory of nodes.
 
-`save` and `load` work on their own, in one process or as a collective of a torch process group.
+`save` and `load` need no other part of keepstep; they run in one process or as a collective of a
+torch process group.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The snapshot server imports this package too, and must start without PyTorch.
+    # The snapshot server imports this package, and must start without importing PyTorch.
     if name in ("load", "save"):
         from keepstep.checkpoint import api
 

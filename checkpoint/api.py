@@ -1,7 +1,8 @@
-"""Saving and loading without agents or snapshot servers; collective if there is a process group.
+"""Saves and loads checkpoints without agents or snapshot servers, on one process or collectively.
 
-Ranks exchange what they hold (names and boxes, as JSON) once per save; tensor bytes go from each rank
-straight to storage, or by way of one other rank where shards form no regular grid.
+If there is a process group, ranks exchange the names and boxes that they hold, as JSON, once per
+save; each rank writes tensor bytes directly to storage, or by way of one other rank where shards
+form no regular grid.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from keepstep.checkpoint.collective import all_gather_json, box_of, gather_chunks, rank
+from keepstep.checkpoint.collective import Bytes, all_gather_json, box_of, gather_chunks, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
@@ -39,42 +40,37 @@ _Result = TypeVar("_Result")
 
 
 def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
-    """Store a checkpoint of `step` under `url`; it is complete and durable when this returns.
+    """Store a checkpoint of `step` under `url`; it is complete and durable on return.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
-        state: a module, optimizers of its parameters, tensors (sharded or not), JSON values and mappings of
-            these, by name. The module's tensors are stored as `model/<name>` and its optimizers' as
-            `optim/<name>/<slot>`.
+        state: a module, optimizers of its parameters, tensors (sharded or not), JSON values and
+            mappings of these, by name. The module's tensors are stored as `model/<name>` and its
+            optimizers' as `optim/<name>/<slot>`.
         step: number of completed steps.
-        generation: distinguishes attempts at one step; the greatest is the one that loads.
+        generation: distinguishes attempts at one step; `load` takes the greatest.
 
     Raises:
-        CheckpointExists: this step and generation is already there.
+        CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live, gathered = _on_all_ranks_gathering(
-        lambda: _capture(state), lambda live: _indexed(live).to_json()
+    live, gathered_indexes = _on_all_ranks_gathering(
+        lambda: _capture(state), lambda live: _index_of(live).to_json()
     )
-    indexes = [ShardIndex.from_json(one) for one in gathered]
+    indexes = [ShardIndex.from_json(index) for index in gathered_indexes]
     plan = plan_chunks(indexes)
     storage, stored = open_storage(url), StoredStep(step, generation)
     tensors = {tensor.key: tensor for tensor in live.tensors}
     collected = gather_chunks(plan, indexes, tensors)
-    _, gathered = _on_all_ranks_gathering(
-        lambda: write_part(
-            storage,
-            stored,
-            plan,
-            [rank()],
-            lambda key, box: (
-                collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
-            ),
-            name=rank(),
-        ),
+
+    def read_box(key: str, box: Box) -> Bytes:
+        return collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
+
+    _, gathered_parts = _on_all_ranks_gathering(
+        lambda: write_part(storage, stored, plan, [rank()], read_box, name=rank()),
         StoredObject.to_json,
     )
-    parts = [StoredObject.from_json(one) for one in gathered]
+    parts = [StoredObject.from_json(part) for part in gathered_parts]
     documents = merged_documents(index.documents for index in indexes)
     _on_all_ranks(
         lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None
@@ -91,37 +87,40 @@ def load(
     fallback: bool = False,
     resize: Collection[str] = (),
 ) -> int:
-    """Fill `state` from a checkpoint under `url`, whatever layout it was saved in; return its step.
+    """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
     Args:
         url: as for `save`.
-        state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings get their
-            JSON values. A module alone is loaded alone, for inference.
-        step: which one; None: the newest.
-        strict: refuse if names do not agree; else fill what both have.
+        state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings
+            get their JSON values. A module without optimizers can be loaded, for inference.
+        step: the step to load; None for the newest.
+        strict: refuse a checkpoint whose names differ; otherwise fill what both have.
         convert: convert tensors that were saved in another data type.
-        fallback: if it is damaged, take the newest one that is intact; what is wrong is logged.
-        resize: names of parameters that may be larger or smaller than they were, such as embeddings whose vocabulary was
-            padded: what both have is filled, the rest is zero. Their optimizer state likewise.
+        fallback: if the checkpoint is damaged, log the reason and load the newest intact one.
+        resize: names of parameters that may be larger or smaller than in the checkpoint, such as
+            embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
+            The same holds for their optimizer state.
 
     Raises:
-        CheckpointMissing: there is none.
-        LayoutMismatch: it does not fit; the message lists what.
+        CheckpointMissing: there is no such checkpoint.
+        LayoutMismatch: the checkpoint does not fit the state; the message lists the differences.
         CheckpointDamaged: stored bytes were changed or lost.
     """
-    # Rank 0 looks, so that all load the same one whatever appears meanwhile.
-    found = _on_all_ranks(lambda: list_steps(url) if rank() == 0 else ())
-    listed = all_gather_json([[s.step, s.generation] for s in found if step in (None, s.step)])[0]
-    for position, chosen in enumerate(listed or [[step, None]]):
+    # Only rank 0 lists the steps, so that all ranks load the same one even if a new one appears.
+    steps = _on_all_ranks(lambda: list_steps(url) if rank() == 0 else ())
+    candidates = all_gather_json([[s.step, s.generation] for s in steps if step in (None, s.step)])[
+        0
+    ]
+    for position, chosen in enumerate(candidates or [[step, None]]):
         try:
             return _load(
                 url, state, *chosen, strict=strict, convert=convert, resize=frozenset(resize)
             )
         except CheckpointDamaged as error:
-            if not fallback or position == len(listed) - 1:
+            if not fallback or position == len(candidates) - 1:
                 raise
-            log.warning("%s: going back behind it", error)
-    raise AssertionError("unreachable: the last one loads or raises")
+            log.warning("%s: loading the checkpoint before it", error)
+    raise AssertionError("unreachable: the last candidate loads or raises")
 
 
 def _load(
@@ -134,19 +133,20 @@ def _load(
     convert: bool,
     resize: Collection[str],
 ) -> int:
-    with ExitStack() as made:
+    with ExitStack() as undo_allocations:
 
         def prepare() -> tuple[StoredCheckpoint, LiveState]:
             source = StoredCheckpoint.open(url, step, generation)
             for model, optimizers in _modules(state):
-                made.callback(allocate(model, optimizers, source.tensors, resize=resize))
+                undo = allocate(model, optimizers, source.tensors, resize=resize)
+                undo_allocations.callback(undo)
             return source, _capture(state)
 
         source, live = _on_all_ranks(prepare)
-        filled = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
-        # It is the state's own from now on.
-        made.pop_all()
-        return filled
+        loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
+        # The load succeeded: the new slots stay.
+        undo_allocations.pop_all()
+        return loaded_step
 
 
 def _fill(
@@ -159,14 +159,11 @@ def _fill(
     resize: Collection[str],
 ) -> int:
     keys_of_other_ranks: set[str] = set()
-    mine = {tensor.key for tensor in live.tensors}
-    # Only where a rank lacks something, as a pipeline stage does, must all say what they have.
-    if any(
-        all_gather_json(
-            not mine.issuperset(key for key in source.tensors if key.startswith("model/"))
-        )
-    ):
-        keys_of_other_ranks = {key for keys in all_gather_json(sorted(mine)) for key in keys}
+    own_keys = {tensor.key for tensor in live.tensors}
+    lacks_tensors = any(key not in own_keys for key in source.tensors if key.startswith("model/"))
+    # Ranks exchange their keys only if one lacks tensors, as the rank of a pipeline stage does.
+    if any(all_gather_json(lacks_tensors)):
+        keys_of_other_ranks = {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
 
     def fill() -> int:
         restore(
@@ -186,44 +183,63 @@ def _fill(
 
 
 def _on_all_ranks(act: Callable[[], _Result]) -> _Result:
-    """Do something on every rank; if it fails on any, it fails on all, with the first one's reason and in the same way."""
+    """Run a function on every rank; if it fails on any rank, all ranks raise, for the same reason.
+
+    See `_on_all_ranks_gathering`.
+    """
     return _on_all_ranks_gathering(act, lambda _: None)[0]
 
 
 def _on_all_ranks_gathering(
     act: Callable[[], _Result], share: Callable[[_Result], Json]
 ) -> tuple[_Result, list[Json]]:
-    """Do something on every rank, as `_on_all_ranks`; also return what each rank shares of its result, in the order of ranks."""
-    own: Exception | None = None
+    """Run a function on every rank, and gather what `share` returns for each rank's result.
+
+    Args:
+        act: the function to run.
+        share: returns the part of the result that every rank gets.
+
+    Returns:
+        This rank's result, and what all ranks share, in the order of ranks.
+
+    Raises:
+        CheckpointDamaged: the function failed because of damage on some ranks, and did not fail
+            otherwise on any. So all ranks decide alike whether to fall back.
+        CheckpointError: the function failed on some rank. A rank that failed in the reported way
+            raises its own error; the others raise that of the first such rank.
+    """
+    own_error: Exception | None = None
     result: _Result | None = None
     outcome: dict[str, Json] = {}
     try:
         result = act()
         outcome = {"shared": share(result)}
-    except Exception as error:  # noqa: BLE001 - the others wait for this rank's word: they must hear of whatever it was
-        own = error
-        outcome = {"error": str(own), "damaged": isinstance(own, CheckpointDamaged)}
+    except Exception as error:  # noqa: BLE001 - other ranks wait for this one's outcome
+        own_error = error
+        outcome = {"error": str(error), "damaged": isinstance(error, CheckpointDamaged)}
     outcomes = all_gather_json(outcome)
-    failures = {number: one for number, one in enumerate(outcomes) if "error" in one}
+    failures = {failed: outcome for failed, outcome in enumerate(outcomes) if "error" in outcome}
     if not failures:
-        return cast(_Result, result), [one["shared"] for one in outcomes]
-    # Whether to fall back must be the same question everywhere: damage is damage only if nothing else is wrong.
-    is_damage = all(one["damaged"] for one in failures.values())
-    if own is not None and isinstance(own, CheckpointDamaged) == is_damage:
-        raise own
-    number, first = next((n, one) for n, one in failures.items() if one["damaged"] == is_damage)
+        return cast(_Result, result), [outcome["shared"] for outcome in outcomes]
+    is_damage = all(failure["damaged"] for failure in failures.values())
+    if own_error is not None and isinstance(own_error, CheckpointDamaged) == is_damage:
+        raise own_error
+    failed_rank, failure = next(
+        (failed, failure) for failed, failure in failures.items() if failure["damaged"] == is_damage
+    )
     raise (CheckpointDamaged if is_damage else CheckpointError)(
-        f"rank {number}: {first['error']}"
-    ) from own
+        f"rank {failed_rank}: {failure['error']}"
+    ) from own_error
 
 
 def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
-    """Return the state's module with its optimizers."""
+    """Return the state's module with its optimizers, or nothing if it has no module."""
     modules = [value for value in state.values() if isinstance(value, nn.Module)]
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
     if len(modules) > 1:
         raise LayoutMismatch(
-            "the state has several modules; put them into one nn.ModuleDict, or save under several URLs"
+            "the state has several modules; put them into one nn.ModuleDict, or save them under "
+            "several URLs"
         )
     if optimizers and not modules:
         raise LayoutMismatch(
@@ -243,8 +259,10 @@ def _capture(state: StateMapping) -> LiveState:
     _walk(state, "", tensors, values)
     keys = [tensor.key for tensor in tensors]
     if len(keys) != len(set(keys)):
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise LayoutMismatch(f"{twice} is in the state twice; rename what is not the module's own")
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise LayoutMismatch(
+            f"{repeated} is in the state twice; rename the one that is not in the module"
+        )
     return LiveState(tuple(tensors), {**documents, _VALUES: values})
 
 
@@ -261,8 +279,8 @@ def _walk(
             values[key] = value
         elif prefix or not isinstance(value, nn.Module | Optimizer):
             raise LayoutMismatch(
-                f"{key}: a {type(value).__name__} cannot be stored; give tensors, JSON values and mappings "
-                "of them, and the module and its optimizers at the top"
+                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, JSON values and "
+                "mappings of them, and the module and its optimizers at the top level"
             )
 
 
@@ -275,7 +293,7 @@ def _fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = 
             state[name] = values[key]
 
 
-def _indexed(live: LiveState) -> ShardIndex:
+def _index_of(live: LiveState) -> ShardIndex:
     entries = tuple(
         Entry(
             key=tensor.key,

@@ -1,4 +1,4 @@
-"""`keepstep ckpt`: looking at stored checkpoints, checking, comparing, copying and removing them."""
+"""`keepstep ckpt`: lists, shows, verifies, compares, copies and removes stored checkpoints."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from keepstep.checkpoint.stored.housekeeping import (
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 
-_STEP = click.option("--step", type=int, help="Which step. Default: the newest.")
+_STEP = click.option("--step", type=int, help="The step. Default: the newest.")
 _GENERATION = click.option(
-    "--generation", type=int, help="Which generation of it. Default: the newest."
+    "--generation", type=int, help="The generation of the step. Default: the newest."
 )
 _JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead of text."
@@ -47,9 +47,10 @@ _JSON = click.option(
 
 @click.group()
 def ckpt() -> None:
-    """Look at stored checkpoints, check, compare, copy and remove them.
+    """List, show, verify, compare, copy and remove stored checkpoints.
 
-    A URL is a path, file://, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX: the one given to `join` or `checkpoint.save`.
+    A URL is a path, file://, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, as given to `join` or
+    `checkpoint.save`.
     """
 
 
@@ -58,27 +59,35 @@ def ckpt() -> None:
 @_JSON
 def ls(url: str, as_json: bool) -> None:
     """List the checkpoints at URL, newest first."""
-    found: list[CheckpointSummary] = []
+    summaries: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
     for stored in list_steps(url):
         try:
-            found.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
+            summaries.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
         except CheckpointDamaged as error:
             damaged[stored.directory] = str(error)
     if as_json:
         listed = [
-            {"step": one.stored.step, "generation": one.stored.generation, **_numbers(one)}
-            for one in found
+            {
+                "step": summary.stored.step,
+                "generation": summary.stored.generation,
+                **_numbers(summary),
+            }
+            for summary in summaries
         ]
         _print_json({"checkpoints": listed, "damaged": damaged})
         return
     table = _table("step", "generation", "size", "objects", "tensors", "elements")
-    for one in found:
+    for summary in summaries:
         table.add_row(
-            str(one.stored.step), str(one.stored.generation), decimal(one.nbytes), str(one.objects), str(one.tensors),
-            f"{one.elements:,}",
-        )  # fmt: skip
-    Console().print(table if found else f"no checkpoint at {url}")
+            str(summary.stored.step),
+            str(summary.stored.generation),
+            decimal(summary.nbytes),
+            str(summary.objects),
+            str(summary.tensors),
+            f"{summary.elements:,}",
+        )
+    Console().print(table if summaries else f"no checkpoint at {url}")
     for message in damaged.values():
         click.echo(f"damaged: {message}", err=True)
 
@@ -87,12 +96,12 @@ def ls(url: str, as_json: bool) -> None:
 @click.argument("url")
 @_STEP
 @_GENERATION
-@click.option("--documents", is_flag=True, help="Also what is no tensor.")
+@click.option("--documents", is_flag=True, help="Also show the documents (all but tensors).")
 @_JSON
 def show(
     url: str, step: int | None, generation: int | None, documents: bool, as_json: bool
 ) -> None:
-    """Show the tensors of a checkpoint: names, data types, shapes, how they are cut."""
+    """Show the tensors of a checkpoint: names, data types, shapes, chunks."""
     source = StoredCheckpoint.open(url, step, generation)
     total = summarize(source)
     if as_json:
@@ -117,10 +126,10 @@ def show(
             | extra
         )
         return
-    table = _table("tensor", "data type", "shape", "chunk", "kept")
+    table = _table("tensor", "data type", "shape", "chunk", "stored in")
     for key, tensor in sorted(source.stored_tensors.items()):
-        kept = "packed" if tensor.is_packed else "own objects"
-        table.add_row(key, tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), kept)
+        location = "packs" if tensor.is_packed else "own objects"
+        table.add_row(key, tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), location)
     console = Console()
     console.print(table)
     if documents:
@@ -135,20 +144,20 @@ def show(
 @click.argument("url")
 @_STEP
 @_GENERATION
-@click.option("--all", "everything", is_flag=True, help="Every checkpoint at URL.")
+@click.option("--all", "everything", is_flag=True, help="Verify every checkpoint at URL.")
 @_JSON
 def verify(
     url: str, step: int | None, generation: int | None, everything: bool, as_json: bool
 ) -> None:
-    """Read every byte of a checkpoint and compare it with what was written. Status 1 if one is damaged."""
+    """Read every byte of a checkpoint and check it. Exit status 1 if a checkpoint is damaged."""
     results: dict[str, str | None] = {}
     wanted = (
         [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
     )
-    for one in wanted:
-        name = "the newest" if one[0] is None else f"step {one[0]}"
+    for wanted_step, wanted_generation in wanted:
+        name = "the newest" if wanted_step is None else f"step {wanted_step}"
         try:
-            source = StoredCheckpoint.open(url, *one)
+            source = StoredCheckpoint.open(url, wanted_step, wanted_generation)
             name = source.stored.directory
             with _progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
@@ -174,27 +183,34 @@ def verify(
 def diff(
     first: str, second: str, first_step: int | None, second_step: int | None, as_json: bool
 ) -> None:
-    """Compare two checkpoints, tensor by tensor. Status 1 if they differ."""
-    found = compare(
+    """Compare two checkpoints, tensor by tensor. Exit status 1 if they differ."""
+    difference = compare(
         StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step)
     )
     if as_json:
         _print_json(
             {
-                "only_first": found.only_first, "only_second": found.only_second,
-                "changed": dict(found.changed), "documents": found.documents,
+                "only_first": difference.only_first,
+                "only_second": difference.only_second,
+                "changed": dict(difference.changed),
+                "documents": difference.documents,
             }
-        )  # fmt: skip
+        )
     else:
-        for key in found.only_first:
+        for key in difference.only_first:
             click.echo(f"- {key}")
-        for key in found.only_second:
+        for key in difference.only_second:
             click.echo(f"+ {key}")
-        for key, how in found.changed.items():
-            click.echo(f"~ {key}: {how}")
-        for name in found.documents:
+        for key, change in difference.changed.items():
+            click.echo(f"~ {key}: {change}")
+        for name in difference.documents:
             click.echo(f"~ document {name}")
-    if found.only_first or found.only_second or found.changed or found.documents:
+    if (
+        difference.only_first
+        or difference.only_second
+        or difference.changed
+        or difference.documents
+    ):
         sys.exit(1)
 
 
@@ -203,7 +219,7 @@ def diff(
 @click.option(
     "--step", "steps", type=int, multiple=True, help="Remove this step; may be given several times."
 )
-@click.option("--keep-last", type=int, help="Remove all but the newest so many.")
+@click.option("--keep-last", type=int, help="Remove all but this many of the newest.")
 @click.option("--keep-every", type=int, help="... but keep the steps that are multiples of this.")
 @click.option(
     "--keep-best",
@@ -214,13 +230,22 @@ def diff(
 @click.option(
     "--pin", type=int, multiple=True, help="... but keep this step; may be given several times."
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
 @_JSON
 def rm(
-    url: str, steps: tuple[int, ...], keep_last: int | None, keep_every: int | None,
-    keep_best: tuple[str, str, str] | None, pin: tuple[int, ...], dry_run: bool, as_json: bool,
-) -> None:  # fmt: skip
-    """Remove checkpoints by step, or all but those to keep. Their bytes go with the next `gc`, so that readers can finish."""
+    url: str,
+    steps: tuple[int, ...],
+    keep_last: int | None,
+    keep_every: int | None,
+    keep_best: tuple[str, str, str] | None,
+    pin: tuple[int, ...],
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Remove checkpoints by step, or all but those to keep.
+
+    A later `gc` deletes their bytes, so that readers can finish.
+    """
     present = list_steps(url)
     if bool(steps) == (keep_last is not None):
         raise click.UsageError("give either --step or --keep-last")
@@ -230,34 +255,33 @@ def rm(
             raise click.UsageError(
                 f"{url} has no checkpoint of step {min(missing)}; see `keepstep ckpt ls {url}`"
             )
-        doomed = tuple(
+        to_remove = tuple(
             stored for stored in present if stored.step in steps and stored.step not in pin
         )
     else:
         best, metric = None, {}
         if keep_best is not None:
-            count, name, way = keep_best
-            if not count.isdigit() or way not in ("min", "max"):
+            count, name, direction = keep_best
+            if not count.isdigit() or direction not in ("min", "max"):
                 raise click.UsageError(
                     "--keep-best takes a number, the name of a saved value, and min or max"
                 )
-            best = (int(count), way)
-            rated = {
+            best = (int(count), direction)
+            values = {
                 s: metric_of(StoredCheckpoint.open(url, s.step, s.generation), name)
                 for s in present
             }
-            metric = {stored: value for stored, value in rated.items() if value is not None}
+            metric = {stored: value for stored, value in values.items() if value is not None}
         assert keep_last is not None
-        doomed = checkpoints_to_remove(
-            present, RetentionPolicy(keep_last, keep_every, best, frozenset(pin)), metric
-        )
-    for stored in doomed:
+        policy = RetentionPolicy(last=keep_last, every=keep_every, best=best, pinned=frozenset(pin))
+        to_remove = checkpoints_to_remove(present, policy, metric)
+    for stored in to_remove:
         if not dry_run:
             remove(url, stored, now=time.time())
         if not as_json:
             click.echo(f"{'would remove' if dry_run else 'removed'} {stored.directory}")
     if as_json:
-        _print_json({"removed": [stored.directory for stored in doomed], "dry_run": dry_run})
+        _print_json({"removed": [stored.directory for stored in to_remove], "dry_run": dry_run})
 
 
 @ckpt.command()
@@ -266,19 +290,20 @@ def rm(
     "--grace",
     default=GRACE_S,
     show_default=True,
-    help="Seconds that readers and writers have to finish.",
+    help="Seconds that readers and writers may take to finish.",
 )
 @_JSON
 def gc(url: str, grace: float, as_json: bool) -> None:
-    """Delete what removed checkpoints and writers that died have left, once it has been there for some time.
+    """Delete the data of removed checkpoints and of writers that died, after a grace time.
 
-    What has no manifest is noted when `gc` first sees it, and deleted by a later `gc`, for a writer may be filling it now.
+    `gc` notes a directory without a manifest when it first finds it, because a writer may be
+    filling it now; a later `gc` deletes it.
     """
-    gone = collect_garbage(url, now=time.time(), grace_s=grace)
+    deleted = collect_garbage(url, now=time.time(), grace_s=grace)
     if as_json:
-        _print_json({"deleted": gone})
+        _print_json({"deleted": deleted})
     else:
-        for directory in gone:
+        for directory in deleted:
             click.echo(f"deleted {directory}")
 
 
@@ -289,7 +314,7 @@ def gc(url: str, grace: float, as_json: bool) -> None:
 @_GENERATION
 @_JSON
 def cp(source: str, target: str, step: int | None, generation: int | None, as_json: bool) -> None:
-    """Copy a checkpoint from SOURCE to TARGET, any two URLs, verifying every byte on the way."""
+    """Copy a checkpoint from one URL to another, and verify every byte."""
     opened = StoredCheckpoint.open(source, step, generation)
     nbytes = sum(item.nbytes for item in opened.cell_index.objects)
     with _progress(opened.stored.directory, nbytes, quiet=as_json) as report:
@@ -301,23 +326,28 @@ def cp(source: str, target: str, step: int | None, generation: int | None, as_js
 
 
 @contextmanager
-def _progress(what: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+def _progress(description: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal; yield the function that advances it by bytes."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(
         *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()
     ) as progress:
-        task = progress.add_task(what, total=nbytes)
+        task = progress.add_task(description, total=nbytes)
         yield lambda count: progress.advance(task, count)
 
 
-def _numbers(one: CheckpointSummary) -> dict[str, int]:
+def _numbers(summary: CheckpointSummary) -> dict[str, int]:
     return {
-        "nbytes": one.nbytes,
-        "objects": one.objects,
-        "tensors": one.tensors,
-        "elements": one.elements,
+        "nbytes": summary.nbytes,
+        "objects": summary.objects,
+        "tensors": summary.tensors,
+        "elements": summary.elements,
     }
 
 
@@ -326,7 +356,7 @@ def _table(*names: str) -> Table:
     for name in names:
         table.add_column(
             name,
-            justify="left" if name in ("tensor", "data type", "kept") else "right",
+            justify="left" if name in ("tensor", "data type", "stored in") else "right",
             overflow="fold",
         )
     return table

@@ -1,6 +1,7 @@
-"""What ranks tell each other to save or load together, over torch's default group; trivial without one.
+"""Messages between the ranks that save or load together, over torch's default process group.
 
 Messages are JSON, as bytes in tensors. Every rank must make the same calls in the same order.
+Without a process group, the one process is rank 0.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def rank() -> int:
     return dist.get_rank() if _is_collective() else 0
 
 
-def all_gather_json(mine: Json) -> list[Json]:
-    """Give every rank every rank's message, in the order of ranks."""
-    data = json.dumps(mine).encode()
+def all_gather_json(message: Json) -> list[Json]:
+    """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks."""
+    data = json.dumps(message).encode()
     if not _is_collective():
         return [json.loads(data)]
     device = _device()
@@ -41,60 +42,80 @@ def all_gather_json(mine: Json) -> list[Json]:
     gathered = [torch.empty_like(padded) for _ in nbytes]
     dist.all_gather(gathered, padded)
     return [
-        json.loads(bytes(one.cpu().numpy()[:n])) for one, n in zip(gathered, nbytes, strict=True)
+        json.loads(bytes(buffer.cpu().numpy()[:count]))
+        for buffer, count in zip(gathered, nbytes, strict=True)
     ]
 
 
 def gather_chunks(
     plan: ChunkPlan, indexes: Sequence[ShardIndex], tensors: Mapping[str, LiveTensor]
 ) -> dict[tuple[str, Box], Bytes]:
-    """Bring together the chunks that this rank writes but does not hold whole; return their bytes.
+    """Collect the chunks that this rank writes but holds only in part; return their bytes.
 
-    Only shards that form no regular grid have such chunks (FSDP over an uneven tensor-parallel split). Every
-    rank finds the same transfers in the same order, and the first unfinished one always has both its ends
-    waiting for it.
+    Only shards that form no regular grid have such chunks (FSDP over an uneven tensor-parallel
+    split). All ranks compute the same transfers in the same order, so both ranks of the first
+    unfinished transfer are always waiting for it: there is no deadlock.
+
+    Args:
+        plan: the chunks of all writers.
+        indexes: what each rank holds.
+        tensors: this rank's tensors by key.
+
+    Returns:
+        The chunks' bytes by tensor key and box, as `box_of` returns them.
     """
-    held: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+    shards: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
     for holder, index in enumerate(indexes):
         for entry in index.entries:
-            held[entry.key].append((holder, entry))
-    me = rank()
+            shards[entry.key].append((holder, entry))
+    own_rank = rank()
     collected: dict[tuple[str, Box], Bytes] = {}
     for writer, chunks in enumerate(plan.chunks):
         for chunk in chunks:
-            if not any(
-                h == writer and chunk.box.intersect(e.box) == chunk.box for h, e in held[chunk.key]
-            ):
-                mine = _transfer(chunk, writer, held[chunk.key], tensors)
-                if writer == me:
-                    collected[chunk.key, chunk.box] = mine
+            if not _holds_chunk(writer, chunk, shards[chunk.key]):
+                data = _transfer(chunk, writer, shards[chunk.key], tensors)
+                if writer == own_rank:
+                    collected[chunk.key, chunk.box] = data
     return collected
 
 
 def box_of(tensor: LiveTensor, box: Box) -> Bytes:
-    """Return the bytes of a box that this rank holds: its shape plus a last axis of one element's bytes."""
+    """Return the bytes of a box within this rank's shard.
+
+    The array has the box's shape plus a last axis of an element's bytes.
+    """
     part = tensor.data[box.within(tensor.box).slices].contiguous().cpu()
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 
+def _holds_chunk(writer: int, chunk: Chunk, shards: Sequence[tuple[int, Entry]]) -> bool:
+    """Return whether one shard of the writer contains the chunk."""
+    return any(
+        holder == writer and chunk.box.intersect(entry.box) == chunk.box for holder, entry in shards
+    )
+
+
 def _transfer(
-    chunk: Chunk, writer: int, held: Sequence[tuple[int, Entry]], tensors: Mapping[str, LiveTensor]
+    chunk: Chunk,
+    writer: int,
+    shards: Sequence[tuple[int, Entry]],
+    tensors: Mapping[str, LiveTensor],
 ) -> Bytes:
-    """Send this rank's pieces of a chunk to its writer; return them all if this is the writer."""
-    me = rank()
-    order = sorted(held, key=lambda item: (item[0] != writer, item[0]))
-    sources = [ShardIndex(0, (entry,), {}) for _, entry in order]
-    itemsize = numpy_dtype(held[0][1].dtype).itemsize
-    result = np.empty((*chunk.box.shape, itemsize) if writer == me else 0, np.uint8)
+    """Send this rank's pieces of a chunk to its writer; on the writer, return the chunk's bytes."""
+    own_rank = rank()
+    writer_first = sorted(shards, key=lambda shard: (shard[0] != writer, shard[0]))
+    sources = [ShardIndex(0, (entry,), {}) for _, entry in writer_first]
+    itemsize = numpy_dtype(shards[0][1].dtype).itemsize
+    result = np.empty((*chunk.box.shape, itemsize) if writer == own_rank else 0, np.uint8)
     for read in plan_reads([(chunk.key, chunk.box)], sources):
-        source = order[read.source][0]
-        if source == me:
+        source = writer_first[read.source][0]
+        if source == own_rank:
             piece = box_of(tensors[chunk.key], read.box)
-            if writer == me:
+            if writer == own_rank:
                 result[read.box.within(chunk.box).slices] = piece
             else:
                 dist.send(torch.from_numpy(piece.reshape(-1).copy()).to(_device()), dst=writer)
-        elif writer == me:
+        elif writer == own_rank:
             incoming = torch.empty(read.box.size * itemsize, dtype=torch.uint8, device=_device())
             dist.recv(incoming, src=source)
             piece = incoming.cpu().numpy().reshape(*read.box.shape, itemsize)

@@ -1,12 +1,15 @@
-"""For users of `torch.distributed.checkpoint`: `dcp.save`, `dcp.async_save` and `dcp.load` on this format, with no other change.
+"""Storage writer and reader for `torch.distributed.checkpoint` (DCP), in keepstep's format.
+
+They work with `dcp.save`, `dcp.async_save` and `dcp.load` without any other change:
 
 ```python
 dcp.save(state, storage_writer=Writer("s3://bucket/run7", step=1000))
 dcp.load(state, storage_reader=Reader("s3://bucket/run7"))
 ```
 
-Tensors keep the names that DCP gives them. What is no tensor must be JSON: nothing that is stored is pickled. (DCP itself moves its plans
-between ranks as pickles, and takes values that are no tensors as pickles in memory.)
+Tensors keep the names that DCP gives them. Other values must be JSON: nothing that is stored is
+pickled. (DCP itself sends its plans between ranks as pickles, and takes values other than tensors
+as pickles in memory.)
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ _PART_INDEX = MetadataIndex("part")
 
 @dataclass(frozen=True, slots=True)
 class _RankPlan:
-    """What one rank writes, of the plan for all."""
+    """The part of the plan for all ranks that one rank writes."""
 
     rank: int
     plan: ChunkPlan
@@ -69,7 +72,7 @@ class Writer(StorageWriter):
     """A storage writer for `dcp.save` and `dcp.async_save`.
 
     Args:
-        url: where to; as for `checkpoint.save`. DCP's `checkpoint_id` takes its place if given.
+        url: as for `checkpoint.save`. DCP's `checkpoint_id` replaces it, if given.
         step: number of completed steps.
         generation: distinguishes attempts at one step.
     """
@@ -81,7 +84,7 @@ class Writer(StorageWriter):
         self._tensors: dict[str, StoredTensor] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save."""
+        """Start another save."""
         if checkpoint_id:
             self._url = os.fspath(checkpoint_id)
 
@@ -93,30 +96,26 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Divide the chunks among the ranks: each writes what it holds."""
+        """Divide the chunks among the ranks: each rank writes chunks that it holds."""
         indexes = [
             ShardIndex(0, tuple(_entry(i) for i in plan.items if i.type != Kind.BYTE_IO), {})
             for plan in plans
         ]
-        whole = plan_chunks(indexes, within_shards=True)
-        self._tensors = whole.tensors
-        shares = []
+        chunk_plan = plan_chunks(indexes, within_shards=True)
+        self._tensors = chunk_plan.tensors
+        rank_plans = []
         for rank, plan in enumerate(plans):
-            mine = {chunk.key for chunk in whole.chunks[rank]}
-            tensors = {key: tensor for key, tensor in whole.tensors.items() if key in mine}
-            shares.append(
-                replace(
-                    plan,
-                    storage_data=_RankPlan(
-                        rank, ChunkPlan(tensors, ((),) * rank + (whole.chunks[rank],))
-                    ),
-                )
-            )
-        return shares
+            chunks = chunk_plan.chunks[rank]
+            keys = {chunk.key for chunk in chunks}
+            tensors = {key: tensor for key, tensor in chunk_plan.tensors.items() if key in keys}
+            # `write_part` finds a writer's chunks by its rank; those of other ranks are left out.
+            own_plan = ChunkPlan(tensors, ((),) * rank + (chunks,))
+            rank_plans.append(replace(plan, storage_data=_RankPlan(rank, own_plan)))
+        return rank_plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's chunks."""
-        share: _RankPlan = plan.storage_data
+        own: _RankPlan = plan.storage_data
         items: dict[str, list[WriteItem]] = defaultdict(list)
         results = []
         for item in plan.items:
@@ -128,26 +127,24 @@ class Writer(StorageWriter):
 
         def read_box(key: str, box: Box) -> npt.NDArray[np.uint8]:
             for item in items[key]:
-                held = _box(item)
-                if held.intersect(box) == box:
+                shard_box = _box(item)
+                if shard_box.intersect(box) == box:
                     if id(item) not in resolved:
                         data = planner.resolve_data(item)
                         assert isinstance(data, torch.Tensor)
                         resolved[id(item)] = data.detach().cpu()
-                    part = resolved[id(item)][box.within(held).slices].contiguous()
+                    part = resolved[id(item)][box.within(shard_box).slices].contiguous()
                     return np.frombuffer(as_bytes(part), np.uint8).reshape(
                         *box.shape, part.element_size()
                     )
             raise AssertionError("chunks lie within shards")
 
         storage = open_storage(self._url)
-        part = write_part(
-            storage, self._stored, share.plan, [share.rank], read_box, name=share.rank
-        )
+        part = write_part(storage, self._stored, own.plan, [own.rank], read_box, name=own.rank)
         sizes = {
             item.index: item.tensor_storage_size() or 0
-            for of_key in items.values()
-            for item in of_key
+            for items_of_key in items.values()
+            for item in items_of_key
         }
         results += [WriteResult(index, nbytes, None) for index, nbytes in sizes.items()]
         results.append(WriteResult(_PART_INDEX, 0, {"part": part.to_json()}))
@@ -159,11 +156,12 @@ class Writer(StorageWriter):
         """Publish the checkpoint."""
         parts: list[StoredObject] = []
         values: dict[str, Json] = {}
-        for result in (one for of_rank in results for one in of_rank):
-            if result.storage_data and "part" in result.storage_data:
-                parts.append(StoredObject.from_json(result.storage_data["part"]))
-            elif result.storage_data:
-                values[result.index.fqn] = result.storage_data["value"]
+        for results_of_rank in results:
+            for result in results_of_rank:
+                if result.storage_data and "part" in result.storage_data:
+                    parts.append(StoredObject.from_json(result.storage_data["part"]))
+                elif result.storage_data:
+                    values[result.index.fqn] = result.storage_data["value"]
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
         publish(
             open_storage(self._url),
@@ -184,11 +182,11 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """A storage reader for `dcp.load`: of what `Writer` wrote, whatever the layout was.
+    """A storage reader for `dcp.load`, of checkpoints that `Writer` wrote in any layout.
 
     Args:
-        url: where from; DCP's `checkpoint_id` takes its place if given.
-        step: which one; None: the newest.
+        url: as for `checkpoint.load`. DCP's `checkpoint_id` replaces it, if given.
+        step: the step to load; None for the newest.
     """
 
     def __init__(self, url: str | os.PathLike[str], *, step: int | None = None) -> None:
@@ -199,19 +197,22 @@ class Reader(StorageReader):
 
     @property
     def _source(self) -> StoredCheckpoint:
-        # Only one rank reads the metadata for DCP; each opens the checkpoint for itself.
+        # One rank reads the metadata for DCP; every rank opens the checkpoint itself.
         if self._opened is None:
             self._opened = StoredCheckpoint.open(self._url, self._step)
         return self._opened
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load."""
+        """Start another load."""
         self._opened = None
         if checkpoint_id:
             self._url = os.fspath(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Describe the checkpoint as DCP does; every tensor is one piece, of which planners take what they need."""
+        """Return the checkpoint's metadata in DCP's terms: every tensor is one chunk.
+
+        DCP's planners take the part of the chunk that they need.
+        """
         described: dict[str, Any] = {
             key: TensorStorageMetadata(
                 TensorProperties(dtype=torch_dtype(spec.dtype)),
@@ -224,7 +225,8 @@ class Reader(StorageReader):
             {name: BytesStorageMetadata() for name in self._source.documents.get(_VALUES, {})}
         )
         paths = {name: tuple(path) for name, path in self._source.documents.get(_PATHS, {}).items()}
-        # The step travels with the metadata: all ranks must read the same one, whatever appears meanwhile.
+        # The step is part of the metadata: all ranks must read the same one, even if a new one
+        # appears meanwhile.
         chosen = [self._source.stored.step, self._source.stored.generation]
         return Metadata(described, planner_data=paths, storage_data=chosen)
 
@@ -244,7 +246,7 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for, straight into its tensors where they lie in one piece."""
+        """Read the plan's items; contiguous CPU tensors of the stored type are read in place."""
         requests: list[BoxRequest] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         targets = []
@@ -258,18 +260,15 @@ class Reader(StorageReader):
                 continue
             target = planner.resolve_tensor(item).detach()
             targets.append((item, target))
-            stored = torch_dtype(self._source.tensors[name].dtype)
-            buffer = target
-            if not (
-                target.is_contiguous() and target.device.type == "cpu" and target.dtype == stored
-            ):
-                buffer = torch.empty(tuple(item.lengths), dtype=stored)
-                staged.append((target, buffer))
-            requests.append(
-                BoxRequest(
-                    name, Box(tuple(item.storage_offsets), tuple(item.lengths)), as_bytes(buffer)
-                )
+            dtype = torch_dtype(self._source.tensors[name].dtype)
+            is_direct = (
+                target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
             )
+            buffer = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
+            if not is_direct:
+                staged.append((target, buffer))
+            box = Box(tuple(item.storage_offsets), tuple(item.lengths))
+            requests.append(BoxRequest(name, box, as_bytes(buffer)))
         self._source.read(requests)
         for target, buffer in staged:
             target.copy_(buffer)
@@ -307,13 +306,15 @@ def _value(planner: SavePlanner, item: WriteItem) -> Json:
     lookup = getattr(planner, "lookup_object", None)
     if lookup is None:
         raise LayoutMismatch(
-            f"{item.index.fqn} is no tensor, and {type(planner).__name__} gives such values only as pickles, which this "
-            "format does not hold; use a planner derived from DefaultSavePlanner"
+            f"{item.index.fqn} is not a tensor, and {type(planner).__name__} returns such values "
+            "only as pickles, which this format does not store; use a planner derived from "
+            "DefaultSavePlanner"
         )
     value = lookup(item.index)
     if not is_json(value):
         raise LayoutMismatch(
-            f"{item.index.fqn}: a {type(value).__name__} cannot be stored; give tensors and JSON values"
+            f"{item.index.fqn}: a {type(value).__name__} cannot be stored; pass tensors and JSON "
+            "values"
         )
     return value
 

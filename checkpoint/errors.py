@@ -1,14 +1,17 @@
-"""The errors of the checkpoint package. Each message says what happened, to which tensor or object, and what to do next."""
+"""Errors of the checkpoint package.
+
+Each message states what happened, to which tensor or object, and what to do next.
+"""
 
 from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """Base of all errors that the checkpoint package raises on purpose."""
+    """Base class of the errors of the checkpoint package."""
 
 
 class CheckpointMissing(CheckpointError):
-    """No committed checkpoint, or no snapshot of that step, is there."""
+    """There is no committed checkpoint, or no snapshot of the requested step."""
 
 
 class CheckpointDamaged(CheckpointError):
@@ -16,16 +19,16 @@ class CheckpointDamaged(CheckpointError):
 
 
 class CheckpointExists(CheckpointError):
-    """That step was already committed; committed steps are never overwritten."""
+    """The step is committed already; committed steps are never overwritten."""
 
 
 class LayoutMismatch(CheckpointError):
-    """The state to fill and the state to read do not fit: names, shapes or dtypes differ."""
+    """The state to fill and the state to read differ in names, shapes or dtypes."""
 
 
 class StateChanged(CheckpointError):
-    """State was written to while it was being copied; what was copied was thrown away."""
+    """State was written to while it was being copied; the copy was discarded."""
 
 
 class SnapshotUnavailable(CheckpointError):
-    """A snapshot server could not be reached, refused, or no longer holds what was asked."""
+    """A snapshot server could not be reached, refused, or no longer holds the requested data."""

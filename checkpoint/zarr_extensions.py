@@ -1,7 +1,7 @@
-"""What zarr-python needs to open our checkpoints by itself: the codec of packed arrays, and data types that it does not know.
+"""Extensions of zarr-python that read keepstep's checkpoints: the packed codec, and data types.
 
-Registered by entry points, so that where keepstep is installed `zarr.open(path)` works and nothing has to be imported. FORMAT.md
-says what they mean. Only for reading.
+Entry points register them, so `zarr.open(path)` works wherever keepstep is installed, without any
+import. FORMAT.md specifies them. They only read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _CACHE_SIZE = 4
 
 
 class _CellIndexCache:
-    """The directories of the checkpoints read last."""
+    """The cell indexes of the checkpoints that were read last."""
 
     def __init__(self) -> None:
         self._cache: OrderedDict[tuple[str, str, bytes], CellIndex] = OrderedDict()
 
     async def of(self, store: Store, root: str) -> CellIndex:
-        """Return the directory of the checkpoint below `root`."""
+        """Return the cell index of the checkpoint below `root`."""
         manifest = await _get(store, f"{root}{MANIFEST}")
         key = (str(store), root, manifest)
         if key not in self._cache:
@@ -55,14 +55,16 @@ class _CellIndexCache:
         return self._cache[key]
 
 
-_cell_indexes = (
-    _CellIndexCache()
-)  # Codecs have nothing of their own to keep it in: zarr makes one per array, and makes them again.
+# Codecs cannot hold it: zarr makes one for each array, and makes them again.
+_cell_indexes = _CellIndexCache()
 
 
 @dataclass(frozen=True)
 class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
-    """Finds a chunk in a pack (`keepstep.packed`). `key` is the array's path below the checkpoint."""
+    """The codec `keepstep.packed`, which reads a chunk from a pack.
+
+    `key` is the array's path below the checkpoint.
+    """
 
     is_fixed_size = True
 
@@ -83,20 +85,21 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         return {"name": "keepstep.packed", "configuration": {"key": self.key, "codecs": codecs}}
 
     def compute_encoded_size(self, input_byte_length: int, _chunk_spec: Any) -> int:
-        """Return a cell's size with its checksum."""
+        """Return the size of a cell with its checksum."""
         return input_byte_length + 4
 
     async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: Any) -> NDBuffer:
         raise CheckpointError(
-            f"{self.key}: a packed chunk is no object of its own; read the array through zarr, with no codec added to its own"
+            f"{self.key}: a packed chunk is not an object of its own; read the array through zarr, "
+            "with no codec added to its own"
         )
 
     async def _decode_partial_single(
         self, byte_getter: Any, selection: Any, chunk_spec: Any
     ) -> NDBuffer:
         path = byte_getter.path
-        root, found, place = path.rpartition(f"{self.key}/c")
-        if not found:
+        root, separator, place = path.rpartition(f"{self.key}/c")
+        if not separator:
             raise CheckpointDamaged(f"{path} is not a chunk of {self.key}; was the array moved?")
         numbers = tuple(int(number) for number in place.split(".") if number)
         span = (await _cell_indexes.of(byte_getter.store, root)).find_packed(self.key, numbers)
@@ -105,7 +108,7 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         data = await _get(byte_getter.store, f"{root}{span.object_name}", span.offset, span.nbytes)
         if not span.is_intact(memoryview(data)):
             raise CheckpointDamaged(
-                f"{root}{span.object_name}: what it holds of {self.key} was changed; load an older step"
+                f"{root}{span.object_name}: the data of {self.key} was changed; load an older step"
             )
         dtype = chunk_spec.dtype.to_native_dtype()
         values = (
@@ -120,27 +123,29 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
 async def _get(store: Store, path: str, offset: int | None = None, nbytes: int = 0) -> bytes:
     prototype: BufferPrototype = default_buffer_prototype()
-    part = RangeByteRequest(offset, offset + nbytes) if offset is not None else None
-    found = await store.get(path, prototype, part)
-    if found is None:
-        raise CheckpointDamaged(f"{path} is gone; load an older step")
-    return bytes(found.to_bytes())
+    byte_range = RangeByteRequest(offset, offset + nbytes) if offset is not None else None
+    data = await store.get(path, prototype, byte_range)
+    if data is None:
+        raise CheckpointDamaged(f"{path} is missing; load an older step")
+    return bytes(data.to_bytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Extension(ZDType[Any, Any], HasItemSize):
-    """A floating-point type of ml_dtypes, by its name."""
+    """A Zarr data type for a floating-point type of ml_dtypes, with the methods of `ZDType`."""
 
     _zarr_v3_name: ClassVar[str]
     _scalar: ClassVar[Any]
 
     @classmethod
     def from_native_dtype(cls, dtype: Any) -> Self:
+        """Return the data type, if it is that of a NumPy dtype."""
         if dtype != np.dtype(cls._scalar):
             raise DataTypeValidationError(f"{dtype} is not {cls._zarr_v3_name}")
         return cls()
 
     def to_native_dtype(self) -> Any:
+        """Return the NumPy dtype."""
         return np.dtype(self._scalar)
 
     @classmethod
@@ -154,6 +159,7 @@ class _Extension(ZDType[Any, Any], HasItemSize):
         return cls()
 
     def to_json(self, zarr_format: Any) -> Any:
+        """Return the data type's name in array metadata."""
         if zarr_format != 3:
             raise ValueError(f"{self._zarr_v3_name} is a data type of Zarr v3 only")
         return self._zarr_v3_name
@@ -162,26 +168,29 @@ class _Extension(ZDType[Any, Any], HasItemSize):
         return isinstance(data, int | float | np.number | self._scalar)
 
     def cast_scalar(self, data: object) -> Any:
+        """Convert a number to the data type's scalar."""
         if not self._check_scalar(data):
-            raise TypeError(f"{data!r} is no {self._zarr_v3_name}")
+            raise TypeError(f"{data!r} is not a {self._zarr_v3_name}")
         return self._scalar(data)
 
     def default_scalar(self) -> Any:
+        """Return zero."""
         return self._scalar(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        """Parse a fill value."""
         return self.cast_scalar(float(data))
 
     def to_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
+        """Return a fill value as JSON."""
         number = float(data)
-        return (
-            number
-            if np.isfinite(number)
-            else {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
-        )
+        if np.isfinite(number):
+            return number
+        return {np.inf: "Infinity", -np.inf: "-Infinity"}.get(number, "NaN")
 
     @property
     def item_size(self) -> int:
+        """Size of an element in bytes."""
         return int(np.dtype(self._scalar).itemsize)
 
 
@@ -199,7 +208,8 @@ Float8E4M3FNUZ = _extension("float8_e4m3fnuz")
 Float8E5M2 = _extension("float8_e5m2")
 Float8E5M2FNUZ = _extension("float8_e5m2fnuz")
 
-# zarr 3.1 collects the entry points of data types and never loads them; it does load those of buffers before it reads any
-# metadata, so this module is named there too, and registers the types itself.
-for _kind in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ):
-    data_type_registry.register(_kind._zarr_v3_name, _kind)
+# zarr 3.1 collects the entry points of data types but never loads them. It loads those of buffers
+# before it reads any metadata, so this module is also an entry point of that kind, and registers
+# the types itself.
+for _data_type in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ):
+    data_type_registry.register(_data_type._zarr_v3_name, _data_type)
