@@ -1,4 +1,4 @@
-"""An S3 server, and a bucket in it."""
+"""Fixtures: an S3 server, and a bucket in it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def s3_server() -> Iterator[tuple[str, int]]:
 
 @pytest.fixture(scope="module")
 def s3_endpoint(s3_server: tuple[str, int]) -> tuple[str, int]:
-    """Where tests reach it: a module that puts something in between has a fixture of this name."""
+    """The address that tests use; a module with a proxy overrides this fixture."""
     return s3_server
 
 
 @pytest.fixture(scope="module")
 def s3(s3_endpoint: tuple[str, int]) -> Iterator[str]:
-    """A new bucket's URL, with the environment by which AWS tools find it."""
+    """The URL of a new bucket, with the environment variables of AWS tools."""
     host, port = s3_endpoint
     bucket = uuid.uuid4().hex
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Claims about reading live state again and again while it changes."""
+"""Tests of capturing live state repeatedly while it changes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def fill_empty_buffer(model: Tied, optimizer: torch.optim.AdamW) -> None:
         (fill_empty_buffer, "model/norm.later"),
     ],
 )
-def test_a_capture_follows_tensors_that_were_replaced(change: Any, key: str) -> None:
+def test_a_capture_contains_tensors_that_replaced_others(change: Any, key: str) -> None:
     model, optimizer = trained(0)
     model.norm.register_buffer("later", None)
-    capturer = LiveStateReader(model, [optimizer])
-    first = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
-    assert first["model/embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
-    assert key not in first or first[key][0] != 7
+    reader = LiveStateReader(model, [optimizer])
+    before = {tensor.key: tensor.data for tensor in reader.capture().tensors}
+    assert before["model/embedding.weight"].data_ptr() == model.embedding.weight.data_ptr()
+    assert key not in before or before[key][0] != 7
     change(model, optimizer)
-    capturer.invalidate_if_moved()
-    again = {tensor.key: tensor.data for tensor in capturer.capture().tensors}
-    assert again[key].tolist() == [7.0] * 6
+    reader.invalidate_if_moved()
+    after = {tensor.key: tensor.data for tensor in reader.capture().tensors}
+    assert after[key].tolist() == [7.0] * 6

@@ -1,4 +1,4 @@
-"""A writer that dies at any storage operation leaves the previous checkpoint the newest, whole."""
+"""Tests of crashes: a writer that dies at any operation leaves the previous checkpoint intact."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 
 class Died(BaseException):
-    """The process is gone: nothing may catch this and go on."""
+    """The process has died: nothing may catch this and continue."""
 
 
-class MortalStorage:
-    """Dies at its n-th operation: before it, in its middle (half of the bytes, under the unfinished name), or after it."""
+class CrashingStorage:
+    """Crashes at its n-th operation: before it, in the middle of it, or after it.
 
-    def __init__(self, storage: Storage, dies_at: int, how: str) -> None:
+    In the middle means that half of the bytes are written, under the temporary name.
+    """
+
+    def __init__(self, storage: Storage, dies_at: int, when: str) -> None:
         self.storage = storage
         self.operations = 0
         self._dies_at = dies_at
-        self._how = how
+        self._when = when
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.storage, name)
@@ -40,9 +43,9 @@ class MortalStorage:
             if self.operations > self._dies_at:
                 raise Died
             if self.operations == self._dies_at:
-                if self._how == "middle" and name in ("write", "create"):
-                    half(self.storage, arguments[0], arguments[-1])
-                if self._how == "after":
+                if self._when == "middle" and name in ("write", "create"):
+                    write_half(self.storage, arguments[0], arguments[-1])
+                if self._when == "after":
                     attribute(*arguments, **options)
                 raise Died
             return attribute(*arguments, **options)
@@ -50,8 +53,8 @@ class MortalStorage:
         return act
 
 
-def half(storage: Any, name: str, content: Any) -> None:
-    """Leave what a killed process leaves of a file: a part, beside its place."""
+def write_half(storage: Any, name: str, content: Any) -> None:
+    """Leave what a killed process leaves of a file: a part of it, under a temporary name."""
     data = content if isinstance(content, bytes) else b"".join(content)
     storage.write(f"{name}.0123456789ab.unfinished", [data[: len(data) // 2]])
 
@@ -65,30 +68,30 @@ def state(value: float) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("how", ["before", "middle", "after"])
-def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+@pytest.mark.parametrize("when", ["before", "middle", "after"])
+def test_the_newest_checkpoint_is_intact_whenever_the_writer_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    made: list[MortalStorage] = []
+    opened: list[CrashingStorage] = []
 
-    def mortal(dies_at: int) -> Callable[[str], Any]:
-        def open_mortal(url: str) -> Any:
-            made.append(MortalStorage(open_storage(url), dies_at, how))
-            return made[-1]
+    def crashing(dies_at: int) -> Callable[[str], Any]:
+        def open_crashing(url: str) -> Any:
+            opened.append(CrashingStorage(open_storage(url), dies_at, when))
+            return opened[-1]
 
-        return open_mortal
+        return open_crashing
 
     checkpoint.save(str(tmp_path / "count"), state(1.0), step=1)
-    monkeypatch.setattr(api, "open_storage", mortal(10**9))
+    monkeypatch.setattr(api, "open_storage", crashing(10**9))
     checkpoint.save(str(tmp_path / "count"), state(2.0), step=2)
-    total = made[-1].operations
+    total = opened[-1].operations
     assert total >= 10
     committed = 0
     for dies_at in range(1, total + 1):
-        root = tmp_path / f"{how}-{dies_at}"
+        root = tmp_path / f"{when}-{dies_at}"
         monkeypatch.setattr(api, "open_storage", open_storage)
         checkpoint.save(str(root), state(1.0), step=1)
-        monkeypatch.setattr(api, "open_storage", mortal(dies_at))
+        monkeypatch.setattr(api, "open_storage", crashing(dies_at))
         with pytest.raises((Died, CheckpointError)):
             checkpoint.save(str(root), state(2.0), step=2)
         monkeypatch.setattr(api, "open_storage", open_storage)
@@ -100,7 +103,7 @@ def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
         for stored in list_steps(str(root)):
             StoredCheckpoint.open(str(root), stored.step).verify()
         committed += step == 2
-        # Another attempt, with or without the leftovers' names, succeeds.
+        # Another attempt succeeds, whether or not the crashed one left files of the same names.
         try:
             checkpoint.save(str(root), state(2.0), step=2)
         except CheckpointExists:
@@ -108,4 +111,4 @@ def test_whenever_the_writer_dies_the_newest_checkpoint_is_whole(
         assert list_steps(str(root))[0] == StoredStep(2, 0)
         StoredCheckpoint.open(str(root), 2).verify()
     # Only the last operation commits.
-    assert committed == (1 if how == "after" else 0)
+    assert committed == (1 if when == "after" else 0)

@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint` saves to and loads from this format, between real processes and layouts."""
+"""Tests of `torch.distributed.checkpoint` on this format, between real processes and layouts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -64,21 +64,21 @@ def run(rank: int, root: str) -> None:
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: False)
-        expected, theirs = trained(0)
-    for want, got in zip(expected.parameters(), model.parameters(), strict=True):
-        assert torch.equal(whole(got).detach(), want.detach())
-        for slot, value in theirs.state[want].items():
-            assert torch.equal(whole(optimizer.state[got][slot]), value), slot
+        expected_model, expected_optimizer = trained(0)
+    for want, got in zip(expected_model.parameters(), model.parameters(), strict=True):
+        assert torch.equal(full(got).detach(), want.detach())
+        for slot, value in expected_optimizer.state[want].items():
+            assert torch.equal(full(optimizer.state[got][slot]), value), slot
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_three_ranks_save_and_two_load(tmp_path: Path) -> None:
+def test_two_ranks_load_what_three_ranks_saved(tmp_path: Path) -> None:
     mp.spawn(run, args=(str(tmp_path),), nprocs=3)
     group = zarr.open(tmp_path / "run" / StoredStep(9, 0).directory, mode="r")
     assert group["model.0.weight"].shape == (30, 7)
 
 
-def test_one_process_needs_no_group(tmp_path: Path) -> None:
+def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     state = {"x": torch.arange(6.0).reshape(2, 3), "n": 3}
     dcp.save(state, storage_writer=Writer(tmp_path, step=1), no_dist=True)
     filled = {"x": torch.zeros(2, 3).t().contiguous().t(), "n": 0}
@@ -87,6 +87,6 @@ def test_one_process_needs_no_group(tmp_path: Path) -> None:
     assert filled["n"] == 3
 
 
-def test_what_would_have_to_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_value_that_would_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises((LayoutMismatch, dcp.api.CheckpointException), match="odd"):
         dcp.save({"odd": object()}, storage_writer=Writer(tmp_path, step=1), no_dist=True)

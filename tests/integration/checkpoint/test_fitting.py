@@ -1,4 +1,4 @@
-"""Claims about states that do not fit, or only if one says how."""
+"""Tests of loading into states that do not fit, or fit only with an option."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Averaging(torch.optim.Optimizer):
 
 
 def step(optimizer: torch.optim.Optimizer, *parameters: nn.Parameter) -> None:
-    """Do a step in which these parameters alone have gradients."""
+    """Do a step in which only these parameters have gradients."""
     optimizer.zero_grad()
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
 
 
-def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path: Path) -> None:
+def test_a_state_that_does_not_fit_is_listed_by_name_and_left_unchanged(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"model": nn.Linear(3, 2)}, step=1)
     other = nn.ModuleDict({"extra": nn.Linear(1, 1)})
     before = {name: value.clone() for name, value in other.state_dict().items()}
@@ -61,7 +61,7 @@ def test_a_state_that_does_not_fit_is_told_name_by_name_and_left_alone(tmp_path:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, [torch.zeros(1)]])
-def test_what_cannot_be_stored_is_named(tmp_path: Path, value: object) -> None:
+def test_a_value_that_cannot_be_stored_is_refused_by_name(tmp_path: Path, value: object) -> None:
     with pytest.raises(LayoutMismatch, match="odd"):
         checkpoint.save(str(tmp_path), {"odd": value}, step=1)
 
@@ -82,13 +82,13 @@ def test_a_tensor_learning_rate_and_changed_groups_are_restored_by_name(tmp_path
     checkpoint.load(str(tmp_path), {"model": model, "optimizer": fresh})
     assert [float(group["lr"]) for group in fresh.param_groups] == [0.25, 0.5]
     assert [group["momentum"] for group in fresh.param_groups] == [0.9, 0.9]
-    joined = torch.optim.SGD(model.parameters(), lr=1.0)
+    one_group = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(LayoutMismatch, match="different options"):
-        checkpoint.load(str(tmp_path), {"model": model, "optimizer": joined})
+        checkpoint.load(str(tmp_path), {"model": model, "optimizer": one_group})
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(10, 16), (16, 10)])
-def test_a_vocabulary_may_be_padded_otherwise_than_it_was(
+def test_a_vocabulary_may_be_padded_to_another_size(
     tmp_path: Path, saved: int, loaded: int
 ) -> None:
     def trained_with(rows: int) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -119,7 +119,7 @@ def test_a_vocabulary_may_be_padded_otherwise_than_it_was(
         assert fresh.state[after]["step"] == 1
 
 
-def test_a_load_that_fails_leaves_the_optimizer_as_fresh_as_it_was(tmp_path: Path) -> None:
+def test_a_load_that_fails_leaves_a_new_optimizer_without_state(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
     wider = nn.ModuleDict({"embedding": nn.Embedding(11, 7)})
@@ -133,46 +133,48 @@ def test_a_load_that_fails_leaves_the_optimizer_as_fresh_as_it_was(tmp_path: Pat
 
 @pytest.mark.parametrize("slot", ["step", "exp_avg", "exp_avg_sq"])
 @pytest.mark.parametrize(
-    "wrong",
+    "impossible",
     [TensorSpec("uint16", (2,)), TensorSpec("float32", (2**50,))],
     ids=["a dtype torch lacks", "out of memory"],
 )
-def test_slots_that_cannot_be_made_leave_none_of_the_others_behind(
-    slot: str, wrong: TensorSpec
+def test_a_slot_that_cannot_be_allocated_leaves_no_other_slots(
+    slot: str, impossible: TensorSpec
 ) -> None:
     model = nn.Linear(3, 2)
     fresh = torch.optim.Adam(model.parameters())
     tensors = {
-        f"optim/{name}/{own}": TensorSpec(
-            "float32", () if own == "step" else tuple(parameter.shape)
+        f"optim/{name}/{adam_slot}": TensorSpec(
+            "float32", () if adam_slot == "step" else tuple(parameter.shape)
         )
         for name, parameter in model.named_parameters()
-        for own in ("step", "exp_avg", "exp_avg_sq")
+        for adam_slot in ("step", "exp_avg", "exp_avg_sq")
     }
     with pytest.raises((LayoutMismatch, RuntimeError), match=r"uint16|memory"):
-        allocate(model, [fresh], {**tensors, f"optim/bias/{slot}": wrong})
+        allocate(model, [fresh], {**tensors, f"optim/bias/{slot}": impossible})
     assert not fresh.state
     step(fresh, *model.parameters())
 
 
 @pytest.mark.parametrize("steps", [0, 7])
-def test_a_load_that_fails_after_numbers_were_restored_leaves_the_state_that_was_there(
+def test_a_load_that_fails_after_scalars_were_restored_leaves_the_previous_state(
     tmp_path: Path, steps: int
 ) -> None:
     model = nn.ModuleDict({"first": nn.Linear(3, 2), "last": nn.Linear(2, 3)})
     first, last = model["first"], model["last"]
-    apart = [{"params": [last.weight]}, {"params": [last.bias], "lr": 0.2}]
-    optimizer = Averaging([{"params": list(first.parameters())}, *apart])
-    step(optimizer, *model.parameters())
-    checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
-    # The second group does not fit; by then the first one's numbers are in place.
-    begun = Averaging([{"params": list(first.parameters())}, {"params": list(last.parameters())}])
+    two_groups = [{"params": [last.weight]}, {"params": [last.bias], "lr": 0.2}]
+    saved = Averaging([{"params": list(first.parameters())}, *two_groups])
+    step(saved, *model.parameters())
+    checkpoint.save(str(tmp_path), {"model": model, "optimizer": saved}, step=1)
+    # The second group does not fit; the load fails after it restored the first one's scalars.
+    loaded = Averaging([{"params": list(first.parameters())}, {"params": list(last.parameters())}])
     for _ in range(steps):
-        step(begun, first.weight)
+        step(loaded, first.weight)
     with pytest.raises(LayoutMismatch, match="different options"):
-        checkpoint.load(str(tmp_path), {"model": model, "optimizer": begun})
-    left = {name: begun.state[own] for name, own in model.named_parameters() if own in begun.state}
-    assert {name: slots["step"] for name, slots in left.items()} == (
-        {"first.weight": steps} if steps else {}
-    )
-    step(begun, *model.parameters())
+        checkpoint.load(str(tmp_path), {"model": model, "optimizer": loaded})
+    step_counts = {
+        name: loaded.state[parameter]["step"]
+        for name, parameter in model.named_parameters()
+        if parameter in loaded.state
+    }
+    assert step_counts == ({"first.weight": steps} if steps else {})
+    step(loaded, *model.parameters())

@@ -1,4 +1,4 @@
-"""Removing, collecting and copying, while others write: what is whole or becoming so is left alone."""
+"""Tests of removal, garbage collection and copies while other processes write."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from keepstep.checkpoint.stored.writer import publish, write_part
 
 NOW_S = 1.7e9
 STEP = StoredStep(1, 0)
-MARK = f"{STEP.directory}/{REMOVED}"
+NOTE = f"{STEP.directory}/{REMOVED}"
 
 
 class ResumedStorage:
-    """A storage in which a writer takes to a directory again right after it was listed."""
+    """A storage in which a writer uses a directory again right after it was listed."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -39,12 +39,12 @@ class ResumedStorage:
 
     def names(self) -> Sequence[str]:
         names = self.storage.names()
-        self.storage.delete(MARK)
+        self.storage.delete(NOTE)
         return names
 
 
-class ToldStorage:
-    """A storage that notes how many bytes each read was said to bring, and how many it brought."""
+class RecordingStorage:
+    """A storage that records the expected and the actual number of bytes of each read."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -61,7 +61,7 @@ class ToldStorage:
 
 @pytest.fixture
 def url() -> str:
-    """Where step 1 was stored, and removed an hour ago."""
+    """A URL at which step 1 was stored, and removed an hour ago."""
     url = f"memory://{uuid.uuid4().hex}"
     checkpoint.save(url, {"x": torch.ones(4)}, step=1)
     remove(url, STEP, now=NOW_S - GRACE_S)
@@ -102,44 +102,45 @@ def test_a_removed_step_that_is_being_copied_to_is_not_collected(url: str) -> No
     StoredCheckpoint.open(url).verify()
 
 
-def test_a_mark_that_a_writer_takes_away_meanwhile_is_as_none(
+def test_a_note_that_a_writer_deletes_meanwhile_counts_as_none(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(housekeeping, "open_storage", lambda url: ResumedStorage(open_storage(url)))
     assert collect_garbage(url, now=NOW_S) == ()
 
 
-def test_copying_never_harms_another_checkpoint_of_the_step() -> None:
-    one, other = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
-    checkpoint.save(one, {"x": torch.ones(4)}, step=1)
-    checkpoint.save(other, {"x": torch.zeros(4)}, step=1)
+def test_a_copy_never_changes_another_checkpoint_of_the_step() -> None:
+    source, target = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
+    checkpoint.save(source, {"x": torch.ones(4)}, step=1)
+    checkpoint.save(target, {"x": torch.zeros(4)}, step=1)
     with pytest.raises(CheckpointExists, match="never overwritten"):
-        copy(StoredCheckpoint.open(one), other)
+        copy(StoredCheckpoint.open(source), target)
     filled = {"x": torch.ones(4)}
-    checkpoint.load(other, filled)
+    checkpoint.load(target, filled)
     assert filled["x"].tolist() == [0] * 4
 
 
 def test_a_copy_can_be_repeated() -> None:
-    one, other = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
-    checkpoint.save(one, {"x": torch.ones(4)}, step=1)
+    source, target = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
+    checkpoint.save(source, {"x": torch.ones(4)}, step=1)
     for _ in range(2):
-        assert copy(StoredCheckpoint.open(one), other) == STEP
-    StoredCheckpoint.open(other).verify()
+        assert copy(StoredCheckpoint.open(source), target) == STEP
+    StoredCheckpoint.open(target).verify()
 
 
-@pytest.mark.parametrize("mark", [b"", b'{"at_s": ', b"[]", b'{"at_s": null}'])
-def test_a_mark_that_was_cut_short_is_made_anew(url: str, mark: bytes) -> None:
-    open_storage(url).write(MARK, [mark])
+@pytest.mark.parametrize("note", [b"", b'{"at_s": ', b"[]", b'{"at_s": null}'])
+def test_a_damaged_note_is_written_again(url: str, note: bytes) -> None:
+    open_storage(url).write(NOTE, [note])
     assert collect_garbage(url, now=NOW_S) == ()
     assert collect_garbage(url, now=NOW_S + GRACE_S) == (STEP.directory,)
     assert open_storage(url).names() == []
 
 
-def test_a_copy_says_how_much_each_read_brings_so_that_a_slow_one_is_given_the_time() -> None:
-    urls = [f"memory://{uuid.uuid4().hex}" for _ in range(2)]
-    checkpoint.save(urls[0], {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
-    told = ToldStorage(open_storage(urls[0]))
-    copy(replace(StoredCheckpoint.open(urls[0]), storage=told), urls[1])
-    assert len(told.reads) >= 5
-    assert all(said == had for said, had in told.reads.values()), told.reads
+def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_time() -> None:
+    source, target = (f"memory://{uuid.uuid4().hex}" for _ in range(2))
+    checkpoint.save(source, {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
+    recording = RecordingStorage(open_storage(source))
+    copy(replace(StoredCheckpoint.open(source), storage=recording), target)
+    assert len(recording.reads) >= 5
+    sizes = recording.reads.values()
+    assert all(expected == actual for expected, actual in sizes), recording.reads

@@ -1,4 +1,4 @@
-"""State saved under one parallel layout loads under another, between real processes."""
+"""Tests of a change of layout: state saved in one layout loads in another, in real processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from keepstep.checkpoint.live.tensors import describe
 
 
 class Block(nn.Module):
-    """Sizes that neither 2 nor 3 ranks divide, one parameter with fewer rows than ranks, and a frozen one.
+    """A model with sizes that neither 2 nor 3 divides.
 
-    Cut 2 x 2 ways, the 30 rows are 8, 7, 8 and 7: no regular grid, so chunks are put together from two ranks.
+    One parameter has fewer rows than there are ranks, and one is frozen. Split 2 x 2 ways, the 30
+    rows are 8, 7, 8 and 7: no regular grid, so chunks have pieces of two ranks.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ def reference() -> Block:
 
 
 def step_once(model: nn.Module) -> torch.optim.AdamW:
-    """A step whose every element depends on that element alone, so that it is the same under every layout."""
+    """Do an elementwise step, which is the same in every layout."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -64,22 +65,25 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_boxes(model: Block) -> None:
-    """Every local shard is what its box, computed without communication, says."""
-    for (name, parameter), whole in zip(
+    """Check that every local shard is its box of the tensor, computed without communication."""
+    for (name, parameter), expected in zip(
         model.named_parameters(), reference().parameters(), strict=True
     ):
         live = describe(name, parameter)
-        assert torch.equal(live.data.reshape(-1), whole.detach()[live.box.slices].reshape(-1)), name
+        shard = expected.detach()[live.box.slices]
+        assert torch.equal(live.data.reshape(-1), shard.reshape(-1)), name
 
 
 def check_equal(model: Block, optimizer: torch.optim.AdamW) -> None:
-    expected = reference()
-    theirs = step_once(expected)
-    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+    expected_model = reference()
+    expected_optimizer = step_once(expected_model)
+    for (name, got), want in zip(
+        model.named_parameters(), expected_model.parameters(), strict=True
+    ):
         torch.testing.assert_close(
             full(got).detach(), want.detach(), rtol=1e-6, atol=1e-7, msg=name
         )
-        for slot, value in theirs.state[want].items():
+        for slot, value in expected_optimizer.state[want].items():
             torch.testing.assert_close(
                 full(optimizer.state[got][slot]), value, rtol=1e-6, atol=1e-7, msg=name
             )
@@ -116,7 +120,8 @@ def run(
                 assert optimizer.param_groups[0]["lr"] == 0.1
             dist.barrier()
             dist.destroy_process_group()
-    # Models still refer to gloo's groups, whose threads abort some interpreters that end in good order.
+    # Models still refer to gloo's groups, whose threads may abort an interpreter that exits
+    # normally.
     os._exit(0)
 
 
@@ -129,12 +134,12 @@ def run(
         ("replicas", 2, "fsdp", 2),
     ],
 )
-def test_a_layout_loads_as_another(
+def test_state_saved_in_one_layout_loads_in_another(
     tmp_path: Path, saved: str, world_saved: int, loaded: str, world_loaded: int
 ) -> None:
     arguments = (str(tmp_path), saved, world_saved, loaded, world_loaded)
     mp.spawn(run, args=arguments, nprocs=max(world_saved, world_loaded))
-    # And one process without any group reads the same.
+    # One process without a process group reads the same.
     model = Block()
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))
     checkpoint.load(f"{tmp_path}/run", {"model": model, "optimizer": optimizer})
@@ -151,6 +156,6 @@ def fail_on_one(rank: int, root: str) -> None:
     dist.destroy_process_group()
 
 
-def test_a_failure_on_one_rank_reaches_all(tmp_path: Path) -> None:
+def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     mp.spawn(fail_on_one, args=(str(tmp_path),), nprocs=2)
     assert not (tmp_path / "run").exists()

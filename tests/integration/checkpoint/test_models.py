@@ -1,4 +1,4 @@
-"""Models of the kinds that people train, saved under one layout and loaded under another, between real processes."""
+"""Tests with common kinds of models, saved in one layout and loaded in another by real ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from keepstep import checkpoint
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
-Made = tuple[nn.Module, torch.optim.Optimizer]
+Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class MasterSGD(torch.optim.Optimizer):
@@ -65,7 +65,7 @@ class LoRA(nn.Module):
 
 
 class MoE(nn.Module):
-    """Eight experts stacked in one parameter each, to be split over ranks, and a router that every rank has."""
+    """Eight experts stacked in each parameter, to be split over ranks, and a replicated router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def expert_parallel(model: nn.Module) -> nn.Module:
     return model
 
 
-def alone(model: nn.Module) -> nn.Module:
+def unsharded(model: nn.Module) -> nn.Module:
     return model
 
 
@@ -97,7 +97,7 @@ def replicated(model: nn.Module) -> nn.Module:
 
 def make(
     kind: Callable[[], nn.Module], layout: Callable[[nn.Module], nn.Module], seed: int
-) -> Made:
+) -> Trained:
     torch.manual_seed(seed)
     model = kind()
     optimizer_of: Callable[..., torch.optim.Optimizer] = (
@@ -120,20 +120,22 @@ class Half(nn.Sequential):
         self.bfloat16()
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def check(
     kind: Callable[[], nn.Module], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    expected, theirs = make(kind, alone, 0)
-    for (name, want), got in zip(expected.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(whole(got).detach(), want.detach()), name
+    expected_model, expected_optimizer = make(kind, unsharded, 0)
+    for (name, want), got in zip(
+        expected_model.named_parameters(), model.parameters(), strict=True
+    ):
+        assert torch.equal(full(got).detach(), want.detach()), name
         assert got.dtype == want.dtype
         assert got.requires_grad == want.requires_grad
-        for slot, value in theirs.state.get(want, {}).items():
-            assert torch.equal(whole(optimizer.state[got][slot]), value), (name, slot)
+        for slot, value in expected_optimizer.state.get(want, {}).items():
+            assert torch.equal(full(optimizer.state[got][slot]), value), (name, slot)
             assert optimizer.state[got][slot].dtype == value.dtype, (name, slot)
     assert optimizer.param_groups[0]["lr"] == 0.1
 
@@ -169,10 +171,10 @@ def run(rank: int, root: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_survives_a_change_of_layout(tmp_path: Path, case: str) -> None:
+def test_a_model_loads_in_another_layout(tmp_path: Path, case: str) -> None:
     mp.spawn(run, args=(str(tmp_path), case), nprocs=4)
     kind = CASES[case][0]
-    model, optimizer = make(kind, alone, 2)
+    model, optimizer = make(kind, unsharded, 2)
     checkpoint.load(f"{tmp_path}/run", {"model": model, "optimizer": optimizer})
     check(kind, model, optimizer)
     stored = StoredCheckpoint.open(f"{tmp_path}/run").tensors
@@ -183,7 +185,7 @@ def test_a_model_survives_a_change_of_layout(tmp_path: Path, case: str) -> None:
 
 
 class Stages(nn.Module):
-    """A model in two pipeline stages, of which a rank has one."""
+    """Some stages of a model with two pipeline stages."""
 
     def __init__(self, stages: tuple[int, ...]) -> None:
         super().__init__()
@@ -192,7 +194,7 @@ class Stages(nn.Module):
         self.stages = nn.ModuleDict({str(number): layers[number] for number in stages})
 
 
-def trained_stages(stages: tuple[int, ...], lr: float) -> Made:
+def trained_stages(stages: tuple[int, ...], lr: float) -> Trained:
     model = Stages(stages)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for parameter in model.parameters():
@@ -221,26 +223,27 @@ def pipeline(rank: int, root: str, save: bool) -> None:
 def check_stages(
     model: nn.Module, optimizer: torch.optim.Optimizer, stages: tuple[int, ...]
 ) -> None:
-    expected, theirs = trained_stages(stages, 0.1)
-    for want, got in zip(expected.parameters(), model.parameters(), strict=True):
+    expected_model, expected_optimizer = trained_stages(stages, 0.1)
+    for want, got in zip(expected_model.parameters(), model.parameters(), strict=True):
         assert torch.equal(want, got)
-        assert torch.equal(theirs.state[want]["exp_avg"], optimizer.state[got]["exp_avg"])
+        expected_slot = expected_optimizer.state[want]["exp_avg"]
+        assert torch.equal(expected_slot, optimizer.state[got]["exp_avg"])
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_two_pipeline_stages_load_as_one_process_and_back(tmp_path: Path) -> None:
-    apart, together = tmp_path / "apart", tmp_path / "together"
-    for place in (apart, together):
-        place.mkdir()
-    mp.spawn(pipeline, args=(str(apart), True), nprocs=2)
+def test_two_pipeline_stages_load_in_one_process_and_back(tmp_path: Path) -> None:
+    pipelined, single = tmp_path / "pipelined", tmp_path / "single"
+    for directory in (pipelined, single):
+        directory.mkdir()
+    mp.spawn(pipeline, args=(str(pipelined), True), nprocs=2)
     model, optimizer = trained_stages((0, 1), 0.7)
-    checkpoint.load(f"{apart}/run", {"model": model, "optimizer": optimizer})
-    # Seeded alike, the stages' values do not depend on which rank has them.
+    checkpoint.load(f"{pipelined}/run", {"model": model, "optimizer": optimizer})
+    # All ranks use the same seed, so a stage's values do not depend on the rank that has it.
     expected, _ = trained_stages((0, 1), 0.1)
     assert all(
         torch.equal(a, b) for a, b in zip(expected.parameters(), model.parameters(), strict=True)
     )
     assert optimizer.param_groups[0]["lr"] == 0.1
     model, optimizer = trained_stages((0, 1), 0.1)
-    checkpoint.save(f"{together}/run", {"model": model, "optimizer": optimizer}, step=1)
-    mp.spawn(pipeline, args=(str(together), False), nprocs=2)
+    checkpoint.save(f"{single}/run", {"model": model, "optimizer": optimizer}, step=1)
+    mp.spawn(pipeline, args=(str(single), False), nprocs=2)

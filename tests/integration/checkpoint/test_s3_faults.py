@@ -1,4 +1,4 @@
-"""Object storage that fails now and then, over real HTTP: nothing is lost, nothing half-visible."""
+"""Tests of object storage with faults, over real HTTP: no data is lost or partly visible."""
 
 from __future__ import annotations
 
@@ -19,30 +19,36 @@ from keepstep.checkpoint.stored.objects import ObjectStorage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import open_storage
 
-SLOW_DOWN = b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>'
+SLOW_DOWN = (
+    b'<?xml version="1.0"?><Error><Code>SlowDown</Code>'
+    b"<Message>Reduce your request rate.</Message></Error>"
+)
 
 
 class Faults:
-    """What happens to which request: every `every`-th that `concerns` has the fault, at most `limit` of them."""
+    """Chooses the requests that have a fault: every `every`-th, at most `limit` of them."""
 
     def __init__(self) -> None:
         self.kind, self.every, self.limit = "none", 1, 0
-        self.seen = itertools.count(1)
-        self.done = 0
+        self.requests = itertools.count(1)
+        self.injected = 0
         self.lock = threading.Lock()
-        self.again = threading.Event()
+        self.repeated = threading.Event()
         self.ended = threading.Event()
 
     def set(self, kind: str, every: int = 1, limit: int = 10**9) -> None:
-        self.kind, self.every, self.limit, self.done = kind, every, limit, 0
-        self.seen = itertools.count(1)
-        self.again.clear()
+        self.kind, self.every, self.limit, self.injected = kind, every, limit, 0
+        self.requests = itertools.count(1)
+        self.repeated.clear()
 
-    def strikes(self) -> bool:
+    def inject(self) -> bool:
+        """Return whether the next request has the fault."""
         with self.lock:
-            if self.kind == "none" or next(self.seen) % self.every or self.done >= self.limit:
+            if self.kind == "none" or next(self.requests) % self.every:
                 return False
-            self.done += 1
+            if self.injected >= self.limit:
+                return False
+            self.injected += 1
             return True
 
 
@@ -53,31 +59,31 @@ class Proxy(BaseHTTPRequestHandler):
 
     def handle_one(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        strikes = self.faults.strikes()
-        if strikes and self.faults.kind in ("500", "503"):
-            self.answer(int(self.faults.kind), SLOW_DOWN)
+        fault = self.faults.kind if self.faults.inject() else "none"
+        if fault in ("500", "503"):
+            self.answer(int(fault), SLOW_DOWN)
             return
-        if strikes and self.faults.kind == "reset before":
+        if fault == "reset before":
             self.close_connection = True
             return
-        if strikes and self.faults.kind == "stall":
+        if fault == "stall":
             self.faults.ended.wait()
             self.close_connection = True
             return
-        if strikes and self.faults.kind == "slow":
-            # The first takes until it has been sent again; what is sent again gets no answer at all.
-            if self.faults.done > 1:
-                self.faults.again.set()
+        if fault == "slow":
+            # The first request is answered once it has been repeated; the repeated one never is.
+            if self.faults.injected > 1:
+                self.faults.repeated.set()
                 self.faults.ended.wait()
                 self.close_connection = True
                 return
-            self.faults.again.wait()
+            self.faults.repeated.wait()
         connection = http.client.HTTPConnection(*self.upstream, timeout=30)
         connection.request(self.command, self.path, body, dict(self.headers))
         response = connection.getresponse()
         data = response.read()
         connection.close()
-        if strikes and self.faults.kind == "reply lost":
+        if fault == "reply lost":
             self.close_connection = True
             return
         self.send_response(response.status)
@@ -97,7 +103,7 @@ class Proxy(BaseHTTPRequestHandler):
         )
         self.send_header("Content-Length", length)
         self.end_headers()
-        if strikes and self.faults.kind == "cut":
+        if fault == "cut":
             self.wfile.write(data[: len(data) // 2])
             self.close_connection = True
             return
@@ -112,12 +118,12 @@ class Proxy(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
 def s3_endpoint(s3_server: tuple[str, int]) -> Iterator[tuple[str, int]]:
-    """A proxy before the server."""
+    """The address of a proxy in front of the server."""
     Proxy.upstream = s3_server
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     thread = threading.Thread(target=proxy.serve_forever)
@@ -140,14 +146,14 @@ def state(value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["500", "503", "reset before", "reply lost", "cut"])
-def test_a_fault_at_every_third_request_changes_nothing(s3: str, kind: str) -> None:
+def test_checkpoints_are_intact_if_every_third_request_fails(s3: str, kind: str) -> None:
     url = f"{s3}/{uuid.uuid4().hex}"
     Proxy.faults.set(kind, every=3)
     checkpoint.save(url, state(1.0), step=1)
     checkpoint.save(url, state(2.0), step=2)
     filled = state(0.0)
     assert checkpoint.load(url, filled) == 2
-    assert Proxy.faults.done >= 4
+    assert Proxy.faults.injected >= 4
     Proxy.faults.set("none")
     assert all(torch.equal(filled[name], value) for name, value in state(2.0).items())
     assert [stored.step for stored in list_steps(url)] == [2, 1]
@@ -155,7 +161,7 @@ def test_a_fault_at_every_third_request_changes_nothing(s3: str, kind: str) -> N
         StoredCheckpoint.open(url, step).verify()
 
 
-def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3: str) -> None:
+def test_a_request_without_an_answer_is_repeated_and_finally_fails(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
     storage = replace(storage, request_timeout_s=1.0)
@@ -170,7 +176,7 @@ def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3:
     ]):  # fmt: skip
         Proxy.faults.set("stall", limit=1)
         act()
-        assert Proxy.faults.done == 1, number
+        assert Proxy.faults.injected == 1, number
     assert storage.names() == ["b"]
     assert storage.read("b") == data
     Proxy.faults.set("stall")
@@ -180,24 +186,24 @@ def test_a_request_that_gets_no_answer_is_sent_again_and_in_the_end_given_up(s3:
         storage.read("b")
 
 
-def test_a_request_that_is_only_slow_is_answered_though_it_was_sent_again(s3: str) -> None:
+def test_a_slow_request_succeeds_although_it_was_repeated(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
     storage = replace(storage, request_timeout_s=1.0)
     for act in (lambda: storage.write("a", [b"onetwo"]), lambda: storage.read("a")):
         Proxy.faults.set("slow")
         act()
-        assert Proxy.faults.done >= 2
+        assert Proxy.faults.injected >= 2
     Proxy.faults.set("none")
     assert storage.read("a") == b"onetwo"
 
 
-def test_many_bytes_are_given_more_time_with_every_attempt(s3: str) -> None:
+def test_large_requests_get_more_time_with_every_attempt(s3: str) -> None:
     storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
     assert isinstance(storage, ObjectStorage)
     storage = replace(storage, request_timeout_s=0.1)
     Proxy.faults.set("stall")
-    # 1/8 s at the rate that is assumed, 4/8 s, 16/8 s, and 0.1 s each.
+    # 1/8 s at the assumed rate, then 4/8 s and 16/8 s, plus 0.1 s each.
     with pytest.raises(
         CheckpointError, match="could not read a: 3 requests got no answer within 3 s"
     ):
@@ -208,7 +214,7 @@ def test_many_bytes_are_given_more_time_with_every_attempt(s3: str) -> None:
         storage.write("a", [bytes(2**15)])
 
 
-def test_storage_that_stays_away_is_an_error_and_leaves_the_last_checkpoint(s3: str) -> None:
+def test_storage_that_stays_unavailable_is_an_error_and_keeps_the_last_checkpoint(s3: str) -> None:
     url = f"{s3}/{uuid.uuid4().hex}"
     checkpoint.save(url, state(1.0), step=1)
     Proxy.faults.set("503")

@@ -1,4 +1,4 @@
-"""One suite that every kind of storage passes, S3 over HTTP among them."""
+"""The suite of tests that every storage passes, including S3 over HTTP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def storage(url: str) -> Storage:
     return open_storage(url)
 
 
-def test_what_is_written_is_read(storage: Storage) -> None:
+def test_an_object_is_read_as_it_was_written(storage: Storage) -> None:
     storage.write("a/b", [b"one", memoryview(b"two")])
     storage.flush(["a/b"])
     assert storage.read("a/b") == storage.read("a/b", nbytes=1) == b"onetwo"
@@ -44,7 +44,7 @@ def test_what_is_written_is_read(storage: Storage) -> None:
     assert first + second == b"again"
 
 
-def test_an_object_gets_a_second_name_only_if_its_bytes_are_the_same(storage: Storage) -> None:
+def test_an_object_is_linked_only_if_its_bytes_are_the_same(storage: Storage) -> None:
     storage.write("a/b", [b"one", b"two"])
     assert not storage.link_identical("a/b", "c/b", [b"onetwO"])
     assert not storage.link_identical("a/b", "c/b", [b"onetw"])
@@ -59,21 +59,21 @@ def test_an_object_gets_a_second_name_only_if_its_bytes_are_the_same(storage: St
 
 
 @pytest.mark.parametrize(
-    ("offset", "nbytes", "there"), [(0, 5, 5), (1, 3, 3), (2, 4, {3, 0}), (7, 1, 0)]
+    ("offset", "nbytes", "counts"), [(0, 5, {5}), (1, 3, {3}), (2, 4, {3, 0}), (7, 1, {0})]
 )
-def test_a_part_is_read_and_an_end_too_early_is_told(
-    storage: Storage, offset: int, nbytes: int, there: object
+def test_a_partial_read_returns_the_number_of_bytes_read(
+    storage: Storage, offset: int, nbytes: int, counts: set[int]
 ) -> None:
     storage.write("a", [b"12345"])
-    first, rest = bytearray(1), bytearray(nbytes - 1)
-    count = storage.read_into("a", [memoryview(first), memoryview(rest)], offset)
-    assert count in there if isinstance(there, set) else count == there
+    first, second = bytearray(1), bytearray(nbytes - 1)
+    count = storage.read_into("a", [memoryview(first), memoryview(second)], offset)
+    assert count in counts
     if count == nbytes:
-        assert first + rest == b"12345"[offset : offset + nbytes]
+        assert first + second == b"12345"[offset : offset + nbytes]
 
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1, 4095, 4096, 2**20, 2**21 + 4097])
-def test_large_objects_are_whole_whatever_their_size(storage: Storage, beyond: int) -> None:
+def test_large_objects_of_any_size_are_complete(storage: Storage, beyond: int) -> None:
     data = os.urandom(2**20 + beyond)
     pieces = [data[:5], memoryview(data)[5 : 2**19 + 3], data[2**19 + 3 :]]
     storage.write("a/large", pieces)
@@ -82,25 +82,25 @@ def test_large_objects_are_whole_whatever_their_size(storage: Storage, beyond: i
     assert storage.read("a/large") == data[::-1]
 
 
-@pytest.mark.parametrize("refuses", ["open", "posix_fallocate", "write"])
-def test_a_file_system_without_direct_writes_gets_flushed_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str
+@pytest.mark.parametrize("refused_call", ["open", "posix_fallocate", "write"])
+def test_a_file_system_without_direct_writes_gets_buffered_and_flushed_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused_call: str
 ) -> None:
     flushed: list[int] = []
-    really = {name: getattr(os, name) for name in ("open", "posix_fallocate", "write", "fsync")}
+    original = {name: getattr(os, name) for name in ("open", "posix_fallocate", "write", "fsync")}
 
-    def refuse(first: object, second: int | memoryview, *rest: int) -> int:
-        if refuses == "posix_fallocate":
+    def refuse(first: object, second: int | memoryview, *arguments: int) -> int:
+        if refused_call == "posix_fallocate":
             raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-        if refuses == "write" or (isinstance(second, int) and second & os.O_DIRECT):
+        if refused_call == "write" or (isinstance(second, int) and second & os.O_DIRECT):
             raise OSError(errno.EINVAL, "Invalid argument")
-        return int(really[refuses](first, second, *rest))
+        return int(original[refused_call](first, second, *arguments))
 
     def fsync(descriptor: int) -> None:
         flushed.append(os.fstat(descriptor).st_size)
-        really["fsync"](descriptor)
+        original["fsync"](descriptor)
 
-    monkeypatch.setattr(files.os, refuses, refuse)
+    monkeypatch.setattr(files.os, refused_call, refuse)
     monkeypatch.setattr(files.os, "fsync", fsync)
     storage = open_storage(str(tmp_path))
     data = bytes(2**20) + b"end"
@@ -110,21 +110,21 @@ def test_a_file_system_without_direct_writes_gets_flushed_ones(
     assert storage.names() == ["a/large"]
 
 
-def test_everything_is_flushed_before_a_checkpoint_is_one(
+def test_everything_is_flushed_before_a_checkpoint_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: set[Path] = set()
-    really_flush, really_link = files._flush, os.link
+    original_flush, original_link = files._flush, os.link
 
     def flush(path: Path) -> None:
         flushed.add(path)
-        really_flush(path)
+        original_flush(path)
 
     def link(unfinished: Path, path: Path) -> None:
-        there = {found for found in tmp_path.rglob("*") if found != unfinished}
-        assert len(there) > 8
-        assert there | {tmp_path} <= flushed
-        really_link(unfinished, path)
+        written = {file for file in tmp_path.rglob("*") if file != unfinished}
+        assert len(written) > 8
+        assert written | {tmp_path} <= flushed
+        original_link(unfinished, path)
 
     monkeypatch.setattr(files, "_flush", flush)
     monkeypatch.setattr(files.os, "link", link)
@@ -133,7 +133,7 @@ def test_everything_is_flushed_before_a_checkpoint_is_one(
     )
 
 
-def test_what_is_not_there_is_missing(storage: Storage) -> None:
+def test_an_object_that_does_not_exist_is_missing(storage: Storage) -> None:
     assert not storage.exists("nothing")
     assert storage.names() == []
     assert storage.directories_with("manifest.json") == []
@@ -153,22 +153,22 @@ def test_create_never_replaces(storage: Storage) -> None:
     assert storage.read("a/commit") == b"first"
 
 
-def test_of_many_creators_one_wins(storage: Storage) -> None:
-    won = []
+def test_one_of_many_concurrent_creators_succeeds(storage: Storage) -> None:
+    succeeded = []
 
     def create(number: int) -> None:
         try:
             storage.create("commit", b"%d" % number)
         except CheckpointExists:
             return
-        won.append(number)
+        succeeded.append(number)
 
     threads = [threading.Thread(target=create, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [b"%d" % number for number in won] == [storage.read("commit")]
+    assert [b"%d" % number for number in succeeded] == [storage.read("commit")]
 
 
 def test_names_are_listed_and_deleted_by_directory(storage: Storage) -> None:
@@ -182,7 +182,7 @@ def test_names_are_listed_and_deleted_by_directory(storage: Storage) -> None:
     assert storage.names() == ["ab/x"]
 
 
-def test_a_probe_leaves_nothing(storage: Storage) -> None:
+def test_a_probe_leaves_no_objects(storage: Storage) -> None:
     storage.probe_writable()
     assert storage.names() == []
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_saves_and_loads(url: str) -> None:
     assert [stored.step for stored in list_steps(url)] == [5]
 
 
-def test_a_missing_bucket_is_told_before_training(s3: str) -> None:
+def test_a_missing_bucket_is_reported_by_the_probe(s3: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"s3://no-such-bucket/x: could not write .*check bucket"
     ) as caught:
@@ -205,13 +205,13 @@ def test_a_missing_bucket_is_told_before_training(s3: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_where_a_directory_should_be_is_told_before_training(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_directory_is_reported_by_the_probe(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="check that the place exists and is a directory"):
         open_storage(f"{tmp_path}/file/run").probe_writable()
 
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "s3:///x", "file://host/x"])
-def test_urls_that_name_no_place_are_refused(url: str) -> None:
+def test_urls_without_a_known_location_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match=url):
         open_storage(url)

@@ -1,4 +1,4 @@
-"""Stored checkpoints in one process: what others read, what survives crashes, what is refused."""
+"""Tests of stored checkpoints in one process: other readers, crashes, damage, partial reads."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def objects(root: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_model_and_optimizer_come_back_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_model_and_optimizer_are_restored_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
     model, optimizer = trained(0, dtype)
     checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=3)
-    other, fresh = Tied().to(dtype), None
+    other = Tied().to(dtype)
     fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
     assert checkpoint.load(str(tmp_path), {"model": other, "optimizer": fresh}) == 3
     for name, value in model.state_dict().items():
@@ -72,15 +72,15 @@ def test_model_and_optimizer_come_back_exactly(tmp_path: Path, dtype: torch.dtyp
             assert fresh.state[new][slot].dtype == value.dtype
 
 
-def test_tied_weights_are_stored_once_even_under_two_parameters(tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_even_if_they_are_two_parameters(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)])
     model[1].weight = nn.Parameter(model[0].weight.data)
     checkpoint.save(str(tmp_path), {"model": model}, step=1)
     assert list(StoredCheckpoint.open(str(tmp_path)).tensors) == ["model/0.weight"]
 
 
-def test_zarr_reads_a_checkpoint_by_itself(tmp_path: Path) -> None:
-    """In a process that imports nothing of ours: what zarr needs it finds by entry points."""
+def test_zarr_reads_a_checkpoint_without_importing_keepstep(tmp_path: Path) -> None:
+    """Entry points give zarr the extensions that it needs."""
     model, optimizer = trained(0)
     state = {
         "model": model,
@@ -94,10 +94,12 @@ def test_zarr_reads_a_checkpoint_by_itself(tmp_path: Path) -> None:
         "import sys, numpy, zarr\n"
         "group = zarr.open(sys.argv[1], mode='r')\n"
         "assert group.attrs['keepstep']['step'] == 3\n"
-        "assert not any(name == 'torch' or name == 'keepstep.checkpoint.stored.reader' for name in sys.modules)\n"
-        "arrays = {name: node[...] for name, node in group.members(max_depth=None) if isinstance(node, zarr.Array)}\n"
+        "assert not {'torch', 'keepstep.checkpoint.stored.reader'} & set(sys.modules)\n"
+        "nodes = dict(group.members(max_depth=None))\n"
+        "arrays = {n: node[...] for n, node in nodes.items() if isinstance(node, zarr.Array)}\n"
         "assert (group['large'][700:702, 5:9] == arrays['large'][700:702, 5:9]).all()\n"
-        "numpy.savez(sys.argv[2], **{name: numpy.asarray(a, 'float64') for name, a in arrays.items()})\n"
+        "doubles = {name: numpy.asarray(array, 'float64') for name, array in arrays.items()}\n"
+        "numpy.savez(sys.argv[2], **doubles)\n"
     )
     root = tmp_path / StoredStep(3, 0).directory
     subprocess.run([sys.executable, "-c", code, str(root), str(tmp_path / "read.npz")], check=True)
@@ -121,7 +123,7 @@ def test_tensorstore_reads_a_large_tensor_from_its_own_directory(tmp_path: Path)
     assert torch.equal(torch.from_numpy(array.read().result()), large)
 
 
-def test_thousands_of_small_tensors_make_a_handful_of_objects(tmp_path: Path) -> None:
+def test_thousands_of_small_tensors_make_few_objects(tmp_path: Path) -> None:
     state = {f"t{i}": torch.full((3,), float(i)) for i in range(3000)}
     checkpoint.save(str(tmp_path), state, step=1)
     assert len(objects(tmp_path)) == 5
@@ -130,7 +132,7 @@ def test_thousands_of_small_tensors_make_a_handful_of_objects(tmp_path: Path) ->
     assert all(torch.equal(filled[name], state[name]) for name in state)
 
 
-def test_scalars_empty_tensors_and_padded_chunks_come_back(tmp_path: Path) -> None:
+def test_scalars_empty_tensors_and_padded_chunks_are_restored(tmp_path: Path) -> None:
     state = {
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 3),
@@ -163,7 +165,7 @@ def test_a_crash_before_the_manifest_leaves_the_previous_step_the_newest(tmp_pat
     assert state["x"].tolist() == [1, 1, 1, 1]
 
 
-def test_a_second_save_of_a_changed_state_stores_the_change(tmp_path: Path) -> None:
+def test_a_second_save_stores_a_changed_tensor(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     checkpoint.save(str(tmp_path), {"model": model, "optimizer": optimizer}, step=1)
     with torch.no_grad():
@@ -174,7 +176,7 @@ def test_a_second_save_of_a_changed_state_stores_the_change(tmp_path: Path) -> N
     assert torch.equal(other.embedding.weight, model.embedding.weight)
 
 
-def test_a_committed_step_is_never_touched_again(tmp_path: Path) -> None:
+def test_a_committed_step_is_never_changed(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.ones(4)}, step=1)
     before = {path: path.read_bytes() for path in objects(tmp_path)}
     with pytest.raises(CheckpointExists, match="committed already"):
@@ -182,7 +184,7 @@ def test_a_committed_step_is_never_touched_again(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in objects(tmp_path)} == before
 
 
-def test_the_newest_generation_of_a_step_is_the_one_that_loads(tmp_path: Path) -> None:
+def test_the_newest_generation_of_a_step_is_loaded(tmp_path: Path) -> None:
     for generation in (0, 2, 1):
         checkpoint.save(
             str(tmp_path), {"x": torch.full((2,), float(generation))}, step=1, generation=generation
@@ -193,21 +195,27 @@ def test_the_newest_generation_of_a_step_is_the_one_that_loads(tmp_path: Path) -
     assert [stored.generation for stored in list_steps(str(tmp_path))] == [2, 1, 0]
 
 
-HARMS: dict[str, Callable[[bytes, bytes], bytes | None]] = {
-    "flip first": lambda data, other: bytes([data[0] ^ 1]) + data[1:],
-    "flip middle": lambda data, other: data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 64]) + data[len(data) // 2 + 1 :],
-    "flip last": lambda data, other: data[:-1] + bytes([data[-1] ^ 128]),
+def flip(data: bytes, position: int, bit: int) -> bytes:
+    flipped = bytearray(data)
+    flipped[position] ^= 1 << bit
+    return bytes(flipped)
+
+
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
+    "flip first": lambda data, other: flip(data, 0, bit=0),
+    "flip middle": lambda data, other: flip(data, len(data) // 2, bit=6),
+    "flip last": lambda data, other: flip(data, -1, bit=7),
     "cut": lambda data, other: data[:-1],
     "empty": lambda data, other: b"",
     "delete": lambda data, other: None,
     "swap": lambda data, other: other,
     "append": lambda data, other: data + b"\0",
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("harm", HARMS)
-def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> None:
-    """By `verify` every harm, by `load` every one to what it relies on."""
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str) -> None:
+    """`verify` detects all damage, `load` all damage to objects that it uses."""
     state = {
         "x": torch.arange(4e5),
         "y": torch.arange(4e5) + 1,
@@ -219,23 +227,25 @@ def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> Non
     names = [path.relative_to(good) for path in objects(good)]
     assert len(names) == 9
     for number, name in enumerate(names):
-        if str(name) == "manifest.json" and harm == "delete":
-            continue  # Then it is no checkpoint, which another test shows.
+        if str(name) == "manifest.json" and damage == "delete":
+            continue  # Then the directory is not a checkpoint, which another test covers.
         bad = tmp_path / f"bad-{number}"
         shutil.copytree(tmp_path / "good", bad)
         path = bad / StoredStep(1, 0).directory / name
-        # Swapped for the one most alike.
+        # "swap" takes the most similar object.
         other = min(
             (n for n in names if n != name), key=lambda n: (n.parts[1:] != name.parts[1:], n)
         )
-        harmed = HARMS[harm]((good / name).read_bytes(), (good / other).read_bytes())
-        if harmed == path.read_bytes():
-            continue  # Two arrays' metadata are alike.
-        path.unlink() if harmed is None else path.write_bytes(harmed)
+        damaged = DAMAGES[damage]((good / name).read_bytes(), (good / other).read_bytes())
+        if damaged == path.read_bytes():
+            continue  # The metadata of two arrays is equal.
+        path.unlink() if damaged is None else path.write_bytes(damaged)
         with pytest.raises(CheckpointDamaged, match=str(name)):
             StoredCheckpoint.open(str(bad)).verify()
-        # The arrays' own metadata is for other readers; ours has it in the root. What follows a chunk is not read.
-        if not (len(name.parts) == 2 and name.name == "zarr.json") and harm != "append":
+        # `load` reads the arrays' metadata in the root, not in the arrays' own objects, and no
+        # bytes after a chunk's end.
+        is_array_metadata = len(name.parts) == 2 and name.name == "zarr.json"
+        if not is_array_metadata and damage != "append":
             with pytest.raises(CheckpointDamaged, match=str(name)):
                 checkpoint.load(
                     str(bad), {key: torch.zeros_like(value) for key, value in state.items()}
@@ -243,7 +253,7 @@ def test_harm_to_any_object_is_found_and_named(tmp_path: Path, harm: str) -> Non
         shutil.rmtree(bad)
 
 
-def test_chunks_of_two_tensors_exchanged_are_found(tmp_path: Path) -> None:
+def test_exchanged_chunks_of_two_tensors_are_detected(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1}, step=1)
     x, y = (tmp_path / StoredStep(1, 0).directory / name / "c.0" for name in "xy")
     first, second = x.read_bytes(), y.read_bytes()
@@ -253,7 +263,7 @@ def test_chunks_of_two_tensors_exchanged_are_found(tmp_path: Path) -> None:
         checkpoint.load(str(tmp_path), {"x": torch.zeros(400_000)}, strict=False)
 
 
-def test_a_part_of_a_tensor_costs_little_more_than_that_part(tmp_path: Path) -> None:
+def test_reading_some_rows_reads_few_other_bytes(tmp_path: Path) -> None:
     values = torch.randn(4096, 512)
     checkpoint.save(str(tmp_path), {"x": values}, step=1)
     source = StoredCheckpoint.open(str(tmp_path))
@@ -272,7 +282,7 @@ def test_a_part_of_a_tensor_costs_little_more_than_that_part(tmp_path: Path) -> 
     assert counting.nbytes < 1.01 * into.nbytes + listings
 
 
-def test_columns_of_what_was_saved_by_rows_cost_little_more_than_they_are(tmp_path: Path) -> None:
+def test_reading_columns_of_rowwise_shards_reads_few_other_bytes(tmp_path: Path) -> None:
     values = torch.randn(1000, 2048)
     checkpoint.save(str(tmp_path), {"x": values}, step=1)
     source = StoredCheckpoint.open(str(tmp_path))
@@ -288,22 +298,21 @@ def test_columns_of_what_was_saved_by_rows_cost_little_more_than_they_are(tmp_pa
     boxes = (Box((0, 333), (1000, 100)), columns), (Box((970, 0), (30, 2048)), rows)
     counting.nbytes = 0
     replace(source, storage=counting).read(
-        [BoxRequest("x", box, as_bytes(one)) for box, one in boxes]
+        [BoxRequest("x", box, as_bytes(target)) for box, target in boxes]
     )
     assert torch.equal(columns, values[:, 333:433])
     assert torch.equal(rows, values[970:])
-    whole = values.nbytes
-    assert counting.nbytes < whole / 2, "cells that two requests share are read once"
+    assert counting.nbytes < values.nbytes / 2, "cells that two requests share are read once"
 
 
-def test_a_copied_step_directory_is_no_checkpoint_of_another_step(tmp_path: Path) -> None:
+def test_a_step_directory_copied_to_another_step_is_refused(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.ones(4)}, step=1)
     shutil.copytree(tmp_path / StoredStep(1, 0).directory, tmp_path / StoredStep(9, 0).directory)
     with pytest.raises(CheckpointDamaged, match="belongs to step 1"):
         checkpoint.load(str(tmp_path), {"x": torch.zeros(4)})
 
 
-def test_nothing_there_is_missing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_exist_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissing, match="there is no checkpoint"):
         checkpoint.load(f"{tmp_path}/nothing", {"x": torch.zeros(4)})
     checkpoint.save(str(tmp_path), {"x": torch.zeros(4)}, step=4)
@@ -311,7 +320,7 @@ def test_nothing_there_is_missing(tmp_path: Path) -> None:
         checkpoint.load(str(tmp_path), {"x": torch.zeros(4)}, step=5)
 
 
-def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
+def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:
     entries = tuple(
         Entry(
             key=f"t{i}",
@@ -324,22 +333,23 @@ def test_an_attempt_whose_generation_is_over_ends(tmp_path: Path) -> None:
         for i in range(50)
     )
     plan = plan_chunks([ShardIndex(0, entries, {})])
-    read: list[str] = []
+    read_keys: list[str] = []
 
     def read_box(key: str, box: Box):
-        read.append(key)
+        read_keys.append(key)
         return torch.zeros(4, 1, dtype=torch.uint8).numpy()
 
     storage, stored = open_storage(str(tmp_path)), StoredStep(1, 0)
     with pytest.raises(CheckpointError, match="generation 0 is over"):
-        write_part(storage, stored, plan, [0], read_box, name=0, stop=lambda: len(read) >= 10)
-    assert len(read) < 20
+        write_part(storage, stored, plan, [0], read_box, name=0, stop=lambda: len(read_keys) >= 10)
+    assert len(read_keys) < 20
     assert list_steps(str(tmp_path)) == ()
 
 
 def test_importing_the_package_loads_neither_torch_nor_tensorstore() -> None:
     code = (
-        "import sys, keepstep.checkpoint, keepstep.checkpoint.stored.writer, keepstep.checkpoint.stored.reader, keepstep.checkpoint.stored.files;"
+        "import sys, keepstep.checkpoint;"
+        "from keepstep.checkpoint.stored import files, reader, writer;"
         "print([m for m in ('torch', 'tensorstore') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Claims about what has not changed since the last checkpoint."""
+"""Tests of tensors that have not changed since the last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from keepstep import checkpoint
 from keepstep.checkpoint.stored.format import StoredStep
 
 
-def test_frozen_weights_are_not_written_again_and_outlive_the_checkpoint_they_were_written_in(
+def test_frozen_weights_are_linked_and_survive_the_removal_of_older_checkpoints(
     tmp_path: Path,
 ) -> None:
     frozen, tuned = torch.randn(600, 1000), torch.randn(600, 1000)
-    places = {}
+    inodes = {}
     for step in (1, 2, 3):
         tuned.add_(1)
         checkpoint.save(str(tmp_path), {"frozen": frozen, "tuned": tuned}, step=step)
         for name in ("frozen", "tuned"):
             (chunk,) = (tmp_path / StoredStep(step, 0).directory / name).glob("c.*")
-            places[name, step] = chunk.stat().st_ino
-    assert len({places["frozen", step] for step in (1, 2, 3)}) == 1
-    assert len({places["tuned", step] for step in (1, 2, 3)}) == 3
+            inodes[name, step] = chunk.stat().st_ino
+    assert len({inodes["frozen", step] for step in (1, 2, 3)}) == 1
+    assert len({inodes["tuned", step] for step in (1, 2, 3)}) == 3
     shutil.rmtree(tmp_path / StoredStep(1, 0).directory)
     into = {"frozen": torch.zeros(600, 1000), "tuned": torch.zeros(600, 1000)}
     assert checkpoint.load(str(tmp_path), into) == 3
@@ -31,7 +31,7 @@ def test_frozen_weights_are_not_written_again_and_outlive_the_checkpoint_they_we
     assert torch.equal(into["tuned"], tuned)
 
 
-def test_what_was_damaged_in_the_last_checkpoint_is_written_anew(tmp_path: Path) -> None:
+def test_a_chunk_that_is_damaged_in_the_last_checkpoint_is_written_again(tmp_path: Path) -> None:
     frozen = torch.randn(600, 1000)
     checkpoint.save(str(tmp_path), {"frozen": frozen}, step=1)
     (chunk,) = (tmp_path / StoredStep(1, 0).directory / "frozen").glob("c.*")

@@ -1,4 +1,4 @@
-"""What zarr-python is told when it reads a packed array that is not as it was written: never made-up values."""
+"""Tests of zarr-python on damaged packed arrays: reads raise errors, never return wrong values."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def enlarge(root: Path) -> None:
 
 
 def add_codec(root: Path) -> None:
-    """As if it were an array of plain chunks, with another codec behind ours."""
+    """Add a codec after the packed one, so that zarr reads chunks as objects."""
     edit(root, lambda nodes: nodes[KEY]["codecs"].append({"name": "crc32c"}))
     chunk = root / chunk_name(KEY, (0,))
     chunk.parent.mkdir(parents=True)
-    chunk.write_bytes(bytes(4))  # Nothing, and the checksum of nothing.
+    chunk.write_bytes(bytes(4))  # No data, and the checksum of no data.
 
 
 def edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -52,27 +52,27 @@ def edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "said"),
+    ("damage", "message"),
     [
-        (flip, f"{PACK}: what it holds of {KEY} was changed; load an older step"),
-        (cut, f"{PACK}: what it holds of {KEY} was changed; load an older step"),
-        (lambda root: (root / PACK).unlink(), f"{PACK} is gone; load an older step"),
-        (lambda root: (root / MANIFEST).unlink(), f"{MANIFEST} is gone; load an older step"),
+        (flip, f"{PACK}: the data of {KEY} was changed; load an older step"),
+        (cut, f"{PACK}: the data of {KEY} was changed; load an older step"),
+        (lambda root: (root / PACK).unlink(), f"{PACK} is missing; load an older step"),
+        (lambda root: (root / MANIFEST).unlink(), f"{MANIFEST} is missing; load an older step"),
         (rename, f"model/v/c.0 is not a chunk of {KEY}; was the array moved?"),
         (enlarge, f"{KEY}/c.[0-9]+: no listing has this chunk; load an older step"),
-        (add_codec, f"{KEY}: a packed chunk is no object of its own; .* no codec added"),
+        (add_codec, f"{KEY}: a packed chunk is not an object of its own; .* no codec added"),
     ],
 )
-def test_an_array_that_is_not_as_it_was_written_is_refused(
-    tmp_path: Path, harm: Callable[[Path], None], said: str
+def test_a_damaged_packed_array_is_refused(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     checkpoint.save(str(tmp_path), {"model": {"w": torch.arange(6.0)}}, step=1)
     root = tmp_path / StoredStep(1, 0).directory
-    harm(root)
+    damage(root)
     array = next(
         node
         for _, node in zarr.open_group(str(root), mode="r").members(None)
         if isinstance(node, zarr.Array)
     )
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         array[:]

@@ -1,4 +1,4 @@
-"""`keepstep ckpt` as people and scripts use it."""
+"""Tests of `keepstep ckpt`, with text and with JSON output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from keepstep.elastic.cli.main import main
 
 @pytest.fixture
 def run7(tmp_path: Path) -> Path:
-    """Steps 10 to 50, the third with the best loss."""
+    """A URL with steps 10 to 50; the third has the best loss."""
     root = tmp_path / "run7"
     for step, loss in ((10, 3.0), (20, 2.0), (30, 1.0), (40, 2.5), (50, 2.6)):
         state = {"large": torch.full((600, 600), float(step)), "small": torch.ones(3), "loss": loss}
@@ -29,24 +29,24 @@ def keepstep(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["ckpt", *map(str, arguments)])
 
 
-def answer(*arguments: object) -> Any:
+def json_of(*arguments: object) -> Any:
     done = keepstep(*arguments, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
 def steps(root: Path) -> list[int]:
-    return [one["step"] for one in answer("ls", root)["checkpoints"]]
+    return [stored["step"] for stored in json_of("ls", root)["checkpoints"]]
 
 
-def test_ls_and_show_tell_what_is_there(run7: Path) -> None:
+def test_ls_lists_checkpoints_and_show_shows_one(run7: Path) -> None:
     assert steps(run7) == [50, 40, 30, 20, 10]
-    newest = answer("ls", run7)["checkpoints"][0]
+    newest = json_of("ls", run7)["checkpoints"][0]
     on_disk = [path for path in (run7 / StoredStep(50, 0).directory).rglob("*") if path.is_file()]
     assert newest["objects"] == len(on_disk)
-    own = sum(path.stat().st_size for path in on_disk if path.name not in ("manifest.json",))
-    assert abs(newest["nbytes"] - own) < 1000
-    shown = answer("show", run7, "--step", 20, "--documents")
+    nbytes = sum(path.stat().st_size for path in on_disk if path.name != "manifest.json")
+    assert abs(newest["nbytes"] - nbytes) < 1000
+    shown = json_of("show", run7, "--step", 20, "--documents")
     assert shown["tensors"]["large"] | {"chunk": None, "cell": None} == {
         "dtype": "float32", "shape": [600, 600], "packed": False, "chunk": None, "cell": None,
     }  # fmt: skip
@@ -57,7 +57,7 @@ def test_ls_and_show_tell_what_is_there(run7: Path) -> None:
     assert "tensors" in keepstep("ls", run7).output
 
 
-def test_verify_names_the_damaged_one_and_fails(run7: Path) -> None:
+def test_verify_names_the_damaged_checkpoint_and_fails(run7: Path) -> None:
     assert keepstep("verify", run7, "--all").exit_code == 0
     bad = run7 / StoredStep(30, 0).directory / "large/c.0.0"
     bad.write_bytes(bad.read_bytes()[:-8] + b"12345678")
@@ -68,49 +68,52 @@ def test_verify_names_the_damaged_one_and_fails(run7: Path) -> None:
     ] == [StoredStep(30, 0).directory]
 
 
-def test_diff_tells_what_changed(run7: Path, tmp_path: Path) -> None:
+def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
     assert keepstep("diff", run7, run7).exit_code == 0
     done = keepstep("diff", run7, run7, "--first-step", 10, "--json")
     assert done.exit_code == 1
     assert json.loads(done.stdout) == {
-        "only_first": [], "only_second": [], "changed": {"large": "values"}, "documents": ["values"],
-    }  # fmt: skip
+        "only_first": [],
+        "only_second": [],
+        "changed": {"large": "values"},
+        "documents": ["values"],
+    }
     checkpoint.save(str(tmp_path / "other"), {"small": torch.ones(4), "new": torch.ones(1)}, step=1)
     lines = keepstep("diff", run7, tmp_path / "other").output.splitlines()
     assert lines[:3] == ["- large", "+ new", "~ small: float32 [3] -> float32 [4]"]
 
 
-def test_rm_keeps_what_the_policy_keeps_and_gc_deletes_the_rest_later(run7: Path) -> None:
+def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:
     policy = ("--keep-last", 1, "--keep-every", 20, "--keep-best", 1, "loss", "min")
-    assert answer("rm", run7, *policy, "--dry-run")["removed"] == [StoredStep(10, 0).directory]
+    assert json_of("rm", run7, *policy, "--dry-run")["removed"] == [StoredStep(10, 0).directory]
     assert steps(run7) == [50, 40, 30, 20, 10]
     assert keepstep("rm", run7, *policy).exit_code == 0
     assert steps(run7) == [50, 40, 30, 20]
-    # A reader that has opened it can finish.
+    # A reader that has opened the checkpoint can finish.
     assert (run7 / StoredStep(10, 0).directory / "large/c.0.0").exists()
-    assert answer("gc", run7)["deleted"] == []
-    assert answer("gc", run7, "--grace", 0)["deleted"] == [StoredStep(10, 0).directory]
+    assert json_of("gc", run7)["deleted"] == []
+    assert json_of("gc", run7, "--grace", 0)["deleted"] == [StoredStep(10, 0).directory]
     assert not (run7 / StoredStep(10, 0).directory).exists()
     assert keepstep("rm", run7, "--step", 40, "--step", 20, "--pin", 20).exit_code == 0
     assert steps(run7) == [50, 30, 20]
 
 
-def test_gc_leaves_an_attempt_alone_until_it_has_been_one_for_long(run7: Path) -> None:
+def test_gc_deletes_an_uncommitted_directory_only_after_the_grace_time(run7: Path) -> None:
     manifest = run7 / StoredStep(50, 0).directory / "manifest.json"
-    kept = manifest.read_bytes()
+    content = manifest.read_bytes()
     manifest.unlink()
-    assert answer("gc", run7)["deleted"] == []
-    assert answer("gc", run7)["deleted"] == []
-    # Its writer was only slow.
-    manifest.write_bytes(kept)
-    assert answer("gc", run7, "--grace", 0)["deleted"] == []
+    assert json_of("gc", run7)["deleted"] == []
+    assert json_of("gc", run7)["deleted"] == []
+    # The slow writer commits now.
+    manifest.write_bytes(content)
+    assert json_of("gc", run7, "--grace", 0)["deleted"] == []
     assert keepstep("verify", run7, "--all").exit_code == 0
 
 
-def test_cp_copies_whole_checkpoints_only(run7: Path, tmp_path: Path) -> None:
+def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
     assert (
-        answer("cp", run7, f"file://{target}", "--step", 30)["copied"]
+        json_of("cp", run7, f"file://{target}", "--step", 30)["copied"]
         == StoredStep(30, 0).directory
     )
     assert keepstep("diff", run7, target, "--first-step", 30).exit_code == 0
@@ -124,7 +127,7 @@ def test_cp_copies_whole_checkpoints_only(run7: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("show", "{nothing}"), "there is no checkpoint"),
         (("show", "{run7}", "--step", "11"), "steps there: 50, 40"),
@@ -137,11 +140,11 @@ def test_cp_copies_whole_checkpoints_only(run7: Path, tmp_path: Path) -> None:
         (("ls", "ftp://host/x"), "not supported"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_a_status(
-    run7: Path, arguments: tuple[str, ...], said: str
+def test_an_error_is_one_line_and_a_nonzero_status(
+    run7: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     places = {"nothing": f"{run7}/nothing", "run7": str(run7)}
     done = keepstep(*(argument.format(**places) for argument in arguments))
     assert done.exit_code != 0
-    assert said in done.output
+    assert message in done.output
     assert "Traceback" not in done.output

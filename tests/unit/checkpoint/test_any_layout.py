@@ -1,7 +1,8 @@
-"""Whatever layout state was saved in, it is read back bit for bit in any other.
+"""Property test: state that was saved in any layout is read bit for bit in any other.
 
-Ranks are played in one process, with the real planner, chunking, writer and reader between them, over a storage in memory. The format's
-sizes are made small, so that small tensors have many chunks, cells and packs. Real processes do the same in tests/integration.
+One process plays all ranks, with the real planner, chunking, writer and reader, over a storage in
+memory. The format's sizes are made small, so that small tensors have many chunks, cells and packs.
+Real processes do the same in tests/integration.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint.errors import CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.placement import local_box
@@ -64,7 +66,7 @@ class DictStorage:
         return False
 
     def prefetch(self, name: str, offset: int, nbytes: int) -> None:
-        assert offset + nbytes <= len(self.objects[name]), "only what is there is read"
+        assert offset + nbytes <= len(self.objects[name]), "no read beyond an object's end"
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
         assert name not in self.objects, "a chunk has one writer"
@@ -94,43 +96,43 @@ class Tensor:
 
     @property
     def values(self) -> Bytes:
-        """Random bytes, the same every time: the tensor's shape plus a last axis of one element's."""
+        """Random bytes, the same at every call; the last axis is an element's bytes."""
         seed = int.from_bytes(self.key.encode()[-6:])
         shape = (*self.shape, ITEMSIZES[self.dtype])
         return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-# What every rank holds: (tensor, box), of one tensor perhaps several.
 Layout = list[list[tuple[Tensor, Box]]]
+"""The shards of each rank: (tensor, box); a rank may have several shards of one tensor."""
 
 
 def flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """Return the boxes that elements `begin` to `end` of the flattened tensor are (ZeRO, FSDP1: shards that cut rows)."""
+    """Return the boxes that make up a range of elements of the flattened tensor.
+
+    ZeRO and FSDP1 have such shards, which may begin and end within rows.
+    """
     if begin >= end:
         return []
     if not shape:
         return [Box((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row
+    row_shape = shape[1:]
+    row = math.prod(row_shape)
+    first, last = ceil_div(begin, row), end // row  # The complete rows.
+    if first > last:
+        start = begin // row
+        return boxes_in_row(start, row_shape, begin % row, end - start * row)
     boxes = []
-    if first > last:  # Within one row.
-        return [
-            prefix(begin // row, box)
-            for box in flat_boxes(shape[1:], begin % row, end - begin // row * row)
-        ]
-    boxes += (
-        [prefix(first - 1, box) for box in flat_boxes(shape[1:], begin % row, row)]
-        if begin % row
-        else []
-    )
+    if begin % row:
+        boxes += boxes_in_row(first - 1, row_shape, begin % row, row)
     if last > first:
-        boxes.append(Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    boxes += [prefix(last, box) for box in flat_boxes(shape[1:], 0, end % row)] if end % row else []
+        boxes.append(Box((first, *(0 for _ in row_shape)), (last - first, *row_shape)))
+    if end % row:
+        boxes += boxes_in_row(last, row_shape, 0, end % row)
     return boxes
 
 
-def prefix(position: int, box: Box) -> Box:
-    return Box((position, *box.offset), (1, *box.shape))
+def boxes_in_row(row: int, row_shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    return [Box((row, *box.offset), (1, *box.shape)) for box in flat_boxes(row_shape, begin, end)]
 
 
 tensors = st.lists(
@@ -147,32 +149,34 @@ tensors = st.lists(
 
 
 @st.composite
-def layouts(draw: st.DrawFn, held: Sequence[Tensor]) -> Layout:
-    """Draw pipeline x data x tensor parallelism: each tensor on one stage or all, each placed or flat in its own way."""
-    stages, data, tensor = (draw(st.integers(1, n)) for n in (2, 4, 3))
-    ranks: Layout = [[] for _ in range(stages * data * tensor)]
-    for one in held:
-        stage = draw(st.integers(-1, stages - 1))
-        how = draw(st.sampled_from(["placed", "placed", "flat", "expert"]))
-        expert = draw(st.integers(0, data - 1))
-        placements = draw(placements_of(one, tensor))
-        for p, d, t in itertools.product(range(stages), range(data), range(tensor)):
-            if stage not in (-1, p) or (how == "expert" and d != expert):
+def layouts(draw: st.DrawFn, stored: Sequence[Tensor]) -> Layout:
+    """Draw a layout of pipeline x data x tensor parallelism.
+
+    Each tensor is on one stage or on all, and is sharded by placements, as a flat range, or as the
+    tensor of an expert, which one data-parallel rank has.
+    """
+    pp_size, dp_size, tp_size = (draw(st.integers(1, n)) for n in (2, 4, 3))
+    ranks: Layout = [[] for _ in range(pp_size * dp_size * tp_size)]
+    for tensor in stored:
+        shape, size = tensor.shape, math.prod(tensor.shape)
+        stage = draw(st.integers(-1, pp_size - 1))
+        kind = draw(st.sampled_from(["placed", "placed", "flat", "expert"]))
+        expert = draw(st.integers(0, dp_size - 1))
+        placements = draw(placements_of(tensor, tp_size))
+        for p, d, t in itertools.product(range(pp_size), range(dp_size), range(tp_size)):
+            if stage not in (-1, p) or (kind == "expert" and d != expert):
                 continue
-            size = math.prod(one.shape)
-            rank = (p * data + d) * tensor + t
-            if how == "flat":
-                piece = -(-size // (data * tensor))
-                begin = min(size, piece * (d * tensor + t))
-                ranks[rank] += [
-                    (one, box) for box in flat_boxes(one.shape, begin, min(size, begin + piece))
-                ]
-            elif how == "expert":
-                ranks[rank].append((one, local_box(one.shape, (tensor,), (t,), placements[1:])))
+            if kind == "flat":
+                piece = ceil_div(size, dp_size * tp_size)
+                begin = min(size, piece * (d * tp_size + t))
+                boxes = flat_boxes(shape, begin, min(size, begin + piece))
+            elif kind == "expert":
+                boxes = [local_box(shape, (tp_size,), (t,), placements[1:])]
             else:
-                ranks[rank].append((one, local_box(one.shape, (data, tensor), (d, t), placements)))
-        if how == "flat" and size == 0:
-            ranks[0].append((one, Box.whole(one.shape)))
+                boxes = [local_box(shape, (dp_size, tp_size), (d, t), placements)]
+            ranks[(p * dp_size + d) * tp_size + t] += [(tensor, box) for box in boxes]
+        if kind == "flat" and size == 0:
+            ranks[0].append((tensor, Box.whole(shape)))
     return ranks
 
 
@@ -184,18 +188,18 @@ def placements_of(draw: st.DrawFn, tensor: Tensor, parts: int) -> tuple[Placemen
     if draw(st.booleans()):
         axis = draw(axes)
         return (_StridedShard(axis, split_factor=parts), Shard(axis))
-    one = st.one_of(st.just(Replicate()), axes.map(Shard))
-    return (draw(one), draw(one))
+    placement = st.one_of(st.just(Replicate()), axes.map(Shard))
+    return (draw(placement), draw(placement))
 
 
 def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
-    """Save as ranks do that see each other's memory."""
+    """Save the state, with ranks that can read each other's memory."""
     memories: list[Bytes] = []
     indexes: list[ShardIndex] = []
-    for held in layout:
+    for shards in layout:
         entries, memory = [], [np.zeros(0, np.uint8)]
         offset = 0
-        for tensor, box in held:
+        for tensor, box in shards:
             data = np.ascontiguousarray(tensor.values[box.slices]).reshape(-1)
             entries.append(
                 Entry(
@@ -242,16 +246,16 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_what_one_layout_saved_another_reads_bit_for_bit(
+def test_state_saved_in_one_layout_is_read_bit_for_bit_in_another(
     monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
-    held = data.draw(tensors)
+    stored = data.draw(tensors)
     storage = DictStorage()
     monkeypatch.setattr(reader, "open_storage", lambda url: storage)
-    store(storage, data.draw(layouts(held)))
+    store(storage, data.draw(layouts(stored)))
     source = StoredCheckpoint.open("dict://")
     source.verify()
-    for wanted in data.draw(layouts(held)):
+    for wanted in data.draw(layouts(stored)):
         requests, expected = [], []
         for tensor, box in wanted:
             into = np.zeros(box.size * ITEMSIZES[tensor.dtype], np.uint8)
@@ -263,12 +267,10 @@ def test_what_one_layout_saved_another_reads_bit_for_bit(
 
 
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())
-def test_a_flat_range_is_disjoint_boxes_in_its_order(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
+def test_flat_boxes_are_disjoint_and_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
     size = math.prod(shape)
     begin = data.draw(st.integers(0, size))
     end = data.draw(st.integers(begin, size))
     numbers = np.arange(size).reshape(shape)
-    found = [numbers[box.slices].reshape(-1) for box in flat_boxes(shape, begin, end)]
-    assert np.concatenate([np.zeros(0, int), *found]).tolist() == list(range(begin, end))
+    elements = [numbers[box.slices].reshape(-1) for box in flat_boxes(shape, begin, end)]
+    assert np.concatenate([np.zeros(0, int), *elements]).tolist() == list(range(begin, end))
