@@ -1,1 +1,1 @@
-"""Where state lies: boxes of global tensors, and a planner of reads between two layouts. Pure."""
+"""Boxes of global tensors, and a planner of reads between two layouts of them. Pure."""

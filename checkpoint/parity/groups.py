@@ -32,7 +32,7 @@ def group_nodes(domains: Sequence[str], size: int, parity: int) -> tuple[int, ..
 
 
 def worst_loss(domains: Sequence[str], groups: Sequence[int]) -> int:
-    """Return the most nodes of one group that the loss of one domain takes.
+    """Return the largest number of nodes that one group loses when one domain fails.
 
     Args:
         domains: each node's failure domain, as for `group_nodes`.

@@ -41,7 +41,7 @@ def checkpoints_to_remove(
         metric: the values that `best` compares; a checkpoint whose value is NaN has none.
     """
     newest_first = sorted(steps, key=lambda stored: (stored.step, stored.generation), reverse=True)
-    # A step that a newer generation has stored is not needed of an older one.
+    # Of several generations of a step only the newest is kept.
     current = {stored.step: stored for stored in reversed(newest_first)}
     kept = (
         set(list({stored.step: None for stored in newest_first})[: max(1, retention.last)])
