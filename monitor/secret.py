@@ -1,7 +1,8 @@
-"""Who may talk to a monitor: whoever knows the job's secret.
+"""The job's secret, and the bearer tokens derived from it that authorize requests to a monitor.
 
-The secret itself never travels: a bearer token is derived from it, one per purpose, so that a token that leaks from a scrape
-configuration opens nothing but the monitor. Traffic is not encrypted: it belongs on the cluster's own network.
+The secret itself is never sent. Each purpose has its own token, derived from the secret, so a token
+that leaks from a scrape configuration gives access to the monitor only. Traffic is not encrypted:
+it belongs on the cluster's own network.
 """
 
 from __future__ import annotations
@@ -19,15 +20,40 @@ from keepstep.monitor.errors import MonitorError
 
 MONITOR = "monitor"
 DOCTOR = "doctor"
+VARIABLE = "KEEPSTEP_SECRET"
+_LEAST_NBYTES = 16
+
+
+def job_secret(job: str, file: Path | None) -> bytes:
+    """Return the job's secret.
+
+    It is read from `file`, else from KEEPSTEP_SECRET, else from this user's own file for that job
+    on this machine, which is created when it is first needed: sufficient for one machine only.
+
+    Raises:
+        MonitorError: the secret cannot be read, is too short, or others may read it.
+    """
+    if file is not None:
+        return _read(file)
+    if value := os.environ.get(VARIABLE):
+        return _checked(value.encode(), f"${VARIABLE}")
+    path = _private_directory() / f"monitor-{re.sub(r'[^A-Za-z0-9._-]', '_', job)[:128]}.secret"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return _read(path)
+    with open(descriptor, "w") as secret_file:
+        secret_file.write(secrets.token_hex(32))
+    return _read(path)
 
 
 def bearer_token(secret: bytes, purpose: str = MONITOR) -> str:
-    """Return the token that opens one purpose's door: HMAC-SHA256 of the purpose under the job's secret, in hexadecimal."""
+    """Return the token for one purpose: HMAC-SHA256 of the purpose under the secret, in hex."""
     return hmac.new(secret, b"keepstep bearer " + purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def is_authorized(header: str | None, secret: bytes, purpose: str = MONITOR) -> bool:
-    """Return whether an `Authorization` header carries the token. Takes as long for a near miss as for a far one."""
+    """Return whether an `Authorization` header carries the token. Compares in constant time."""
     scheme, _, token = (header or "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
         token.strip().encode("utf-8", "replace"), bearer_token(secret, purpose).encode()
@@ -35,9 +61,10 @@ def is_authorized(header: str | None, secret: bytes, purpose: str = MONITOR) -> 
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host, as it stands in an address or a `Host` header, is this machine's loopback.
+    """Return whether a host, from an address or a `Host` header, is this machine's loopback.
 
-    Only literal addresses and `localhost` count: a name that resolves to loopback today may be somebody's trick (DNS rebinding).
+    Only literal addresses and `localhost` count: a name that resolves to loopback may be an attack
+    (DNS rebinding).
     """
     bare = host.strip()
     if bare.startswith("["):
@@ -52,33 +79,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-VARIABLE = "KEEPSTEP_SECRET"
-_LEAST_NBYTES = 16
-
-
-def job_secret(job: str, file: Path | None) -> bytes:
-    """Return the job's secret.
-
-    Taken from `file`, else from KEEPSTEP_SECRET, else from this user's own file for that job on this machine, which is made at first need:
-    enough for one machine, and of no use to others.
-
-    Raises:
-        MonitorError: it cannot be read, is too short to be one, or others may read it.
-    """
-    if file is not None:
-        return _read(file)
-    if told := os.environ.get(VARIABLE):
-        return _checked(told.encode(), f"${VARIABLE}")
-    path = _private_directory() / f"monitor-{re.sub(r'[^A-Za-z0-9._-]', '_', job)[:128]}.secret"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return _read(path)
-    with open(descriptor, "w") as made:
-        made.write(secrets.token_hex(32))
-    return _read(path)
-
-
 def _read(path: Path) -> bytes:
     try:
         if path.stat().st_mode & 0o077:
@@ -90,16 +90,16 @@ def _read(path: Path) -> bytes:
         ) from error
 
 
-def _checked(secret: bytes, where: str) -> bytes:
+def _checked(secret: bytes, source: str) -> bytes:
     if len(secret) < _LEAST_NBYTES:
         raise MonitorError(
-            f"the secret in {where} has {len(secret)} bytes; at least {_LEAST_NBYTES} are wanted"
+            f"the secret in {source} has {len(secret)} bytes; at least {_LEAST_NBYTES} are required"
         )
     return secret
 
 
 def _private_directory() -> Path:
-    """Return this user's directory for small private files; the same that `keepstep run` keeps its own in."""
+    """Return this user's directory for small private files, which `keepstep run` uses too."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     path = (
         Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"

@@ -1,1 +1,1 @@
-"""The commands `keepstep monitor`, `top` and `doctor`."""
+"""The monitor's commands: `keepstep monitor`, `keepstep top`, `keepstep doctor`."""

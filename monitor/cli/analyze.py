@@ -1,4 +1,4 @@
-"""`keepstep monitor analyze`: what is found in Flight Recorder's dumps, in the terminal or as JSON."""
+"""Implements `keepstep monitor analyze`: analyzes Flight Recorder dumps, prints text or JSON."""
 
 from __future__ import annotations
 
@@ -18,35 +18,47 @@ from keepstep.monitor.diagnosis.postmortem import Postmortem, examine
 from keepstep.monitor.telemetry.clocks import align
 from keepstep.monitor.telemetry.flight_recorder import read_dumps
 from keepstep.monitor.verdicts import Verdict
-from keepstep.monitor.views.events import found
+from keepstep.monitor.views.events import opened_event
 from keepstep.monitor.watch.verdict_log import VerdictEntry
 
 _RANKS = 12
 
 
 def show(places: Iterable[Path], now_s: float, *, as_json: bool) -> bool:
-    """Print what the dumps tell, and return whether anything is the matter. `now_s` is wall time.
+    """Analyze dumps and print the result; return whether there is any finding.
+
+    Args:
+        places: dump files, or directories of them.
+        now_s: wall clock.
+        as_json: whether to print JSON.
 
     Raises:
         DumpUnreadable: as `read_dumps`.
     """
-    told = examine(align(read_dumps(places)))
+    postmortem = examine(align(read_dumps(places)))
     if as_json:
-        print(json.dumps(as_object(told, now_s)))
+        print(json.dumps(as_object(postmortem, now_s)))
     else:
-        Console(highlight=False).print(render(told))
-    return bool(told.verdicts or told.waits)
+        Console(highlight=False).print(render(postmortem))
+    return bool(postmortem.verdicts or postmortem.waits)
 
 
-def as_object(told: Postmortem, now_s: float) -> dict[str, Any]:
-    """Return what was found as JSON; verdicts as in the event file, told now."""
+def as_object(postmortem: Postmortem, now_s: float) -> dict[str, Any]:
+    """Return the findings as JSON; verdicts as in the event file, opened now."""
+    entries = [
+        VerdictEntry(
+            number=number,
+            verdict=verdict,
+            since_s=verdict.since_s,
+            opened_at_s=now_s,
+            reported_at_s=now_s,
+        )
+        for number, verdict in enumerate(postmortem.verdicts, 1)
+    ]
     return {
-        "ranks": list(told.ranks),
-        "missing": list(told.missing),
-        "verdicts": [
-            found(VerdictEntry(number, verdict, verdict.since_s, now_s, now_s))
-            for number, verdict in enumerate(told.verdicts, 1)
-        ],
+        "ranks": list(postmortem.ranks),
+        "missing": list(postmortem.missing),
+        "verdicts": [opened_event(entry) for entry in entries],
         "waits": [
             {
                 "operation": wait.operation,
@@ -54,35 +66,33 @@ def as_object(told: Postmortem, now_s: float) -> dict[str, Any]:
                 "missing": list(wait.missing),
                 "since_unix_nano": str(int(wait.since_s * 1e9)),
             }
-            for wait in told.waits
+            for wait in postmortem.waits
         ],
-        "remarks": list(told.remarks),
+        "remarks": list(postmortem.remarks),
     }
 
 
-def render(told: Postmortem) -> RenderableType:
-    """Return what was found for a terminal."""
-    head = f"dumps of {len(told.ranks)} ranks: {_some(told.ranks)}"
+def render(postmortem: Postmortem) -> RenderableType:
+    """Return the findings for a terminal."""
+    head = f"dumps of {len(postmortem.ranks)} ranks: {_shortened(postmortem.ranks)}"
     parts: list[RenderableType] = [Text(head, style="bold")]
-    if told.missing:
-        parts.append(Text(f"no dump of rank {_some(told.missing)}", style="yellow"))
-    parts += map(_verdict, told.verdicts)
-    if not told.verdicts:
-        parts.append(
-            Text(
-                "nothing found" if not told.waits else "nobody can be named",
-                style="green" if not told.waits else "yellow",
-            )
-        )
-    if told.waits:
+    if postmortem.missing:
+        parts.append(Text(f"no dump of rank {_shortened(postmortem.missing)}", style="yellow"))
+    parts += map(_verdict, postmortem.verdicts)
+    if not postmortem.verdicts and postmortem.waits:
+        parts.append(Text("no rank can be identified as the cause", style="yellow"))
+    elif not postmortem.verdicts:
+        parts.append(Text("nothing found", style="green"))
+    if postmortem.waits:
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-        for name in ("under way in the end", "since", "ranks in it", "not in it"):
+        for name in ("open at the end", "since", "ranks in it", "not in it"):
             table.add_column(name)
-        for wait in told.waits:
+        for wait in postmortem.waits:
             since = datetime.fromtimestamp(wait.since_s, UTC).strftime("%H:%M:%S")
-            table.add_row(Text(wait.operation), since, _some(wait.waiting), _some(wait.missing))
+            waiting, missing = _shortened(wait.waiting), _shortened(wait.missing)
+            table.add_row(Text(wait.operation), since, waiting, missing)
         parts.append(table)
-    parts += [Text(remark, style="dim") for remark in told.remarks]
+    parts += [Text(remark, style="dim") for remark in postmortem.remarks]
     return Group(*parts)
 
 
@@ -97,8 +107,8 @@ def _verdict(verdict: Verdict) -> RenderableType:
     return Group(line, *(Padding(Text(sentence), (0, 0, 0, 2)) for sentence in verdict.evidence))
 
 
-def _some(ranks: Sequence[int]) -> str:
-    """Return ranks for people, runs of them shortened."""
+def _shortened(ranks: Sequence[int]) -> str:
+    """Return ranks for people, as runs, at most `_RANKS` of them."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:

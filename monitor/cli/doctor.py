@@ -1,4 +1,4 @@
-"""`keepstep doctor`."""
+"""Implements `keepstep doctor`: examines nodes and their links before a job starts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _COLUMNS = (
 @click.option(
     "--nodes",
     type=click.Path(path_type=Path, exists=True),
-    help="File with the addresses of all doctors.",
+    help="File with the addresses of all doctors, one HOST:PORT a line.",
 )
 @click.option(
     "--node",
@@ -74,19 +74,19 @@ _COLUMNS = (
 @click.option(
     "--secret-file",
     type=click.Path(path_type=Path),
-    help="File with the secret that all doctors share.",
+    help="File with the secret, the same for all doctors.",
 )
 @click.option(
     "--directory",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Where the disk is tested. Default: the directory for temporary files.",
+    help="Directory in which the disk is tested. Default: the one for temporary files.",
 )
 @click.option(
     "--patience",
     type=Seconds(1, 86400),
     default=120.0,
     show_default=True,
-    help="Seconds to wait for peers to begin, and to answer.",
+    help="Seconds to wait for peers to start, and to answer.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def doctor(
@@ -103,8 +103,8 @@ def doctor(
 ) -> None:
     """Examine this node, and its links to others, before a job starts.
 
-    Run it on every node at about the same time, each with the addresses of all. Every one of them prints the same outcome, and ends with
-    status 1 if a node or a link should be seen to first.
+    Run it on every node at about the same time, each with the addresses of all. Every doctor prints
+    the same outcome, and exits with status 1 if a node or a link needs attention first.
     """
     own = address or listen
     listed = (
@@ -114,8 +114,8 @@ def doctor(
     if nodes and not others:
         raise MonitorError(f"--nodes {nodes} names no node: one HOST:PORT a line")
     participants = Participants.of(own, [*peers, *others])
-    for one in (listen, *participants.addresses):
-        _check_address(one)
+    for participant in (listen, *participants.addresses):
+        _check_address(participant)
     host, _, port = listen.rpartition(":")
     secret = job_secret(job, secret_file)
     with Doctor(
@@ -133,11 +133,11 @@ def doctor(
 def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise MonitorError(f"{address!r} is no address; it must be HOST:PORT")
+        raise MonitorError(f"{address!r} is not an address; it must be HOST:PORT")
 
 
 def show(outcome: Outcome) -> None:
-    """Print the outcome as a table and sentences."""
+    """Print the outcome as a table, and the findings as sentences."""
     console = Console()
     sick = {finding.subject for finding in outcome.findings}
     names = names_of(outcome.examinations)
@@ -150,43 +150,40 @@ def show(outcome: Outcome) -> None:
             overflow="fold",
             no_wrap=name != "node",
         )
-    for one in outcome.examinations:
-        sent = [link.send_rate for link in one.links.values()]
-        received = [link.receive_rate for link in one.links.values()]
-        # What others measured of this node counts as much as what it measured itself.
-        for other in outcome.examinations:
-            if one.address in other.links:
-                sent.append(other.links[one.address].receive_rate)
-                received.append(other.links[one.address].send_rate)
-        latencies = [link.latency_s for link in one.links.values()]
-        latencies += [
-            other.links[one.address].latency_s
+    for node in outcome.examinations:
+        links = list(node.links.values())
+        # Measurements by other nodes count as much as this node's own.
+        reverse = [
+            other.links[node.address]
             for other in outcome.examinations
-            if one.address in other.links
+            if node.address in other.links
         ]
-        offsets = [-link.clock_offset_s for link in one.links.values()]
-        offsets += [
-            o.links[one.address].clock_offset_s
-            for o in outcome.examinations
-            if one.address in o.links
-        ]
+        sent = [link.send_rate for link in links] + [link.receive_rate for link in reverse]
+        received = [link.receive_rate for link in links] + [link.send_rate for link in reverse]
+        latencies = [link.latency_s for link in (*links, *reverse)]
+        offsets = [-link.clock_offset_s for link in links]
+        offsets += [link.clock_offset_s for link in reverse]
+        name = names[node.address]
         table.add_row(
-            Text(names[one.address], style="bold red" if names[one.address] in sick else ""),
-            _rate(one.memory_rate),
-            "\n".join(f"{m.device} {m.flops / 1e12:.3g}" for m in one.matmuls),
-            _rate(one.disk.write_rate) if one.disk else "failed",
-            f"{one.disk.fsync_s * 1e3:.1f}" if one.disk else "-",
-            _rate(one.loopback.send_rate) if one.loopback else "failed",
+            Text(name, style="bold red" if name in sick else ""),
+            _rate(node.memory_rate),
+            "\n".join(f"{m.device} {m.flops / 1e12:.3g}" for m in node.matmuls),
+            _rate(node.disk.write_rate) if node.disk else "failed",
+            f"{node.disk.fsync_s * 1e3:.1f}" if node.disk else "-",
+            _rate(node.loopback.send_rate) if node.loopback else "failed",
             _rate(max(sent)) if sent else "-",
             _rate(max(received)) if received else "-",
             f"{min(latencies) * 1e6:.0f}" if latencies else "-",
             f"{sorted(offsets)[len(offsets) // 2] * 1e3:+.1f}" if offsets else "-",
         )
     console.print(table)
-    taken = Counter(one.name for one in outcome.examinations)
-    for name in sorted(name for name, count in taken.items() if count > 1):
-        told = f"{taken[name]} nodes are called {name}, so their addresses are told; --node gives a node another name"
-        console.print(Text(told, style="yellow"))
+    counts = Counter(node.name for node in outcome.examinations)
+    for name in sorted(name for name, count in counts.items() if count > 1):
+        warning = (
+            f"{counts[name]} nodes are called {name}, so their addresses are shown; "
+            "--node gives a node another name"
+        )
+        console.print(Text(warning, style="yellow"))
     for finding in outcome.findings:
         console.print(
             Text.assemble(
@@ -194,12 +191,9 @@ def show(outcome: Outcome) -> None:
             )
         )
     if not outcome.findings:
-        few = (
-            " Two nodes cannot tell which of them is slow."
-            if len(outcome.examinations) == 2
-            else ""
-        )
-        console.print(f"[green]nothing found[/green] on {len(outcome.examinations)} node(s).{few}")
+        count = len(outcome.examinations)
+        limit = " With two nodes, a slow one cannot be identified." if count == 2 else ""
+        console.print(f"[green]nothing found[/green] on {count} node(s).{limit}")
 
 
 def _rate(value: float) -> str:

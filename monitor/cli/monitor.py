@@ -1,4 +1,4 @@
-"""`keepstep monitor`, `keepstep monitor analyze` and `keepstep top`."""
+"""Implements `keepstep monitor`, `keepstep monitor analyze` and `keepstep top`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from keepstep.monitor.contracts import JobRuntime
 
 PORT = 8433
-_EXIT_FOUND = 1
+_EXIT_FINDINGS = 1
 _EXIT_UNREADABLE = 2
 _JOB = click.option(
     "--job",
@@ -36,7 +36,8 @@ _JOB = click.option(
 _SECRET = click.option(
     "--secret-file",
     type=click.Path(path_type=Path),
-    help="File with the job's secret. Default: $KEEPSTEP_SECRET, else one of this user's own on this machine.",
+    help="File with the job's secret. Default: $KEEPSTEP_SECRET, else a secret of this user on "
+    "this machine.",
 )
 
 
@@ -57,11 +58,15 @@ _SECRET = click.option(
     help="Port to listen on; 0 for any.",
 )
 @click.option(
-    "--open-page", is_flag=True, help="Want no token of requests from this machine. Loopback only."
+    "--open-page",
+    is_flag=True,
+    help="Require no token of requests from this machine. Loopback only.",
 )
 @_SECRET
 @click.option(
-    "--print-token", is_flag=True, help="Print the token for the page and for Prometheus, and end."
+    "--print-token",
+    is_flag=True,
+    help="Print the token for the page and for Prometheus, and exit.",
 )
 @click.option(
     "--child",
@@ -82,12 +87,14 @@ _SECRET = click.option(
     help="Do not read this node's own ranks: another daemon here does.",
 )
 @click.option(
-    "--relay", is_flag=True, help="Pass on and do not diagnose: for all daemons but the topmost."
+    "--relay",
+    is_flag=True,
+    help="Relay without diagnosing: for all daemons but the topmost.",
 )
 @click.option(
     "--store",
     metavar="URL",
-    help="The job's coordinator: for what the page shows of the job, verdicts, --act. "
+    help="The job's coordinator: for the job's status, for publishing verdicts, and for --act. "
     "Default: that of the job of this name on this machine, once there is one.",
 )
 @click.option(
@@ -95,7 +102,8 @@ _SECRET = click.option(
     type=click.Choice(["observe", "alert", "restart", "replace"]),
     default="alert",
     show_default=True,
-    help="What to do about verdicts, each including the ones before: nothing; log; restart workers; replace nodes.",
+    help="What to do about verdicts, each including the previous ones: nothing; log; restart "
+    "workers; replace nodes.",
 )
 @click.option(
     "--events",
@@ -103,7 +111,9 @@ _SECRET = click.option(
     help="File to append events to, one JSON object a line.",
 )
 @click.option(
-    "--state", type=click.Path(path_type=Path), help="File that keeps verdicts over a restart."
+    "--state",
+    type=click.Path(path_type=Path),
+    help="File in which verdicts survive a restart.",
 )
 @click.option(
     "--every",
@@ -114,10 +124,10 @@ _SECRET = click.option(
 )
 @click.pass_context
 def monitor(context: click.Context, /, **options: Any) -> None:
-    """Watch the ranks of a job on this node, and say who is sick.
+    """Monitor the ranks of a job on this node, and diagnose them.
 
-    Every node runs one. With --child it also gathers what other daemons tell: nodes under racks, racks under one root, which
-    diagnoses for all. The page is at the address that is printed.
+    Run one on every node. With --child it also gathers from other daemons: nodes under racks, racks
+    under one root, which diagnoses for all. The page is at the address that is printed.
     """
     if context.invoked_subcommand is None:
         _run(context.obj, **options)
@@ -134,20 +144,21 @@ def monitor(context: click.Context, /, **options: Any) -> None:
     help="Print one JSON object; verdicts in it are as in --events.",
 )
 def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
-    """Say from PyTorch's Flight Recorder dumps why a job hung.
+    """Analyze PyTorch's Flight Recorder dumps of a job that hung.
 
-    DUMPS are files, one of each rank, whose names end in the rank's number (such as /tmp/nccl_trace_rank_*), or directories of nothing
-    else. Exit status: 0 if nothing is found, 1 if something is, 2 if a file is no dump.
+    DUMPS are files, one of each rank, whose names end in the rank's number (such as
+    /tmp/nccl_trace_rank_*), or directories of nothing else. Exit status: 0 if nothing is found, 1
+    if something is, 2 if a file is not a dump.
     """
     from keepstep.monitor.cli.analyze import show
 
     try:
-        is_sick = show(dumps, time.time(), as_json=as_json)
+        has_findings = show(dumps, time.time(), as_json=as_json)
     except DumpUnreadable as error:
         click.echo(f"keepstep: {error}", err=True)
         sys.exit(_EXIT_UNREADABLE)
-    if is_sick:
-        sys.exit(_EXIT_FOUND)
+    if has_findings:
+        sys.exit(_EXIT_FINDINGS)
 
 
 @click.command()
@@ -157,7 +168,7 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
     metavar="URL",
     default=f"http://127.0.0.1:{PORT}",
     show_default=True,
-    help="The daemon to look at: its address, or all that it printed, which holds the token.",
+    help="The daemon's address, or the whole URL that it printed, which contains the token.",
 )
 @_JOB
 @_SECRET
@@ -194,23 +205,32 @@ def _run(
     if print_token:
         click.echo(bearer_token(secret))
         return
-    # A moment's worth of imports that --print-token and --help have no use for.
+    # These imports take a moment, and --print-token and --help do not need them.
     from keepstep.monitor.daemon.assembly import assemble
-    from keepstep.monitor.daemon.daemon import Daemon, Settings
+    from keepstep.monitor.daemon.daemon import Daemon
+    from keepstep.monitor.daemon.settings import Settings
     from keepstep.monitor.diagnosis.policy import EnforcementPolicy, Mode
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     name = node or socket.gethostname()
     settings = Settings(
-        job, name, secret, host, port, open_page, read_every_s=every, events=events, state=state
-    )  # fmt: skip
+        job=job,
+        node=name,
+        secret=secret,
+        host=host,
+        port=port,
+        opens_to_loopback=open_page,
+        read_every_s=every,
+        events=events,
+        state=state,
+    )
     policy = EnforcementPolicy(Mode[act.upper()])
     runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
     if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
         raise MonitorError(
             f"--act {act} is for the topmost monitor of a job of `keepstep run`: give no --relay"
         )
-    parts = assemble(
+    components = assemble(
         job,
         name,
         diagnoses=not relay,
@@ -221,27 +241,24 @@ def _run(
     )
 
     async def serve() -> None:
-        daemon = Daemon(settings, parts)
+        daemon = Daemon(settings, components)
         loop = asyncio.get_running_loop()
-        for ending in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(ending, daemon.stop)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, daemon.stop)
         running = asyncio.create_task(daemon.run())
-        either: list[asyncio.Future[Any]] = [running, daemon.address]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        started_or_failed: list[asyncio.Future[Any]] = [running, daemon.address]
+        await asyncio.wait(started_or_failed, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            address = daemon.address.result()
-            # The token rides behind the #, which browsers do not send, so it is in no server's log.
-            click.echo(
-                f"watching job {job}: {address}/"
-                + ("" if open_page else f"#token={bearer_token(secret)}")
-            )
+            # Browsers do not send the fragment, so the token is in no server's log.
+            fragment = "" if open_page else f"#token={bearer_token(secret)}"
+            click.echo(f"watching job {job}: {daemon.address.result()}/{fragment}")
         await running
 
     asyncio.run(serve())
 
 
 def _children(urls: Sequence[str], path: Path | None) -> Callable[[], Sequence[str]]:
-    """Return what tells the daemons below: those named, and those in a file."""
+    """Return a function that returns the URLs of the children: those named and those in a file."""
     if path is None:
         return lambda: tuple(urls)
     file = ChildrenFile(path)

@@ -1,4 +1,4 @@
-"""What options of the monitor's commands must be, where click's own types do not say it."""
+"""Validates options of the monitor's commands, where click's own types do not."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import click
 
 
 class Seconds(click.FloatRange):
-    """A number of seconds between bounds; click's own range lets through what is no number."""
+    """A number of seconds between bounds; click's own range accepts NaN."""
 
     def convert(
         self, value: Any, parameter: click.Parameter | None, context: click.Context | None
     ) -> float:
-        """Return the number, or have click refuse it."""
+        """Return the number; click reports an error if it is not valid."""
         seconds: float = super().convert(value, parameter, context)
         if math.isnan(seconds):
-            self.fail(f"{value!r} is no number.", parameter, context)
+            self.fail(f"{value!r} is not a number.", parameter, context)
         return seconds
 
 
 def named(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the name of a job or a node, or have click refuse it: any text but an empty one."""
+    """Return the name of a job or a node; click reports an error if it is empty."""
     if value is not None and not value.strip():
         raise click.BadParameter("a name is wanted, not an empty text.", context, parameter)
     return value
@@ -33,15 +33,18 @@ def named(context: click.Context, parameter: click.Parameter, value: str | None)
 def monitor_url(
     context: click.Context, parameter: click.Parameter, value: str | Sequence[str]
 ) -> str | Sequence[str]:
-    """Return where other daemons listen, one or several, or have click refuse it."""
+    """Return URLs of daemons, one or several; click reports an error if one is not valid."""
     for url in (value,) if isinstance(value, str) else value:
         try:
             parts = urlsplit(url)
-            is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_http = parts.scheme in ("http", "https")
+            is_valid = is_http and bool(parts.hostname) and parts.port != 0
         except ValueError:
-            is_one = False
-        if not is_one:
+            is_valid = False
+        if not is_valid:
             raise click.BadParameter(
-                f"{url!r} is no daemon's address; it must be http://HOST:PORT.", context, parameter
+                f"{url!r} is not a daemon's address; it must be http://HOST:PORT.",
+                context,
+                parameter,
             )
     return value

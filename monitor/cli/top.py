@@ -1,7 +1,8 @@
-"""`keepstep top`: what a daemon tells, in the terminal. The rendering is pure; `show` asks the daemon once a second.
+"""Implements `keepstep top`: shows a daemon's state in the terminal.
 
-A row of the heat strip is a rank, a character a step: the usual is a dot, and the more a step took beyond it the taller the
-block, so the strip reads without colours too.
+The rendering is pure; `show` requests the state once a second. A row of the heat strip is a rank, a
+character a step: a step of the usual duration is a dot, and the longer a step took, the taller the
+block, so the strip is readable without colours.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _EVERY_S = 1.0
 _TIMEOUT_S = 5.0
 _STEPS = 40
 _ROWS = 256
-# A tenth above the usual is noise; from there a block for every quarter.
+# Up to a tenth above the usual duration is noise; beyond it, the limit of each block.
 _BLOCKS = (
     (1.1, "·", "dim"),
     (1.25, "▂", "yellow"),
     (1.5, "▄", "yellow"),
     (2.0, "▆", "bold dark_orange"),
 )
-_MOST = ("█", "bold red")
+_TALLEST = ("█", "bold red")
 
 
 def show(url: str, token: str, *, once: bool) -> None:
-    """Show what the daemon at `url` tells, once or until interrupted.
+    """Show the state of the daemon at `url`, once or until interrupted.
 
     Raises:
         MonitorUnreachable: it does not answer, or refuses the token.
@@ -52,64 +53,64 @@ def show(url: str, token: str, *, once: bool) -> None:
 
 
 def address_and_token(url: str) -> tuple[str, str]:
-    """Return a daemon's address, and the token that follows it in what the daemon prints; empty if none does."""
+    """Return the address and the token of a URL that a daemon printed; the token may be empty."""
     address, _, fragment = url.partition("#")
     return address.rstrip("/"), parse_qs(fragment).get("token", [""])[0]
 
 
-def render(told: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:
-    """Return an overview and a heat map, as the daemon gives them, for a terminal."""
-    step = max((rank["step"] for rank in told["ranks"]), default=0)
-    states = [rank["state"] for rank in told["ranks"]]
-    head = f"job {told['job']}   step {step}   a step takes {_seconds(told['typical_step_s'])}"
-    head += f"   ranks {states.count('alive')} of {told['ranks_total']} alive"
-    if "unheard" in states:
-        head += f", {states.count('unheard')} not heard of"
-    if told["job_status"] is not None:
-        head += f"   goodput {told['job_status']['goodput']['share']:.1%}"
-    parts: list[RenderableType] = [Text(head, style="bold")]
-    holding = [entry for entry in told["verdicts"] if entry["closed_at_s"] is None]
+def render(overview: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:
+    """Return a daemon's overview and heat map, both JSON, for a terminal."""
+    parts: list[RenderableType] = [Text(_head(overview), style="bold")]
+    holding = [entry for entry in overview["verdicts"] if entry["closed_at_s"] is None]
     parts += [_verdict(entry, now_s) for entry in holding]
     if not holding:
-        if told["absence"]:
-            parts.append(Text(told["absence"], style="yellow"))
-        elif told["diagnoses"]:
-            parts.append(Text("no verdict holds", style="green"))
-        else:
-            parts.append(
-                Text("this daemon passes on what it hears; the one above it diagnoses", style="dim")
-            )
-    for url, reason in told["missing"].items():
-        parts.append(Text(f"not heard: {url}: {reason}", style="yellow"))
-    parts.append(
-        _ranks(
-            told, heat, {rank for entry in holding for rank in entry["verdict"]["subject"]["ranks"]}
-        )
-    )
+        parts.append(_no_verdict(overview))
+    for url, reason in overview["missing"].items():
+        parts.append(Text(f"no answer from {url}: {reason}", style="yellow"))
+    suspects = {rank for entry in holding for rank in entry["verdict"]["subject"]["ranks"]}
+    parts.append(_ranks(overview, heat, suspects))
     return Group(*parts)
+
+
+def _head(overview: Mapping[str, Any]) -> str:
+    step = max((rank["step"] for rank in overview["ranks"]), default=0)
+    states = [rank["state"] for rank in overview["ranks"]]
+    step_time = _seconds(overview["typical_step_s"])
+    head = f"job {overview['job']}   step {step}   a step takes {step_time}"
+    head += f"   ranks {states.count('alive')} of {overview['ranks_total']} alive"
+    if "unheard" in states:
+        head += f", {states.count('unheard')} without news"
+    if overview["job_status"] is not None:
+        head += f"   goodput {overview['job_status']['goodput']['share']:.1%}"
+    return head
+
+
+def _no_verdict(overview: Mapping[str, Any]) -> RenderableType:
+    if overview["absence"]:
+        return Text(overview["absence"], style="yellow")
+    if overview["diagnoses"]:
+        return Text("no verdict holds", style="green")
+    return Text("this daemon only relays; the daemon above it diagnoses", style="dim")
 
 
 def _verdict(entry: Mapping[str, Any], now_s: float) -> RenderableType:
     verdict = entry["verdict"]
     cost_s = verdict["cost_s_per_step"]
-    cost = (
-        "stands still"
-        if cost_s is None
-        else f"costs {_seconds(cost_s)} a step"
-        if cost_s > 0
-        else "costs nothing yet"
-    )
+    if cost_s is None:
+        cost, style = "stands still", "bold red"
+    elif cost_s > 0:
+        cost, style = f"costs {_seconds(cost_s)} a step", "bold dark_orange"
+    else:
+        cost, style = "costs nothing yet", "bold dark_orange"
     line = Text.assemble(
-        (
-            f"{verdict['syndrome']}: {entry['subject']}",
-            "bold red" if cost_s is None else "bold dark_orange",
-        ),
-        f"   for {_seconds(now_s - entry['since_s'])}, {cost}, confidence {verdict['confidence']:.0%}, advice: {verdict['advice']}",
+        (f"{verdict['syndrome']}: {entry['subject']}", style),
+        f"   for {_seconds(now_s - entry['since_s'])}, {cost}, "
+        f"confidence {verdict['confidence']:.0%}, advice: {verdict['advice']}",
     )
     return Group(line, *(Padding(Text(sentence), (0, 0, 0, 2)) for sentence in verdict["evidence"]))
 
 
-def _ranks(told: Mapping[str, Any], heat: Mapping[str, Any], sick: set[int]) -> Table:
+def _ranks(overview: Mapping[str, Any], heat: Mapping[str, Any], suspects: set[int]) -> Table:
     strips = {
         rank: cells
         for row, cells in zip(heat["rows"], heat["seconds"], strict=True)
@@ -131,14 +132,11 @@ def _ranks(told: Mapping[str, Any], heat: Mapping[str, Any], sick: set[int]) -> 
             justify="right" if name in ("rank", "step", "last") else "left",
             no_wrap=name != "doing",
         )
-    for rank in told["ranks"]:
-        mark = (
-            "bold red"
-            if rank["rank"] in sick or not (rank["is_alive"] or rank["ending"] == "finished")
-            else ""
-        )
+    for rank in overview["ranks"]:
+        has_died = not rank["is_alive"] and rank["ending"] != "finished"
+        is_marked = rank["rank"] in suspects or has_died
         table.add_row(
-            Text(str(rank["rank"]), style=mark),
+            Text(str(rank["rank"]), style="bold red" if is_marked else ""),
             Text(rank["node"]),
             str(rank["step"]),
             _seconds(rank["last_step_s"]),
@@ -158,7 +156,7 @@ def strip(cells: Sequence[float | None]) -> Text:
             text.append(" ")
             continue
         block = next(
-            ((block, style) for limit, block, style in _BLOCKS if cell / usual < limit), _MOST
+            ((block, style) for limit, block, style in _BLOCKS if cell / usual < limit), _TALLEST
         )
         text.append(*block)
     return text
@@ -170,14 +168,15 @@ def _doing(rank: Mapping[str, Any]) -> str:
             rank["ending"], "is dead"
         )
     if rank["state"] == "unheard":
-        return f"not heard of for {_seconds(rank['unheard_s'])}"
+        return f"no news for {_seconds(rank['unheard_s'])}"
     doing = []
     if rank["phase"] is not None:
         doing.append(f"{rank['phase']['name']} {_seconds(rank['phase']['age_s'])}")
     if rank["operation"] is not None:
         operation = rank["operation"]
         doing.append(
-            f"{operation['name']} no. {operation['number']} of group {operation['group']} {_seconds(operation['age_s'])}"
+            f"{operation['name']} no. {operation['number']} of group {operation['group']} "
+            f"{_seconds(operation['age_s'])}"
         )
     if rank["silent_s"] > 1:
         doing.append(f"no progress for {_seconds(rank['silent_s'])}")
@@ -199,28 +198,28 @@ async def _show(url: str, token: str, once: bool) -> None:
         headers={"Authorization": f"Bearer {token}"}, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)
     ) as session:
         if once:
-            Console().print(await _ask(session, url))
+            Console().print(await _request(session, url))
             return
-        # The first failure is an error; later ones are shown, for daemons come back.
-        shown = await _ask(session, url)
+        # The first failure is an error; later ones are shown, because the daemon may restart.
+        shown = await _request(session, url)
         with Live(shown, refresh_per_second=4, screen=True) as live:
             while True:
                 await asyncio.sleep(_EVERY_S)
                 try:
-                    shown = await _ask(session, url)
+                    shown = await _request(session, url)
                     live.update(shown)
                 except MonitorUnreachable as error:
                     live.update(Group(Text(escape(str(error)), style="bold red"), shown))
 
 
-async def _ask(session: aiohttp.ClientSession, url: str) -> RenderableType:
-    told = await _get(session, f"{url}/v1/overview")
+async def _request(session: aiohttp.ClientSession, url: str) -> RenderableType:
+    overview = await _get(session, f"{url}/v1/overview")
     heat = await _get(session, f"{url}/v1/heat?columns={_STEPS}&rows={_ROWS}")
     try:
-        return render(told, heat, time.time())
+        return render(overview, heat, time.time())
     except (KeyError, TypeError, ValueError) as error:
         raise MonitorUnreachable(
-            f"what answers at {url} is no keepstep monitor of this version: {error}"
+            f"{url} is not a keepstep monitor of this version: {error}"
         ) from error
 
 
@@ -229,7 +228,8 @@ async def _get(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
         async with session.get(address) as response:
             if response.status == 401:
                 raise MonitorUnreachable(
-                    f"{address}: the token was refused; give --job and --secret-file of the job it watches"
+                    f"{address}: the token was refused; pass --job and --secret-file of the job "
+                    "that it monitors"
                 )
             if response.status != 200:
                 raise MonitorUnreachable(f"{address} answered status {response.status}")

@@ -1,1 +1,1 @@
-"""The daemon of a node: probes, the tree of daemons, what it serves (page, metrics, events), and the command."""
+"""Runs the monitor daemon: its loops, its threads and its link to the job's runtime."""

@@ -1,11 +1,11 @@
-"""Which parts a daemon of the command is made of. The only place that knows them all."""
+"""Assembles the components of the command's daemon: the only module that imports them all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
 from keepstep.monitor.contracts import JobRuntime
-from keepstep.monitor.daemon.daemon import DaemonComponents
+from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, DiagnosisState, conclude
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
@@ -29,7 +29,17 @@ def assemble(
     runtime: JobRuntime | None = None,
     policy: EnforcementPolicy | None = None,
 ) -> DaemonComponents:
-    """Return the parts for a job's daemon on this node; whoever gets them closes them."""
+    """Return the components of a job's daemon on this node; the caller closes them.
+
+    Args:
+        job: its name.
+        node: this node's name.
+        diagnoses: whether the daemon diagnoses, rather than only relays.
+        reads_rings: whether it reads this node's rings.
+        children: returns the URLs of its children.
+        runtime: the job's own, if keepstep runs the job.
+        policy: what to do about verdicts.
+    """
     return DaemonComponents(
         probe=NodeProbe(node),
         reader=RingSource(job_directory(job)) if reads_rings else None,

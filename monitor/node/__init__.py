@@ -1,1 +1,1 @@
-"""What a daemon measures on its own node: rings, /proc, cgroups, GPUs, stacks."""
+"""Measures the daemon's own node: rings, /proc, cgroups, GPUs, stacks."""

@@ -1,6 +1,7 @@
-"""What the kernel says of the cgroup that a process is in: version 2 or 1, or both at once as systemd's hybrid mounts are.
+"""Reads limits and usage of the cgroup that a process is in.
 
-Everything is optional: a file that is missing or says "max" is None.
+Supports version 2, version 1, and both at once, as systemd's hybrid mounts are. Every value is
+optional: a file that is missing or contains "max" is None.
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-# What version 1 says where there is no limit: the largest multiple of the page size that fits in 63 bits.
+# Version 1 reports no limit as the largest multiple of the page size that fits in 63 bits.
 _NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
 class CgroupFiles:
-    """Where a cgroup's files lie: `unified` for version 2, `cpu` and `memory` for version 1; None where that is not mounted."""
+    """Directories of a cgroup's files; None where that hierarchy is not mounted.
+
+    Args:
+        unified: of version 2.
+        cpu, memory: of version 1.
+    """
 
     unified: Path | None
     cpu: Path | None
@@ -24,9 +30,10 @@ class CgroupFiles:
 def find(
     process: int | str = "self", proc: Path = Path("/proc"), mount: Path = Path("/sys/fs/cgroup")
 ) -> CgroupFiles:
-    """Return where the files of a process's cgroup lie.
+    """Return the directories of a process's cgroup.
 
-    Within a container the path that the kernel tells may lie outside of what is mounted; then the mount's own top is the cgroup.
+    Within a container the path that the kernel reports may lie outside of what is mounted; then
+    the root of the mount is the cgroup.
     """
     unified = cpu = memory = None
     try:
@@ -48,20 +55,20 @@ def find(
 
 
 def throttled_s(files: CgroupFiles) -> float | None:
-    """Return for how many seconds in total the cgroup was denied the processor by its quota."""
+    """Return for how many seconds in total the quota denied the cgroup the processor."""
     if files.unified is not None:
-        told = _table(files.unified / "cpu.stat").get("throttled_usec")
-        if told is not None:
-            return told / 1e6
+        microseconds = _table(files.unified / "cpu.stat").get("throttled_usec")
+        if microseconds is not None:
+            return microseconds / 1e6
     if files.cpu is not None:
-        told = _table(files.cpu / "cpu.stat").get("throttled_time")
-        if told is not None:
-            return told / 1e9
+        nanoseconds = _table(files.cpu / "cpu.stat").get("throttled_time")
+        if nanoseconds is not None:
+            return nanoseconds / 1e9
     return None
 
 
 def memory_limit_nbytes(files: CgroupFiles) -> int | None:
-    """Return the cgroup's limit; None without one."""
+    """Return the cgroup's memory limit; None without one."""
     for path in _memory_files(files, "memory.max", "memory.limit_in_bytes"):
         limit = _number(path)
         if limit is not None and limit < _NO_LIMIT:
@@ -70,7 +77,7 @@ def memory_limit_nbytes(files: CgroupFiles) -> int | None:
 
 
 def memory_held_nbytes(files: CgroupFiles) -> int | None:
-    """Return what the cgroup uses and cannot give back at once: its usage without inactive file pages."""
+    """Return the memory that the cgroup cannot free at once: usage without inactive file pages."""
     for usage_path, directory in zip(
         _memory_files(files, "memory.current", "memory.usage_in_bytes"),
         [directory for directory in (files.unified, files.memory) if directory is not None],
@@ -83,9 +90,9 @@ def memory_held_nbytes(files: CgroupFiles) -> int | None:
     return None
 
 
-def _memory_files(files: CgroupFiles, second: str, first: str) -> list[Path]:
-    paths = [files.unified / second] if files.unified is not None else []
-    return [*paths, files.memory / first] if files.memory is not None else paths
+def _memory_files(files: CgroupFiles, name_in_v2: str, name_in_v1: str) -> list[Path]:
+    paths = [files.unified / name_in_v2] if files.unified is not None else []
+    return [*paths, files.memory / name_in_v1] if files.memory is not None else paths
 
 
 def _first_existing_under(mount: Path, names: tuple[str, ...], path: str) -> Path | None:
@@ -101,7 +108,7 @@ def _path_under(top: Path, path: str) -> Path:
 
 
 def _text(path: Path) -> str:
-    # `open` rather than Path's own way, which costs more than the reading.
+    # `open` rather than `Path.read_text`, which costs more than the reading itself.
     try:
         with open(path) as file:
             return file.read()

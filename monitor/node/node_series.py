@@ -1,4 +1,4 @@
-"""A node's measures on their way out: as JSON between daemons, and as series for Prometheus."""
+"""Encodes a node's measures: as JSON between daemons, and as series for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One field as a series: its name, what it says, whether it only grows, and whether 0 stands for "not known"."""
+    """The series of one field of a record of measures.
+
+    Args:
+        field: name in the record.
+        name: of the series.
+        help: its description.
+        is_counter: whether the value only grows.
+        hides_zero: whether 0 means "not known", and is left out.
+    """
 
     field: str
     name: str
@@ -38,8 +46,8 @@ NODE_SERIES = (
         hides_zero=True,
     ),
     Series("load", "keepstep_node_load1", "Runnable processes, mean of a minute."),
-    Series("memory_total", "keepstep_node_memory_size_bytes", "Memory there is.", hides_zero=True),
-    Series("memory_available", "keepstep_node_memory_available_bytes", "Memory that can be had."),
+    Series("memory_total", "keepstep_node_memory_size_bytes", "Total memory.", hides_zero=True),
+    Series("memory_available", "keepstep_node_memory_available_bytes", "Available memory."),
     Series("swap_used", "keepstep_node_swap_used_bytes", "Memory swapped out."),
     Series(
         "disk_latency_s",
@@ -56,7 +64,7 @@ GPU_SERIES = (
     ),
     Series("memory_used", "keepstep_gpu_memory_used_bytes", "Device memory in use."),
     Series(
-        "memory_total", "keepstep_gpu_memory_size_bytes", "Device memory there is.", hides_zero=True
+        "memory_total", "keepstep_gpu_memory_size_bytes", "Total device memory.", hides_zero=True
     ),
     Series("busy_share", "keepstep_gpu_busy_ratio", "Share of time with a kernel running."),
     Series("power_watts", "keepstep_gpu_power_watts", "Power drawn.", hides_zero=True),
@@ -83,7 +91,9 @@ def node_series(metrics: NodeMetrics, job: str, node: str) -> Iterator[Metric]:
     if devices:
         labels = ["job", "node", "gpu"]
         xids = CounterMetricFamily(
-            "keepstep_gpu_xid_errors", "Critical Xid errors since the monitor began.", labels=labels
+            "keepstep_gpu_xid_errors",
+            "Critical Xid errors since the monitor started.",
+            labels=labels,
         )
         for gpu in metrics.gpus:
             xids.add_metric([job, node, str(gpu.index)], len(gpu.xids))
@@ -95,30 +105,32 @@ def metrics_to_json(metrics: NodeMetrics) -> dict[str, Any]:
     return asdict(metrics)
 
 
-def metrics_from_json(told: Mapping[str, Any]) -> NodeMetrics:
-    """Return what `metrics_to_json` told.
+def metrics_from_json(fields: Mapping[str, Any]) -> NodeMetrics:
+    """Return the measures that `metrics_to_json` encoded.
 
     Raises:
-        TypeError, KeyError: it is something else.
+        TypeError, KeyError: the fields are not those of `NodeMetrics`.
     """
-    gpus = tuple(GpuMetrics(**{**gpu, "xids": tuple(gpu["xids"])}) for gpu in told["gpus"])
-    return NodeMetrics(**{**told, "gpus": gpus, "stopped_ranks": tuple(told["stopped_ranks"])})
+    gpus = tuple(GpuMetrics(**{**gpu, "xids": tuple(gpu["xids"])}) for gpu in fields["gpus"])
+    return NodeMetrics(**{**fields, "gpus": gpus, "stopped_ranks": tuple(fields["stopped_ranks"])})
 
 
 def _families(
-    series: tuple[Series, ...], common: Mapping[str, str], told: list[tuple[dict[str, str], Any]]
+    all_series: tuple[Series, ...],
+    common: Mapping[str, str],
+    sources: list[tuple[dict[str, str], Any]],
 ) -> Iterator[Metric]:
-    for one in series:
+    for series in all_series:
         samples = [
             (labels, value)
-            for labels, source in told
-            if (value := getattr(source, one.field)) or not one.hides_zero
+            for labels, source in sources
+            if (value := getattr(source, series.field)) or not series.hides_zero
         ]
         if not samples:
             continue
         names = [*common, *samples[0][0]]
-        family = (CounterMetricFamily if one.is_counter else GaugeMetricFamily)(
-            one.name, one.help, labels=names
+        family = (CounterMetricFamily if series.is_counter else GaugeMetricFamily)(
+            series.name, series.help, labels=names
         )
         for labels, value in samples:
             family.add_metric([*common.values(), *labels.values()], float(value))

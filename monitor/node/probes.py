@@ -1,7 +1,8 @@
-"""Taking a node's measures: /proc by psutil, the cgroup, and NVIDIA's management library where it is there.
+"""Measures a node: /proc through psutil, cgroups, and NVIDIA's management library if present.
 
-Whatever cannot be read is 0 in the result, as `NodeMetrics` says, never an error: a monitor without a thermometer is still a monitor. What
-changes slowly or costs a millisecond to read is read less often than twice a second.
+A value that cannot be read is 0 in the result, as `NodeMetrics` defines, and never an error: the
+monitor works without it. Values that change slowly or cost a millisecond to read are read less
+often than twice a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ _SLOW_EVERY_S = 5.0
 
 
 class NodeProbe:
-    """Measures this node. Shares and latencies are over the time since the last sample; the first has none. `close` when done."""
+    """Measures this node. `close` when done.
+
+    Shares and latencies are over the time since the previous sample; the first sample has none.
+    """
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -35,9 +39,10 @@ class NodeProbe:
         self._slow_due_s = 0.0
 
     def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
-        """Return the measures as they are now; what is about a cgroup, of the workers' (process id by rank), not of the monitor's own.
+        """Return the current measures; within about a second, the previous sample again.
 
-        More than about once a second the last sample is given again.
+        Args:
+            workers: process id of each rank; its cgroup is measured, not the monitor's own.
         """
         if self._sampled is not None and time.monotonic() - self._sampled.at_s < _EVERY_S:
             return self._sampled
@@ -76,7 +81,7 @@ class NodeProbe:
         )
 
     def close(self) -> None:
-        """Let go of the management library."""
+        """Release the management library."""
         if self._gpus is not None:
             self._gpus.close()
 
@@ -90,13 +95,11 @@ class NodeProbe:
         return min(1.0, max(0.0, (busy_s - before[0]) / (total_s - before[1])))
 
     def _disk_latency_s(self) -> float:
-        told = psutil.disk_io_counters()
-        if told is None:
+        counters = psutil.disk_io_counters()
+        if counters is None:
             return 0.0
-        requests, spent_s = (
-            int(told.read_count + told.write_count),
-            float(told.read_time + told.write_time) / 1e3,
-        )
+        requests = int(counters.read_count + counters.write_count)
+        spent_s = float(counters.read_time + counters.write_time) / 1e3
         before, self._disk = self._disk, (requests, spent_s)
         if before is None or requests <= before[0]:
             return 0.0

@@ -1,8 +1,8 @@
-"""The rings of a job on this node, as the daemon wants them: what may have changed since the last reading, and little else.
+"""Reads a job's rings on this node: the records that may have changed since the previous reading.
 
-A ring holds some 20,000 records, of which few are new half a second later. How many are looked at follows from how many came
-last time and from how far back something is still under way; if it turns out to have been too few, more are read at once,
-for the ring still has them.
+A ring holds some 20,000 records, of which few are new half a second later. The number of records
+to read follows from how many were new last time and from how far back the oldest open record lies.
+If that was too few, the whole ring is read at once: it still holds them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ _LOG = logging.getLogger("keepstep.monitor")
 _SWEEP_EVERY_S = 60.0
 _LEAST = 128
 _AHEAD = 2
-"""Twice as many as came last time, for jobs do not pace themselves."""
+"""Times the records that were new last time: the rate of a job varies."""
 
 
 class RingSource:
-    """A `JobReader` over the job's directory, which need not exist yet. Rings whose processes died `keep_s` seconds ago are removed."""
+    """A `JobReader` over the job's directory, which need not exist yet.
+
+    Removes rings whose processes died `keep_s` seconds ago.
+    """
 
     def __init__(self, directory: Path, *, keep_s: float = 3600.0) -> None:
         self._directory = directory
@@ -35,49 +38,49 @@ class RingSource:
         self._sweeper = Sweeper(keep_s)
         self._sweep_due_s = 0.0
         self._count = OPERATIONS
-        # By incarnation and lane: the newest stamp, and the first that must be seen again.
+        # By incarnation and lane: the newest stamp, and the first that must be read again.
         self._newest: dict[tuple[str, bool], int] = {}
         self._needed: dict[tuple[str, bool], int] = {}
 
     def read(self) -> Sequence[RingReading]:
-        """Return every rank's ring as it is now: all of it at first, later what may have changed."""
+        """Return every rank's ring: all of it at first, later the records that may have changed."""
         now_s = time.monotonic()
         if now_s >= self._sweep_due_s:
             self._sweep_due_s = now_s + _SWEEP_EVERY_S
             try:
                 self._sweeper.sweep([self._directory], now_s)
             except OSError as error:
-                # A directory that is mounted to be read only.
+                # For example, the directory is mounted read-only.
                 _LOG.debug("rings of dead processes stay in %s: %s", self._directory, error)
         job = self._rings.read(self._count)
         lanes = _lanes(job, self._rings.incarnations())
         if self._has_missed(lanes):
             job = self._rings.read(OPERATIONS)
             lanes = _lanes(job, self._rings.incarnations())
-        self._count = self._wanted(lanes)
+        self._count = self._next_count(lanes)
         incarnations = self._rings.incarnations()
         processes, created_s = self._rings.processes(), self._rings.created_s()
         communicators = tuple(job.communicators.values())
         generation, size = self._rings.generation(), self._rings.world_size()
         return [
             RingReading(
-                told,
-                communicators,
-                processes[rank],
-                incarnations[rank],
-                generation,
-                size,
-                created_s[rank],
+                records=records,
+                communicators=communicators,
+                pid=processes[rank],
+                incarnation=incarnations[rank],
+                generation=generation,
+                world_size=size,
+                created_s=created_s[rank],
             )
-            for rank, told in job.ranks.items()
+            for rank, records in job.ranks.items()
         ]
 
     def close(self) -> None:
-        """Let all rings go."""
+        """Close all rings."""
         self._rings.close()
 
     def _has_missed(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> bool:
-        """Return whether in some lane what was read does not reach back to what was still under way, or new, at the last reading."""
+        """Return whether some lane was read from later than the first record that was needed."""
         if self._count >= OPERATIONS:
             return False
         return any(
@@ -85,22 +88,28 @@ class RingSource:
             for key, lane in lanes.items()
         )
 
-    def _wanted(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> int:
-        """Return how many records of each lane to look at next time, and remember where this reading ended."""
-        wanted = _LEAST
+    def _next_count(self, lanes: Mapping[tuple[str, bool], _LaneWindow]) -> int:
+        """Return how many records of each lane to read next time; remember where this one ended."""
+        count = _LEAST
         for key, lane in lanes.items():
-            came = (lane.newest - self._newest.get(key, lane.newest)) // 2
+            added = (lane.newest - self._newest.get(key, lane.newest)) // 2
             back = max(0, lane.newest - lane.needed) // 2
-            # What is under way will be found `came` further back next time, if as many come again.
-            wanted = max(wanted, back + _AHEAD * came + _LEAST)
+            # Open records will lie `added` further back next time, if as many are added again.
+            count = max(count, back + _AHEAD * added + _LEAST)
         self._newest = {key: lane.newest for key, lane in lanes.items()}
         self._needed = {key: lane.needed for key, lane in lanes.items()}
-        return min(wanted, OPERATIONS)
+        return min(count, OPERATIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class _LaneWindow:
-    """What was read of one lane of a ring: how many records, the oldest and the newest stamp, and the first to be seen again."""
+    """The records read of one lane of a ring.
+
+    Args:
+        count: number of records.
+        oldest, newest: their first and last stamp.
+        needed: the first stamp that the next reading must include.
+    """
 
     count: int
     oldest: int
@@ -109,19 +118,20 @@ class _LaneWindow:
 
 
 def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, bool], _LaneWindow]:
-    """Return the lanes read, by incarnation of the writer and whether they are of operations."""
+    """Return the lanes read, by incarnation of the writer and whether they hold operations."""
     lanes = {}
-    for told in job.ranks.values():
-        is_operation = told.records["kind"] == Kind.OPERATION
-        is_open = told.records["ended_s"] == 0
-        stamps = told.records["stamp"]
-        for operation, mine in ((True, is_operation), (False, ~is_operation)):
-            here = stamps[mine]
-            under_way = stamps[mine & is_open]
-            newest = int(here.max()) if len(here) else 0
-            needed = int(under_way.min()) if len(under_way) else newest + 2
-            oldest = int(here.min()) if len(here) else 0
-            lanes[incarnations[told.rank], operation] = _LaneWindow(
-                len(here), oldest, newest, needed
+    for rank in job.ranks.values():
+        is_operation = rank.records["kind"] == Kind.OPERATION
+        is_open = rank.records["ended_s"] == 0
+        stamps = rank.records["stamp"]
+        for holds_operations, is_in_lane in ((True, is_operation), (False, ~is_operation)):
+            lane = stamps[is_in_lane]
+            open_stamps = stamps[is_in_lane & is_open]
+            newest = int(lane.max()) if len(lane) else 0
+            lanes[incarnations[rank.rank], holds_operations] = _LaneWindow(
+                count=len(lane),
+                oldest=int(lane.min()) if len(lane) else 0,
+                newest=newest,
+                needed=int(open_stamps.min()) if len(open_stamps) else newest + 2,
             )
     return lanes

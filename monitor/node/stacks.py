@@ -1,7 +1,7 @@
-"""What the threads of a process are doing, seen from outside with py-spy.
+"""Dumps the stacks of a process's threads from outside, with py-spy.
 
-The process is not stopped for it (`--nonblocking`): whoever hangs does not move, and whoever does move must not be touched
-by its monitor. The few frames that may then be wrong are the price.
+The process is not paused (`--nonblocking`): the threads of a hung process do not move, and the
+monitor must not stop a process that does. A few frames may therefore be wrong.
 """
 
 from __future__ import annotations
@@ -18,55 +18,60 @@ _FRAMES = 60
 
 
 async def dump(pid: int, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Return the threads of a Python process as JSON: `{"threads": [...]}`, or `{"error": why not}`.
+    """Return the threads of a Python process as JSON: `{"threads": [...]}` or `{"error": reason}`.
 
-    Never raises for what is the process's or the system's doing: a verdict without stacks is still a verdict.
+    Does not raise when the dump fails: a verdict without stacks is still a verdict.
     """
     program = _program()
     if program is None:
         return {"error": "py-spy is not installed beside keepstep; pip install py-spy"}
     process = await asyncio.create_subprocess_exec(
-        program, "dump", "--nonblocking", "--json", "--pid", str(pid),
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        *(program, "dump", "--nonblocking", "--json", "--pid", str(pid)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     try:
         async with asyncio.timeout(timeout_s):
-            output, complaint = await process.communicate()
+            output, error_output = await process.communicate()
     except TimeoutError:
         return {"error": f"py-spy gave no answer within {timeout_s:g} s"}
     finally:
         if process.returncode is None:
             process.kill()
-            # To the end of its pipes, which would be left open otherwise.
+            # Reads the pipes to their end, which closes them.
             await process.communicate()
     if process.returncode != 0:
-        return {"error": _explain(pid, complaint.decode(errors="replace").strip())}
+        return {"error": _explain(pid, error_output.decode(errors="replace").strip())}
     try:
-        return {"threads": [_thread(told) for told in json.loads(output)]}
+        return {"threads": [_thread(thread) for thread in json.loads(output)]}
     except (ValueError, KeyError, TypeError) as error:
-        return {"error": f"py-spy's answer is not understood: {error}"}
+        return {"error": f"py-spy's output cannot be parsed: {error}"}
 
 
 def _program() -> str | None:
-    """Return py-spy's path: beside this interpreter, where pip puts it, else on the path."""
+    """Return py-spy's path: beside this interpreter, where pip puts it, else on PATH."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-def _thread(told: dict[str, Any]) -> dict[str, Any]:
+def _thread(thread: dict[str, Any]) -> dict[str, Any]:
     return {
-        "name": str(told.get("thread_name") or f"thread {told['thread_id']}"),
-        "active": bool(told["active"]),
-        "owns_gil": bool(told["owns_gil"]),
+        "name": str(thread.get("thread_name") or f"thread {thread['thread_id']}"),
+        "active": bool(thread["active"]),
+        "owns_gil": bool(thread["owns_gil"]),
         "frames": [
             f"{frame['name']} ({frame['filename']}:{frame['line']})"
-            for frame in told["frames"][:_FRAMES]
+            for frame in thread["frames"][:_FRAMES]
         ],
     }
 
 
-def _explain(pid: int, complaint: str) -> str:
-    if "ermission" in complaint:
-        return f"no permission to look into process {pid}: run the monitor as the job's user with CAP_SYS_PTRACE"
-    last = complaint.splitlines()[-1] if complaint else "no reason given"
-    return f"py-spy could not look into process {pid}: {last}"
+def _explain(pid: int, error_output: str) -> str:
+    if "ermission" in error_output:
+        return (
+            f"no permission to inspect process {pid}: run the monitor as the job's user "
+            "with CAP_SYS_PTRACE"
+        )
+    last_line = error_output.splitlines()[-1] if error_output else "no reason given"
+    return f"py-spy could not inspect process {pid}: {last_line}"

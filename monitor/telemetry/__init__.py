@@ -1,1 +1,1 @@
-"""What a worker tells, in shared memory: rings and their readers, the recorders that fill them, clocks, and other tools' dumps."""
+"""Records what a worker does into a ring in shared memory, and reads such rings from outside."""

@@ -1,16 +1,19 @@
-"""Attaching the recorder to this process, whoever launched it.
+"""Attaches the recorder to this process, with any launcher.
 
-Three ways: call `monitor.attach()` before or after the process groups are made; or set KEEPSTEP_MONITOR=1, which `import torch` acts
-upon, by the entry point that PyTorch offers to extensions (`keepstep.autoload`; PyTorch 2.5 and later, unless
-TORCH_DEVICE_BACKEND_AUTOLOAD=0); or run the script by `python -m keepstep.monitor.run script.py`.
+There are three ways: call `monitor.attach()` before or after the process groups are created; set
+KEEPSTEP_MONITOR=1, which `import torch` evaluates through the entry point that PyTorch offers to
+extensions (`keepstep.autoload`; PyTorch 2.5 and later, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0); or
+run the script with `python -m keepstep.monitor.run script.py`.
 
-By KEEPSTEP_MONITOR a process is recorded once it has entered the default process group: nothing else tells workers, and their ranks,
-from what runs in the same environment. Under `srun torchrun`, Slurm's variables are those of torchrun's agent; the parent of
-`torch.multiprocessing.spawn` has no rank at all; data loaders' processes have the worker's.
+With KEEPSTEP_MONITOR a process is recorded once it has entered the default process group: nothing
+else distinguishes workers, and their ranks, from other processes with the same environment. Under
+`srun torchrun`, Slurm's variables are those of torchrun's agent; the parent of
+`torch.multiprocessing.spawn` has no rank; data loaders' processes have the worker's environment.
 
-Who the worker is comes from the default process group if there is one, else from what launchers set: RANK and WORLD_SIZE, Slurm's or
-Open MPI's variables; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's job id; the node from KEEPSTEP_NODE or the host's name; the
-generation from torchrun's restart count.
+The rank comes from the default process group if there is one, else from the launcher's variables:
+RANK and WORLD_SIZE, Slurm's or Open MPI's; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's
+job id; the node from KEEPSTEP_NODE or the host's name; the generation from torchrun's restart
+count.
 """
 
 from __future__ import annotations
@@ -45,28 +48,29 @@ _attached: Attachment | None = None
 
 
 class Attachment:
-    """The recorder of this process with its hooks."""
+    """The recorder of this process and its hooks."""
 
     def __init__(self, identity: WorkerIdentity) -> None:
         try:
             native: NativeRecorder | None = NativeRecorder()
         except RecorderUnavailable as error:
-            # Phases alone still tell who is late, and the job is more important than either.
+            # Phases alone still show which rank is late, and the job must run in any case.
             _log.warning("rank %d: %s", identity.rank, error)
             native = None
         self.recorder = Recorder(identity, native)
         self.phases = AutomaticPhases(self.recorder)
         self.process = os.getpid()
         self._former_hook, sys.excepthook = sys.excepthook, self._on_exception
-        # So that processes that this one starts, and that take themselves for its rank, do not take its ring from it.
+        # Child processes inherit the variables that give this rank; with this one they do not
+        # replace the ring.
         os.environ[ATTACHED_VARIABLE] = (
             f"{identity.rank} {self.process} {process_started(self.process)}"
         )
 
     def remove(self) -> None:
-        """Take away the hooks and stop recording."""
+        """Remove the hooks and stop recording."""
         self.phases.remove()
-        # Whoever has put a hook of its own in place calls on to ours.
+        # A hook that was installed later calls this one.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._former_hook
         if self.process == os.getpid():
@@ -76,14 +80,17 @@ class Attachment:
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Note that the process ends by an exception; a person who interrupts it is none."""
+        """Record that the process ends by an exception; a keyboard interrupt is not recorded."""
         if issubclass(kind, Exception) and self.process == os.getpid():
             self.recorder.set_ending(Ending.FAILED if is_of_communication(error) else Ending.RAISED)
         self._former_hook(kind, error, trace)
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Return whether an exception, or one that it came of, is a failure of communication; gloo's and many of NCCL's have no type of their own."""
+    """Return whether an exception, or a cause of it, is a failure of communication.
+
+    gloo's failures, and many of NCCL's, have no type of their own, so their messages are searched.
+    """
     seen = set[int]()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -106,36 +113,40 @@ def attach(
     """Record this worker from now on; a second call returns the same recorder.
 
     Args:
-        job, rank, node, generation: who this is, where the environment does not tell or tells wrong.
+        job, rank, node, generation: override what the environment provides.
 
     Raises:
         MonitorError: the rank is not known.
-        RingUnwritable: there is no room for the ring.
+        RingUnwritable: there is no space for the ring.
     """
     global _attached
     if _attached is None:
         identity = identify(os.environ)
-        found = identity.rank if rank is None else rank
-        if found < 0:
+        own_rank = identity.rank if rank is None else rank
+        if own_rank < 0:
             raise MonitorError(
-                "monitor.attach: which rank is this? Set RANK, call it after init_process_group, or pass rank=."
+                "monitor.attach: the rank is not known. Set RANK, call it after "
+                "init_process_group, or pass rank=."
             )
         _attached = Attachment(
             WorkerIdentity(
-                identity.job if job is None else job,
-                found,
-                identity.node if node is None else node,
-                identity.generation if generation is None else generation,
-                identity.world_size,
+                job=identity.job if job is None else job,
+                rank=own_rank,
+                node=identity.node if node is None else node,
+                generation=identity.generation if generation is None else generation,
+                world_size=identity.world_size,
             )
         )
-        # Not by `atexit`, which processes that `multiprocessing` has forked do not heed.
+        # Not with `atexit`, whose functions do not run in processes forked by `multiprocessing`.
         Finalize(None, detach, exitpriority=0)
     return _attached.recorder
 
 
 def attach_at_initialization() -> None:
-    """Record this process once `init_process_group` has told its rank; what goes wrong then is logged. Called while PyTorch is imported."""
+    """Record this process once `init_process_group` has given it a rank; log a failure to do so.
+
+    Called while PyTorch is imported.
+    """
     if not dist.is_available():
         return
     original = dist.init_process_group
@@ -144,19 +155,21 @@ def attach_at_initialization() -> None:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         try:
-            if not _is_anothers(os.environ, dist.get_rank()):
+            if not _is_child_of_recorded(os.environ, dist.get_rank()):
                 attach()
-        except Exception as error:  # noqa: BLE001 - a monitor that fails must leave the job running
+        except Exception as error:  # noqa: BLE001 - the job must run even if the monitor fails
             _log.warning("rank %d is not recorded: %s", dist.get_rank(), error)
 
-    # Modules of PyTorch have it by name already, of which `init_device_mesh` calls it.
+    # Modules of PyTorch have imported it by name already; one of them is that of
+    # `init_device_mesh`, which calls it.
+    name = "init_process_group"
     for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("init_process_group") is original:
-            setattr(module, "init_process_group", init_process_group)  # noqa: B010 - not every module has it
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, init_process_group)
 
 
 def detach() -> None:
-    """Stop recording. The ring stays for others to read."""
+    """Stop recording. The ring remains for readers."""
     global _attached
     if _attached is not None:
         _attached.remove()
@@ -169,7 +182,7 @@ def current() -> Recorder | None:
 
 
 def identify(environment: Mapping[str, str]) -> WorkerIdentity:
-    """Return who this worker is; with rank -1 if nothing tells."""
+    """Return this worker's identity; with rank -1 if the rank is not known."""
     is_initialized = dist.is_available() and dist.is_initialized()
     rank = _first_number(environment, _RANKS)
     size = _first_number(environment, _SIZES)
@@ -184,15 +197,18 @@ def identify(environment: Mapping[str, str]) -> WorkerIdentity:
     )
 
 
-def _is_anothers(environment: Mapping[str, str], rank: int) -> bool:
-    """Return whether a process that lives is recorded as this rank, and has handed its environment down to this one."""
-    marked = [
+def _is_child_of_recorded(environment: Mapping[str, str], rank: int) -> bool:
+    """Return whether the environment comes from a living process that is recorded as this rank."""
+    fields = [
         int(field) for field in environment.get(ATTACHED_VARIABLE, "").split() if field.isdecimal()
     ]
-    if len(marked) != 3 or marked[0] != rank or marked[1] == os.getpid():
+    if len(fields) != 3:
+        return False
+    recorded_rank, process, started = fields
+    if recorded_rank != rank or process == os.getpid():
         return False
     # Environments outlive processes: a job may submit the next one.
-    return process_started(marked[1]) == marked[2]
+    return process_started(process) == started
 
 
 def _first_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int | None:
@@ -203,7 +219,7 @@ def _first_number(environment: Mapping[str, str], names: tuple[str, ...]) -> int
 
 
 def _detach_child() -> None:
-    """A forked child is no worker: a data loader's process must not write into its parent's ring."""
+    """Detach a forked child, which is not a worker: it must not write into its parent's ring."""
     if _attached is not None:
         detach()
 

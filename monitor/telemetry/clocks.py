@@ -1,16 +1,22 @@
-"""Aligns the clocks of nodes from the operations that they do together. Pure; trusts neither NTP nor any node.
+"""Estimates the offsets of nodes' clocks from the operations that the nodes share.
 
-Two things are known of an operation that several nodes take part in. What is certain: nobody leaves before everybody whose data it needs
-has entered. If b entered by its clock at e and a left by its own at l, then b's clock is ahead of a's by no less than e - l, whatever the
-network did: each operation bounds differences of offsets from one side, and the tightest bounds of many, followed along the graph of
-nodes (shortest paths in a system of difference constraints), enclose each offset in an interval. That interval is the error we state:
-it holds without assumptions on delays, but for the clocks' drift, which is allowed for. Sends and receives and rooted operations
-bound as well, so stages of a pipeline are aligned though they share no collective (as NTP does it, after Cristian, 1989).
+Pure. Assumes neither NTP nor that any node's clock is right. An operation in which several nodes
+take part gives a bound and an estimate.
 
-What is likely: all leave an all-reduce, all-gather, all-to-all or barrier nearly together, some a bit later. The differences of two nodes'
-leaving times half_sample_mode around the difference of their clocks, with tails to both sides; the middle of the shortest
-interval that holds an eighth of them, found by halving (after Bickel's half-sample mode), is where they half_sample_mode, also when one of the
-two is usually late. It is the estimate, unless the certain bounds exclude it.
+The bound is certain: no rank leaves before every rank whose data it needs has entered. If b entered
+at e by its clock and a left at l by its own, then b's clock is ahead of a's by at least e - l,
+whatever the network did. So each operation bounds a difference of offsets from one side. The
+tightest bounds of many operations, combined along the graph of nodes (shortest paths in a system of
+difference constraints), enclose each offset in an interval. That interval is the stated error: it
+holds without assumptions on delays, except for the clocks' drift, which is allowed for. Sends and
+receives and rooted operations give bounds too, so stages of a pipeline are aligned though they
+share no collective (as NTP does, after Cristian, 1989).
+
+The estimate is likely: all ranks leave an all-reduce, all-gather, all-to-all or barrier at nearly
+the same time, some a little later. The differences of two nodes' leaving times cluster around the
+difference of their clocks, with tails on both sides. The center of the shortest interval that holds
+an eighth of them, found by repeated halving (after Bickel's half-sample mode), locates the cluster,
+even if one of the two nodes is usually late. It is the estimate, unless the bounds exclude it.
 """
 
 from __future__ import annotations
@@ -27,9 +33,9 @@ from keepstep.monitor.records import Flag, JobRecords, Kind, Operation, RankReco
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-# Quartz is within 50 parts per million, and a clock that is being corrected runs off by as much again.
+# Quartz is within 50 parts per million, and a clock that is being corrected deviates as much again.
 DRIFT = 1e-4
-# Of each communicator; bounds from long ago are loosened by drift anyway.
+# Of each communicator; drift loosens older bounds anyway.
 LATEST_OPERATIONS = 512
 
 _TOGETHER = (Operation.ALL_REDUCE, Operation.ALL_GATHER, Operation.ALL_TO_ALL, Operation.BARRIER)
@@ -41,7 +47,12 @@ _CODES = 256
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """What to add to a node's clock to have the job's, and how far that may be off; infinitely far if nothing is known."""
+    """The offset of a node's clock from the job's.
+
+    Args:
+        offset_s: seconds to add to the node's monotonic clock to obtain the job's.
+        error_s: the most that the offset may be wrong by; infinite if nothing is known.
+    """
 
     offset_s: float
     error_s: float
@@ -49,7 +60,14 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class _SharedOperations:
-    """Operations of one communicator: entering and leaving times, [operation, node]; NaN where they bound nothing."""
+    """Operations of one communicator.
+
+    Args:
+        nodes: index of the node of each column.
+        entered_s, left_s: times of entering and leaving, [operation, node]; NaN where the time
+            gives no bound.
+        is_together: [operation]: whether all ranks leave at nearly the same time.
+    """
 
     nodes: Integers
     entered_s: Floats
@@ -62,9 +80,11 @@ def align(job: JobRecords, reference: str | None = None) -> JobRecords:
     clocks = estimate_clocks(job.ranks, reference)
     ranks = {
         rank: replace(
-            one, offset_s=clocks[one.node].offset_s, offset_error_s=clocks[one.node].error_s
+            records,
+            offset_s=clocks[records.node].offset_s,
+            offset_error_s=clocks[records.node].error_s,
         )
-        for rank, one in job.ranks.items()
+        for rank, records in job.ranks.items()
     }
     return JobRecords(ranks, job.communicators)
 
@@ -78,32 +98,31 @@ def estimate_clocks(
         ranks: records of ranks on several nodes, of about the same time.
         reference: the node whose clock is the job's; by default the first by name.
     """
-    names = sorted({one.node for one in ranks.values()})
+    names = sorted({records.node for records in ranks.values()})
     if not names:
         return {}
     index = {name: number for number, name in enumerate(names)}
     origin = index[reference] if reference is not None else 0
-    meetings = _shared_operations(ranks, index)
-    bounds = _bounds(meetings, len(names))
-    above, below = _shortest(bounds, origin), _shortest(bounds.T, origin)
-    likely = _likely(meetings, bounds, origin)
+    shared = _shared_operations(ranks, index)
+    bounds = _bounds(shared, len(names))
+    above, below = _shortest_paths(bounds, origin), _shortest_paths(bounds.T, origin)
+    estimates = _estimates(shared, bounds, origin)
     clocks = {}
     for name, node in index.items():
         low, high = sorted((-float(below[node]), float(above[node])))
         if not (np.isfinite(low) and np.isfinite(high)):
             clocks[name] = ClockOffset(0.0, float("inf"))
             continue
-        offset = (
-            (low + high) / 2 if np.isnan(likely[node]) else min(max(float(likely[node]), low), high)
-        )
+        estimate = float(estimates[node])
+        offset = (low + high) / 2 if np.isnan(estimate) else min(max(estimate, low), high)
         clocks[name] = ClockOffset(offset, max(high - offset, offset - low))
     return clocks
 
 
 def half_sample_mode(values: Floats) -> float:
-    """Return the middle of where values half_sample_mode: of the shortest half of the shortest half of the shortest half.
+    """Return the center of the shortest half of the shortest half of the shortest half of values.
 
-    Of a one-sided tail it finds the beginning, where a mean or median is drawn into the tail.
+    If the values have a one-sided tail, this is near its beginning; a mean or median is not.
     """
     ordered = np.sort(values)
     for _ in range(3):
@@ -111,7 +130,7 @@ def half_sample_mode(values: Floats) -> float:
         if half < 3 or half == len(ordered):
             break
         widths = ordered[half - 1 :] - ordered[: len(ordered) - half + 1]
-        # Of equally short ones those in the middle, so that turning all signs turns the result's.
+        # Of equally short halves, those in the middle: negating all values negates the result.
         shortest = np.flatnonzero(widths == widths.min())
         ordered = ordered[shortest[(len(shortest) - 1) // 2] : shortest[len(shortest) // 2] + half]
     return float((ordered[0] + ordered[-1]) / 2)
@@ -120,12 +139,12 @@ def half_sample_mode(values: Floats) -> float:
 def _shared_operations(
     ranks: Mapping[int, RankRecords], index: Mapping[str, int]
 ) -> list[_SharedOperations]:
-    """Bring together what the ranks told of the same operations."""
-    told: dict[tuple[int, ...], list[tuple[int, Floats]]] = defaultdict(list)
-    for rank, one in ranks.items():
-        records = one.records
+    """Collect the times of the same operations from all ranks."""
+    by_group: dict[tuple[int, ...], list[tuple[int, Floats]]] = defaultdict(list)
+    for rank, rank_records in ranks.items():
+        records = rank_records.records
         called = records[(records["kind"] == Kind.OPERATION) & (records["communicator"] != 0)]
-        # An operation without payload may be over before it began.
+        # An operation without payload may end on one rank before it begins on another.
         called = called[(called["nbytes"] > 0) | (called["code"] == Operation.BARRIER)]
         if not len(called):
             continue
@@ -135,30 +154,32 @@ def _shared_operations(
         code, peer = called["code"], called["peer"]
         entered[np.isin(code, _FROM_ROOT) & (peer != rank) | (code == Operation.RECEIVE)] = np.nan
         left[np.isin(code, _TO_ROOT) & (peer != rank)] = np.nan
-        # What is done with whom: a collective of a communicator, or messages to, or from, one peer in it.
+        # Grouped by communicator and, for messages, by direction and peer.
         is_send, is_receive = code == Operation.SEND, code == Operation.RECEIVE
-        way = np.where(is_send, 1, np.where(is_receive, 2, 0))
-        other = np.where(way > 0, peer.astype(np.int64), 0)
-        family = (called["communicator"].astype(np.int64) << 30) + (other << 2) + way
-        for kind in np.unique(family).tolist():
-            mine = np.flatnonzero(family == kind)[-LATEST_OPERATIONS:]
+        direction = np.where(is_send, 1, np.where(is_receive, 2, 0))
+        other = np.where(direction > 0, peer.astype(np.int64), 0)
+        family = (called["communicator"].astype(np.int64) << 30) + (other << 2) + direction
+        for key in np.unique(family).tolist():
+            rows = np.flatnonzero(family == key)[-LATEST_OPERATIONS:]
             columns = np.column_stack(
-                [called["number"][mine], code[mine], entered[mine], left[mine]]
+                [called["number"][rows], code[rows], entered[rows], left[rows]]
             )
-            first = mine[0]
-            pair = {0: (-1, -1), 1: (rank, int(peer[first])), 2: (int(peer[first]), rank)}[
-                int(way[first])
-            ]
-            told[int(called["communicator"][first]), *pair].append((index[one.node], columns))
-    return [meeting for parts in told.values() if (meeting := _arrange_shared(parts)) is not None]
+            first = rows[0]
+            first_peer = int(peer[first])
+            pair = ((-1, -1), (rank, first_peer), (first_peer, rank))[int(direction[first])]
+            group = (int(called["communicator"][first]), *pair)
+            by_group[group].append((index[rank_records.node], columns))
+    arranged = map(_arrange_shared, by_group.values())
+    return [operations for operations in arranged if operations is not None]
 
 
 def _arrange_shared(parts: list[tuple[int, Floats]]) -> _SharedOperations | None:
-    """Arrange what ranks told of one communicator (or pair) by operation and node."""
+    """Arrange the times of one communicator (or pair) by operation and node."""
     nodes, column = np.unique([node for node, _ in parts], return_inverse=True)
     if len(nodes) < 2:
         return None
-    # A send and its receive are one operation; other ranks that call a number differently are out of step, and bound nothing.
+    # A send and its receive are one operation. Ranks whose operations of one number differ
+    # otherwise are out of step, and give no bound.
     called = np.concatenate([rows[:, :2] for _, rows in parts]).astype(np.int64)
     code = np.where(np.isin(called[:, 1], _PAIR), 0, called[:, 1])
     unique, row = np.unique(called[:, 0] * _CODES + code, return_inverse=True)
@@ -168,7 +189,8 @@ def _arrange_shared(parts: list[tuple[int, Floats]]) -> _SharedOperations | None
         np.full((len(unique), len(nodes)), np.inf),
     )
     values = np.concatenate([rows[:, 2:] for _, rows in parts])
-    # Ranks of one node share its clock: the last of them to enter and the first to leave bound most tightly.
+    # Ranks of one node share its clock: the last to enter and the first to leave give the tightest
+    # bounds.
     np.maximum.at(entered, (row, at), np.where(np.isnan(values[:, 0]), -np.inf, values[:, 0]))
     np.minimum.at(left, (row, at), np.where(np.isnan(values[:, 1]), np.inf, values[:, 1]))
     entered[np.isinf(entered)] = np.nan
@@ -176,35 +198,41 @@ def _arrange_shared(parts: list[tuple[int, Floats]]) -> _SharedOperations | None
     return _SharedOperations(nodes, entered, left, np.isin(unique % _CODES, _TOGETHER))
 
 
-def _bounds(meetings: list[_SharedOperations], count: int) -> Floats:
-    """Return, for each pair (a, b) of nodes, the most that b's offset may exceed a's; infinite if nothing says so."""
+def _bounds(shared: list[_SharedOperations], count: int) -> Floats:
+    """Return for each pair (a, b) of nodes the most that b's offset may exceed a's, or infinity."""
     bounds = np.full((count, count), np.inf)
-    for meeting in meetings:
-        left, entered = meeting.left_s, meeting.entered_s
-        for at, node in enumerate(meeting.nodes):
+    for operations in shared:
+        left, entered = operations.left_s, operations.entered_s
+        for at, node in enumerate(operations.nodes):
             if np.isnan(left[:, at]).all():
                 continue
             age_s = np.nanmax(left[:, at]) - left[:, at]
             spans = (left[:, at] + DRIFT * age_s)[:, None] - entered
             tightest = np.where(np.isnan(spans), np.inf, spans).min(axis=0)
-            bounds[node, meeting.nodes] = np.minimum(bounds[node, meeting.nodes], tightest)
+            bounds[node, operations.nodes] = np.minimum(bounds[node, operations.nodes], tightest)
     np.fill_diagonal(bounds, 0.0)
     return bounds
 
 
-def _shortest(lengths: Floats, origin: int) -> Floats:
-    """Return the length of the shortest path from `origin` to each node (Bellman and Ford; lengths may be negative)."""
-    found: Floats = lengths[origin].copy()
+def _shortest_paths(lengths: Floats, origin: int) -> Floats:
+    """Return the length of the shortest path from `origin` to each node.
+
+    The algorithm is that of Bellman and Ford: lengths may be negative.
+    """
+    distances: Floats = lengths[origin].copy()
     for _ in range(len(lengths)):
-        shorter = np.minimum(found, (found[:, None] + lengths).min(axis=0))
-        if (shorter == found).all():
+        shorter = np.minimum(distances, (distances[:, None] + lengths).min(axis=0))
+        if (shorter == distances).all():
             break
-        found = shorter
-    return found
+        distances = shorter
+    return distances
 
 
-def _likely(meetings: list[_SharedOperations], bounds: Floats, origin: int) -> Floats:
-    """Return each node's likely offset, along the tree of tightest pairs; NaN where no pair bounds both ways."""
+def _estimates(shared: list[_SharedOperations], bounds: Floats, origin: int) -> Floats:
+    """Return each node's estimated offset, along the tree of the most tightly bounded pairs.
+
+    NaN for nodes that no pair with bounds from both sides connects to the origin.
+    """
     count = len(bounds)
     widths = bounds + bounds.T
     offsets = np.full(count, np.nan)
@@ -218,23 +246,23 @@ def _likely(meetings: list[_SharedOperations], bounds: Floats, origin: int) -> F
             break
         waiting[node] = False
         known = int(parent[node])
-        offsets[node] = offsets[known] + _likely_difference(meetings, bounds, known, node)
+        offsets[node] = offsets[known] + _estimated_difference(shared, bounds, known, node)
         closer = waiting & (widths[node] < nearest)
         nearest[closer], parent[closer] = widths[node][closer], node
     return offsets
 
 
-def _likely_difference(
-    meetings: list[_SharedOperations], bounds: Floats, known: int, node: int
+def _estimated_difference(
+    shared: list[_SharedOperations], bounds: Floats, known: int, node: int
 ) -> float:
-    """Return by how much one node's offset likely exceeds another's."""
-    found = []
-    for meeting in meetings:
-        columns = [np.flatnonzero(meeting.nodes == one) for one in (known, node)]
+    """Return by how much the offset of `node` is estimated to exceed that of `known`."""
+    parts = []
+    for operations in shared:
+        columns = [np.flatnonzero(operations.nodes == index) for index in (known, node)]
         if all(len(column) for column in columns):
-            left = meeting.left_s[meeting.is_together]
+            left = operations.left_s[operations.is_together]
             differences = left[:, columns[0][0]] - left[:, columns[1][0]]
-            found.append(differences[~np.isnan(differences)])
-    differences = np.concatenate(found) if found else np.empty(0)
+            parts.append(differences[~np.isnan(differences)])
+    differences = np.concatenate(parts) if parts else np.empty(0)
     low, high = -bounds[node, known], bounds[known, node]
     return half_sample_mode(differences) if len(differences) else float((low + high) / 2)

@@ -1,14 +1,18 @@
-"""Reads dumps of PyTorch's Flight Recorder, one a rank, for analysis after the fact.
+"""Reads dumps of PyTorch's Flight Recorder, one for each rank, for analysis after the fact.
 
-Two forms: JSON (`torch._C._distributed_c10d._dump_fr_trace_json`, and the files of its dump pipe), and what the NCCL watchdog writes on a
-timeout and `torch.distributed.flight_recorder` reads: a pickle. A pickle is a program; these are read by an unpickler that knows
-containers and scalars only and refuses whatever else one asks for. The rank is the number at the end of the file's name, as there.
+There are two formats: JSON (`torch._C._distributed_c10d._dump_fr_trace_json`, and the files of its
+dump pipe), and the pickle that the NCCL watchdog writes on a timeout and
+`torch.distributed.flight_recorder` reads. A pickle is a program; these are read by an unpickler
+that accepts containers and scalars only and refuses everything else. The rank is the number at the
+end of the file's name, as there.
 
-What such a dump does not tell: steps and phases, roots, failures, and how a clock relates to another's, so each rank counts as a node of
-its own, for `keepstep.monitor.telemetry.clocks` to align. Times are wall clock seconds. gloo's operations never tell their end: retired ones are taken as
-over, and marked as unobserved. Nor do its dumps name the ranks of a group: the default group is all ranks that any dump knows of, another
-one those who use it. Sends and receives are numbered as they lie in the dump; where its buffer had gone round, so that the first are
-missing, both sides are numbered such that the last ones that ended are the same one.
+A dump contains no steps, phases, roots or failures, and no relation between clocks, so each rank
+counts as a node of its own, which `keepstep.monitor.telemetry.clocks` aligns. Times are wall-clock
+seconds. gloo never records the end of its operations: retired ones are assumed to have ended, and
+flagged as unobserved. Nor do its dumps name the ranks of a group: the default group is all ranks
+that any dump mentions, another group is the ranks that use it. Sends and receives are numbered in
+the order of the dump. If its buffer has wrapped around, so that the first ones are missing, both
+sides are numbered such that their last ended messages match.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ from keepstep.monitor.records import (
 
 _SUPPORTED = ("2.",)
 
-# How PyTorch's back ends call their operations, without "nccl:" or "gloo:".
+# Names of operations in PyTorch's back ends, without the prefix "nccl:" or "gloo:".
 _OPERATIONS: Mapping[str, Operation] = {
     "all_reduce": Operation.ALL_REDUCE,
     "all_reduce_sparse": Operation.ALL_REDUCE,
@@ -69,11 +73,12 @@ _OPERATIONS: Mapping[str, Operation] = {
 
 # C++ names of dtypes: (index in DTYPES, bytes of an element).
 _DTYPES: Mapping[str, tuple[int, int]] = {
-    name: (DTYPES.index(ours), nbytes)
-    for name, ours, nbytes in (
-        ("Bool", "bool", 1), ("Byte", "uint8", 1), ("Char", "int8", 1), ("Short", "int16", 2), ("Int", "int32", 4),
-        ("Long", "int64", 8), ("Half", "float16", 2), ("BFloat16", "bfloat16", 2), ("Float", "float32", 4),
-        ("Double", "float64", 8), ("Float8_e4m3fn", "float8_e4m3fn", 1), ("Float8_e4m3fnuz", "float8_e4m3fnuz", 1),
+    cpp_name: (DTYPES.index(dtype), nbytes)
+    for cpp_name, dtype, nbytes in (
+        ("Bool", "bool", 1), ("Byte", "uint8", 1), ("Char", "int8", 1), ("Short", "int16", 2),
+        ("Int", "int32", 4), ("Long", "int64", 8), ("Half", "float16", 2),
+        ("BFloat16", "bfloat16", 2), ("Float", "float32", 4), ("Double", "float64", 8),
+        ("Float8_e4m3fn", "float8_e4m3fn", 1), ("Float8_e4m3fnuz", "float8_e4m3fnuz", 1),
         ("Float8_e5m2", "float8_e5m2", 1), ("Float8_e5m2fnuz", "float8_e5m2fnuz", 1),
         ("ComplexFloat", "complex64", 8), ("ComplexDouble", "complex128", 16),
     )
@@ -84,33 +89,34 @@ _UNDESCRIBED = ("", "undefined")
 _PROGRESS = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Dump:
-    """What one rank's file holds.
+    """The content of one rank's file.
 
     Args:
         rank: from the file's name.
         entries: in the order of the calls.
-        is_whole: whether no entry was overwritten by later ones.
-        groups: ranks of its process groups, where it tells them.
-        known: all ranks that it mentions.
+        is_complete: whether no entry was overwritten by later ones.
+        groups: ranks of its process groups, where they are recorded.
+        mentioned: all ranks that it mentions.
     """
 
     rank: int
     entries: Sequence[Mapping[str, Any]]
-    is_whole: bool
+    is_complete: bool
     groups: Mapping[str, tuple[int, ...]]
-    known: frozenset[int]
+    mentioned: frozenset[int]
 
 
 def read_dumps(places: Iterable[Path]) -> JobRecords:
     """Read the dumps of a job's ranks.
 
     Args:
-        places: files, or directories of nothing else.
+        places: dump files, or directories that contain nothing else.
 
     Raises:
-        DumpUnreadable: there is none; or a file is no dump, cannot be read, is damaged, or asks to run something.
+        DumpUnreadable: there is none; or a file is not a dump, cannot be read, is damaged, or
+            would run code.
     """
     try:
         paths = [
@@ -129,63 +135,63 @@ def read_dumps(places: Iterable[Path]) -> JobRecords:
         )
     groups = _groups(dumps)
     ranks = {dump.rank: _convert(dump, groups[dump.rank]) for dump in dumps.values()}
-    _match_messages(ranks, {rank for rank, dump in dumps.items() if not dump.is_whole})
-    return JobRecords(
-        ranks, {group.identity: group for used in groups.values() for group in used.values()}
-    )
+    _match_messages(ranks, {rank for rank, dump in dumps.items() if not dump.is_complete})
+    communicators = {group.identity: group for used in groups.values() for group in used.values()}
+    return JobRecords(ranks, communicators)
 
 
 def _read(path: Path) -> _Dump:
     try:
         data = path.read_bytes()
-        found = re.search(r"(\d+)(\.json)?$", path.name)
-        if found is None:
+        match = re.search(r"(\d+)(\.json)?$", path.name)
+        if match is None:
             raise DumpUnreadable(
-                "which rank's is it? The file's name must end in the rank's number"
+                "the rank is not known: the file's name must end in the rank's number"
             )
-        told = json.loads(data) if data[:1] == b"{" else _Unpickler(io.BytesIO(data)).load()
-        version = str(told["version"])
+        content = json.loads(data) if data[:1] == b"{" else _Unpickler(io.BytesIO(data)).load()
+        version = str(content["version"])
         if not version.startswith(_SUPPORTED):
-            raise DumpUnreadable(f"Flight Recorder's format {version}; this reads 2.x")
+            raise DumpUnreadable(f"Flight Recorder's format {version} is not supported, only 2.x")
         members = {
             name: tuple(json.loads(group["ranks"]))
-            for name, group in told.get("pg_config", {}).items()
+            for name, group in content.get("pg_config", {}).items()
         }
-        entries = sorted(told.get("entries") or (), key=lambda entry: entry["record_id"])
-        is_whole = not entries or entries[0]["record_id"] == 0
-        entries = _settled(entries)
+        entries = sorted(content.get("entries") or (), key=lambda entry: entry["record_id"])
+        is_complete = not entries or entries[0]["record_id"] == 0
+        entries = _merge_coalesced(entries)
     except DumpUnreadable as error:
         raise DumpUnreadable(f"{path}: {error}") from None
     except OSError as error:
         raise DumpUnreadable(f"{path} cannot be read: {error.strerror}") from error
     except (
-        pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError, EOFError, IndexError, OverflowError,
-        MemoryError, RecursionError,
+        pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError, EOFError,
+        IndexError, OverflowError, MemoryError, RecursionError,
     ) as error:  # fmt: skip
         raise DumpUnreadable(
             f"{path} is no dump of Flight Recorder, or is damaged: {error!r}"
         ) from error
-    # gloo tells of its newest group's ranks, without the group's name.
-    rank = int(found[1])
-    groups = {name: ranks for name, ranks in members.items() if name}
+    rank = int(match[1])
     return _Dump(
-        rank,
-        entries,
-        is_whole,
-        groups,
-        frozenset({rank, *(one for ranks in members.values() for one in ranks)}),
+        rank=rank,
+        entries=entries,
+        is_complete=is_complete,
+        # gloo records the ranks of its newest group only, without the group's name.
+        groups={name: ranks for name, ranks in members.items() if name},
+        mentioned=frozenset({rank}.union(*members.values())),
     )
 
 
-def _settled(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Give the parts of what NCCL coalesced the progress of the whole, whose entry follows theirs: of themselves they tell none.
+def _merge_coalesced(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the parts of operations that NCCL coalesced, and give them their common progress.
 
-    Parts of a collective share its number and become the first of them; sends and receives stay what they are.
+    The entry of the coalesced operation follows those of its parts, which record no progress
+    themselves. Parts of a collective share its number and become one entry, the first; sends and
+    receives remain separate.
     """
-    settled: list[dict[str, Any]] = []
+    merged: list[dict[str, Any]] = []
     newest: dict[str, tuple[tuple[bool, int], list[dict[str, Any]]]] = {}
-    for one in entries:
-        entry = dict(one)
+    for original in entries:
+        entry = dict(original)
         own = _own_name(entry)
         is_pair = bool(entry.get("is_p2p"))
         key = (is_pair, entry["p2p_seq_id" if is_pair else "collective_seq_id"])
@@ -198,28 +204,31 @@ def _settled(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if key != before:
             parts = []
         if not parts or is_pair:
-            settled.append(entry)
+            merged.append(entry)
         parts.append(entry)
         newest[_group(entry)] = (key, parts)
-    return settled
+    return merged
 
 
 def _groups(dumps: Mapping[int, _Dump]) -> dict[int, dict[str, Communicator]]:
-    """Return for each rank the process groups that it uses, by name; groups without a common rank may bear one name."""
+    """Return the process groups that each rank uses, by name.
+
+    Groups without a common rank may have the same name.
+    """
     users: dict[str, set[int]] = defaultdict(set)
     descriptions: dict[str, str] = {}
     for dump in dumps.values():
         for entry in dump.entries:
             users[_group(entry)].add(dump.rank)
             descriptions[_group(entry)] = str(entry["process_group"][1])
-    everybody = sorted(
-        {rank for dump in dumps.values() for rank in dump.known} | set().union(*users.values())
+    all_ranks = sorted(
+        {rank for dump in dumps.values() for rank in dump.mentioned}.union(*users.values())
     )
     described = {(name, ranks) for dump in dumps.values() for name, ranks in dump.groups.items()}
-    found: dict[int, dict[str, Communicator]] = {rank: {} for rank in dumps}
+    groups: dict[int, dict[str, Communicator]] = {rank: {} for rank in dumps}
     for name, ranks in users.items():
-        told = descriptions[name]
-        shown = name if told in _UNDESCRIBED else f"{name} ({told})"
+        description = descriptions[name]
+        full_name = name if description in _UNDESCRIBED else f"{name} ({description})"
         for rank in ranks:
             members = dumps[rank].groups.get(name) or next(
                 (
@@ -230,43 +239,46 @@ def _groups(dumps: Mapping[int, _Dump]) -> dict[int, dict[str, Communicator]]:
                 None,
             )
             if members is None:
-                # Where nobody tells who belongs to a group, it is those who use it.
-                members = tuple(everybody if told == _DEFAULT_GROUP else sorted(ranks))
-            found[rank][name] = Communicator.of(shown, members)
-    return found
+                # A group that no dump describes consists of the ranks that use it.
+                members = tuple(all_ranks if description == _DEFAULT_GROUP else sorted(ranks))
+            groups[rank][name] = Communicator.of(full_name, members)
+    return groups
 
 
-def _match_messages(ranks: Mapping[int, RankRecords], cut: Set[int]) -> None:
-    """Number, in place, sends and receives of ranks whose first entries are missing, and what answers them."""
-    told: dict[tuple[int, int, int], list[tuple[int, np.ndarray, np.ndarray]]] = defaultdict(list)
-    for rank, one in ranks.items():
-        records = one.records
+def _match_messages(ranks: Mapping[int, RankRecords], incomplete: Set[int]) -> None:
+    """Renumber, in place, the messages from and to ranks whose first entries are missing."""
+    by_pair: dict[tuple[int, int, int], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+    for rank, rank_records in ranks.items():
+        records = rank_records.records
         for code in (Operation.SEND, Operation.RECEIVE):
-            mine = (records["code"] == code) & (records["peer"] >= 0)
-            for identity, peer in np.unique(records[mine][["communicator", "peer"]]).tolist():
+            has_code = (records["code"] == code) & (records["peer"] >= 0)
+            for identity, peer in np.unique(records[has_code][["communicator", "peer"]]).tolist():
                 at = np.flatnonzero(
-                    mine & (records["communicator"] == identity) & (records["peer"] == peer)
+                    has_code & (records["communicator"] == identity) & (records["peer"] == peer)
                 )
                 pair = (rank, peer) if code == Operation.SEND else (peer, rank)
-                told[identity, *pair].append((rank, records, at))
-    for (_, sender, receiver), sides in told.items():
-        if cut.isdisjoint((sender, receiver)):
+                by_pair[identity, *pair].append((records, at))
+    for (_, sender, receiver), sides in by_pair.items():
+        if incomplete.isdisjoint((sender, receiver)):
             continue
-        ended = [int((records["ended_s"][at] > 0).sum()) for _, records, at in sides]
-        for (_, records, at), count in zip(sides, ended, strict=True):
+        ended = [int((records["ended_s"][at] > 0).sum()) for records, at in sides]
+        for (records, at), count in zip(sides, ended, strict=True):
             records["number"][at] += max(ended) - count
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds containers and scalars, for which a pickle names no class and calls no function."""
+    """Loads containers and scalars, for which a pickle names no class and calls no function."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         raise DumpUnreadable(
-            f"a dump holds plain values, and this one asks for {module_name}.{global_name}: do not trust it"
+            f"a dump contains plain values only, and this one requires {module_name}."
+            f"{global_name}: do not trust it"
         )
 
     def persistent_load(self, identity: Any) -> Any:
-        raise DumpUnreadable("a dump refers to nothing outside, and this one does: do not trust it")
+        raise DumpUnreadable(
+            "a dump contains no external references, and this one does: do not trust it"
+        )
 
 
 def _group(entry: Mapping[str, Any]) -> str:
@@ -274,7 +286,7 @@ def _group(entry: Mapping[str, Any]) -> str:
 
 
 def _own_name(entry: Mapping[str, Any]) -> str:
-    """Return an operation's name without that of its back end."""
+    """Return an operation's name without the prefix of its back end."""
     name: str = entry["profiling_name"]
     return name.partition(":")[2] or name
 
@@ -303,8 +315,8 @@ def _convert(dump: _Dump, groups: Mapping[str, Communicator]) -> RankRecords:
             if not ended_s and (entry["state"] == "completed" or entry["retired"]):
                 ended_s, flags = started_s, int(Flag.UNOBSERVED)
             records[position] = (
-                2 * entry["record_id"] + 2, Kind.OPERATION, operation, dtype, flags, group.identity, number, nbytes, peer, 0,
-                created_s, started_s, ended_s,
+                2 * entry["record_id"] + 2, Kind.OPERATION, operation, dtype, flags,
+                group.identity, number, nbytes, peer, 0, created_s, started_s, ended_s,
             )  # fmt: skip
             last_s = max(last_s, created_s, ended_s)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -315,14 +327,14 @@ def _convert(dump: _Dump, groups: Mapping[str, Communicator]) -> RankRecords:
 
 
 def _operation(own: str, group: Communicator) -> tuple[Operation, int]:
-    """Return operation and peer (global rank; -1: none) of, for example, "send 0->1"."""
+    """Return the operation and the peer (global rank; -1: none) of a name such as "send 0->1"."""
     if pair := _PAIR_NAME.match(own):
         return _OPERATIONS[pair[1]], group.ranks[int(pair[3])]
     return _OPERATIONS.get(own, Operation.OTHER), -1
 
 
 def _payload(dtypes: Sequence[str], sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Return dtype (index in DTYPES) and bytes of tensors."""
+    """Return the dtype (index in DTYPES) and the size in bytes of tensors."""
     if not dtypes:
         return 0, 0
     other = (DTYPES.index("other"), 0)

@@ -1,10 +1,12 @@
-"""All rings of one job on this node, as the monitor reads them again and again.
+"""Reads all rings of one job on this node, repeatedly, and selects those of the current launch.
 
-What an earlier launch of the same name, or an earlier generation, has left and nobody has replaced lies beside the rings of the present
-one: ranks that exist no more, with later steps perhaps, and with a higher generation if that launch was restarted more often. The ring
-that was created last tells them apart. It is of the present launch, and so are those of its generation and number of ranks whose
-processes were alive when its own process started: a launcher starts a node's workers at once, and whatever it replaced was dead by
-then. A worker that died later, or all of them, stay in sight. Of when a process died its ring tells little: not before its last record.
+Rings of an earlier launch of the same name, or of an earlier generation, remain beside the current
+ones until they are replaced. Their ranks no longer exist, but may have later steps, and a higher
+generation if that launch was restarted more often. The ring that was created last identifies the
+current launch: it belongs to it, and so do the rings of the same generation and number of ranks
+whose processes were alive when its process started. A launcher starts all workers of a node at
+once, and the processes that it replaced were dead by then. Workers that died later, even all of
+them, are included. A ring gives only a bound on when its process died: not before its last record.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 class JobRings:
-    """Keeps the job's rings open; finds new ones and those that were replaced.
+    """Keeps the job's rings open; opens new and replaced ones.
 
     Args:
-        directory: where the job's rings lie; `keepstep.monitor.telemetry.ring_files.job_directory`.
+        directory: the job's, from `keepstep.monitor.telemetry.ring_files.job_directory`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -36,10 +38,11 @@ class JobRings:
         self._refused: dict[Path, int] = {}
 
     def read(self, count: int) -> JobRecords:
-        """Return the last `count` records of each lane of each rank of the present launch and generation."""
+        """Return the last `count` records of each lane of each rank of the current launch."""
         self._refresh()
         self._present = []
-        # Where the directory outlives a restart of the node, so do rings that were created later than now.
+        # If the directory outlives a reboot of the node, it holds rings whose creation time is in
+        # the future of the new monotonic clock.
         rings = [
             reader for reader in self._readers.values() if reader.created_s <= time.monotonic()
         ]
@@ -49,19 +52,19 @@ class JobRings:
         for reader in rings:
             if newest is None or not _are_of_one_launch(reader.identity, newest.identity):
                 continue
-            # In this order: a process that was dead before its records were read tells nothing more.
+            # In this order: a process that was dead before its records were read adds no more.
             is_alive = reader.is_alive()
             records = reader.last(count)
             if not is_alive and _last_alive_s(reader, records) < newest.process_started_s:
                 continue
             self._present.append(reader)
             ranks[reader.identity.rank] = RankRecords(
-                reader.identity.rank,
-                reader.identity.node,
-                records,
-                time.monotonic(),
-                is_alive,
-                reader.ending,
+                rank=reader.identity.rank,
+                node=reader.identity.node,
+                records=records,
+                read_at_s=time.monotonic(),
+                is_alive=is_alive,
+                ending=reader.ending,
             )
             communicators |= reader.communicators()
         return JobRecords(ranks, communicators)
@@ -71,26 +74,23 @@ class JobRings:
         return {reader.identity.rank: reader.process for reader in self._present}
 
     def incarnations(self) -> dict[int, str]:
-        """Return for each rank what tells its ring from the one that the same rank had before."""
-        return {
-            reader.identity.rank: f"{reader.process}-{reader.process_started}-{reader.created_s:.6f}"
-            for reader in self._present
-        }
+        """Return for each rank a text that differs between successive rings of the rank."""
+        return {reader.identity.rank: _incarnation(reader) for reader in self._present}
 
     def created_s(self) -> dict[int, float]:
         """Return when each rank's ring was created, in monotonic seconds."""
         return {reader.identity.rank: reader.created_s for reader in self._present}
 
     def generation(self) -> int:
-        """Return the generation of the rings that were read last; 0 if there are none, or nobody counts generations."""
+        """Return the generation of the rings read last; 0 if there are none, or it is not known."""
         return self._present[0].identity.generation if self._present else 0
 
     def world_size(self) -> int:
-        """Return the number of ranks that the rings that were read last tell; 0 if there are none, or they do not know."""
+        """Return the job's number of ranks, from the rings read last; 0 if it is not known."""
         return self._present[0].identity.world_size if self._present else 0
 
     def close(self) -> None:
-        """Let all rings go."""
+        """Close all rings."""
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
@@ -111,7 +111,7 @@ class JobRings:
             except FileNotFoundError:
                 continue
             except (RingUnreadable, OSError) as error:
-                # Said once for each file, though it is tried again; the other ranks are read all the same.
+                # Logged once for each file, though reading it is retried; the other ranks are read.
                 if self._refused.get(path) != inode:
                     self._refused[path] = inode
                     _log.warning("%s", error)
@@ -120,14 +120,21 @@ class JobRings:
                 known.close()
 
 
+def _incarnation(reader: RingReader) -> str:
+    return f"{reader.process}-{reader.process_started}-{reader.created_s:.6f}"
+
+
 def _are_of_one_launch(one: WorkerIdentity, other: WorkerIdentity) -> bool:
-    """Return whether generation and number of ranks agree, where both are known; who lives through generations leaves a ring for each."""
+    """Return whether generations, and numbers of ranks where both are known, are equal.
+
+    A process that survives several generations leaves a ring for each.
+    """
     sizes = {one.world_size, other.world_size} - {0}
     return one.generation == other.generation and len(sizes) <= 1
 
 
 def _last_alive_s(reader: RingReader, records: Records) -> float:
-    """Return when, at least, a process was still alive, in monotonic seconds."""
+    """Return the latest known time at which a process was alive, in monotonic seconds."""
     times = (
         [float(records[name].max()) for name in ("enqueued_s", "ended_s")] if len(records) else []
     )

@@ -1,8 +1,10 @@
-"""Builds and loads the native recorder of operations (`operations.cpp`), which records without the GIL, in about a microsecond.
+"""Builds and loads the native recorder of operations (`operations.cpp`).
 
-It is built against the PyTorch that is installed, whose headers come with it, by the machine's C++ compiler: ten seconds, once for each
-version of PyTorch and of this source, on each machine or shared home. `python -m keepstep.monitor.telemetry.native` builds it ahead of time, for images
-whose workers have no compiler; then it needs to be found where `library_path` says.
+It records an operation without the GIL, in about a microsecond. The machine's C++ compiler builds
+it against the headers of the installed PyTorch: ten seconds, once for each version of PyTorch and
+of this source, on each machine or shared home. `python -m keepstep.monitor.telemetry.native` builds
+it ahead of time, for images whose workers have no compiler; the library must then lie at
+`library_path()`.
 """
 
 from __future__ import annotations
@@ -28,15 +30,23 @@ Describe = Callable[[str, int, int], tuple[int, Sequence[int]]]
 """(name, rank in the group, size) of a process group -> (identity, global ranks)."""
 
 _DESCRIBE = ctypes.CFUNCTYPE(
-    None, ctypes.c_char_p, ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_int32)
-)  # fmt: skip
+    None,
+    ctypes.c_char_p,
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.POINTER(ctypes.c_int32),
+)
 
 
 class NativeRecorder:
-    """The loaded library. One a process: its kernels are registered with PyTorch when it is loaded, and do nothing until `open`."""
+    """The loaded library, one in a process.
+
+    Loading it registers its kernels with PyTorch; they do nothing until `open`.
+    """
 
     def __init__(self) -> None:
-        """Load the library; build it first if that was not yet done.
+        """Load the library; build it first if it does not exist yet.
 
         Raises:
             RecorderUnavailable: there is no compiler, or it fails.
@@ -46,66 +56,78 @@ class NativeRecorder:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise RecorderUnavailable(
-                f"{path} cannot be loaded: {error}. Remove it, and it is built anew."
+                f"{path} cannot be loaded: {error}. Remove it, and it is built again."
             ) from error
         self._library.keepstep_open.argtypes = [ctypes.c_char_p, *[ctypes.c_size_t] * 5, _DESCRIBE]
-        # ctypes must keep what the library may call.
+        # The library may call this: a reference must be kept as long.
         self._describe = _DESCRIBE()
 
     def open(self, ring: Ring, describe: Describe) -> None:
-        """Record operations into a ring from now on, with all communicators' numbers from 1."""
+        """Record operations into a ring from now on, numbered from 1 in each communicator.
 
-        def told(
+        Raises:
+            RecorderUnavailable: the ring cannot be opened.
+        """
+
+        def fill_description(
             name: bytes,
             rank: int,
             size: int,
             identity: ctypes._Pointer[ctypes.c_uint32],
             ranks: object,
         ) -> None:
-            found, members = describe(name.decode(errors="replace"), rank, size)
-            identity[0] = found
-            ctypes.memmove(ranks, (ctypes.c_int32 * size)(*members), 4 * size)  # type: ignore[arg-type]
+            identity[0], members = describe(name.decode(errors="replace"), rank, size)
+            array = (ctypes.c_int32 * size)(*members)
+            ctypes.memmove(ranks, array, 4 * size)  # type: ignore[arg-type]
 
-        called = _DESCRIBE(told)
+        callback = _DESCRIBE(fill_description)
         lane = ring.sizes.regions[0]
         error = self._library.keepstep_open(
-            os.fsencode(ring.path), ring.sizes.nbytes, lane.offset, lane.capacity, lane.counter_offset, STEP_OFFSET, called
-        )  # fmt: skip
+            os.fsencode(ring.path),
+            ring.sizes.nbytes,
+            lane.offset,
+            lane.capacity,
+            lane.counter_offset,
+            STEP_OFFSET,
+            callback,
+        )
         if error:
             raise RecorderUnavailable(
                 f"{ring.path} cannot be opened for the native recorder: {os.strerror(error)}"
             )
-        self._describe = called
+        self._describe = callback
 
     def close(self) -> None:
-        """Stop recording; operations under way are completed all the same."""
+        """Stop recording; the records of open operations are still completed."""
         self._library.keepstep_close()
 
 
 def library_path() -> Path:
-    """Return where the library for this PyTorch and this source is, or will be.
+    """Return the path of the library for this PyTorch and this source, built or not.
 
-    Below KEEPSTEP_CACHE_DIR, else below `keepstep` in XDG_CACHE_HOME or ~/.cache.
+    It lies below KEEPSTEP_CACHE_DIR, else below `keepstep` in XDG_CACHE_HOME or ~/.cache.
     """
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
-    own = os.environ.get("KEEPSTEP_CACHE_DIR")
+    configured = os.environ.get("KEEPSTEP_CACHE_DIR")
     base = (
-        Path(own)
-        if own
+        Path(configured)
+        if configured
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep"
     )
     return base / f"operations-{digest}-torch-{torch.__version__}.so"
 
 
 def build() -> Path:
-    """Build the library unless it is there; return its path. Processes that start together wait for the first.
+    """Build the library unless it exists; return its path.
+
+    Processes that start together wait for the first one to build it.
 
     Raises:
         RecorderUnavailable: there is no compiler, or it fails, or the directory cannot be written.
     """
     path = library_path()
     if path.exists():
-        return _own(path)
+        return _trusted(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path.with_suffix(".lock"), "w") as lock:
@@ -118,15 +140,16 @@ def build() -> Path:
         raise RecorderUnavailable(
             f"{path} cannot be built: {error}. Set KEEPSTEP_CACHE_DIR."
         ) from error
-    return _own(path)
+    return _trusted(path)
 
 
-def _own(path: Path) -> Path:
-    """Refuse what another user could have put there: it would run in this process."""
+def _trusted(path: Path) -> Path:
+    """Return the path, unless another user could have written the file, which runs in-process."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
         raise RecorderUnavailable(
-            f"{path} belongs to or can be written by others. Remove it, or set KEEPSTEP_CACHE_DIR."
+            f"{path} belongs to or can be written by other users. Remove it, or set "
+            "KEEPSTEP_CACHE_DIR."
         )
     return path
 
@@ -140,14 +163,17 @@ def _compile(target: Path) -> None:
     )
     if not compiler:
         raise RecorderUnavailable(
-            "operations are not recorded: there is no C++ compiler here to build the recorder. Install g++, or build where "
-            f"there is one, with the same PyTorch (python -m keepstep.monitor.telemetry.native), and copy the library to {target.parent}."
+            "operations are not recorded: there is no C++ compiler here to build the recorder. "
+            "Install g++, or build it on a machine with a compiler and the same PyTorch "
+            "(python -m keepstep.monitor.telemetry.native), and copy the library to "
+            f"{target.parent}."
         )
     include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     command = [
         *compiler.split(), "-std=c++20", "-O2", "-shared", "-fPIC", "-o", str(target), str(_SOURCE),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{include}", f"-I{include}/torch/csrc/api/include", f"-L{libraries}", "-lc10", "-ltorch_cpu",
+        f"-I{include}", f"-I{include}/torch/csrc/api/include",
+        f"-L{libraries}", "-lc10", "-ltorch_cpu",
     ]  # fmt: skip
     try:
         done = subprocess.run(
@@ -163,12 +189,11 @@ def _compile(target: Path) -> None:
             f"building the recorder took longer than {_BUILD_TIMEOUT_S} s"
         ) from error
     if done.returncode:
-        complaints = [
-            line for line in done.stderr.splitlines() if "error" in line
-        ] or done.stderr.splitlines()
+        lines = done.stderr.splitlines()
+        error_lines = [line for line in lines if "error" in line] or lines
         raise RecorderUnavailable(
             "operations are not recorded; the recorder cannot be built: "
-            + " | ".join(complaints[:5])
+            + " | ".join(error_lines[:5])
         )
 
 

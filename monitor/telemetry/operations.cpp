@@ -1,16 +1,18 @@
-// Records every operation of torch.distributed into the worker's telemetry ring (format: monitor/telemetry/ring.py).
+// Records every operation of torch.distributed into the worker's telemetry ring (format:
+// monitor/telemetry/ring.py).
 //
-// All of PyTorch's process groups send their operations through the dispatcher: c10d::ProcessGroup::allreduce and its
-// like, called by Python, by DDP's reducer, by functional collectives and compiled graphs, look up c10d::allreduce_ and
-// its like there. A boxed kernel at the key BackendSelect, which every call passes before it reaches a backend, sees them
-// all, whatever the backend, and changes nothing: it notes the call, passes the arguments on, and has the work's future
-// tell when it is complete.
+// All of PyTorch's process groups dispatch their operations: c10d::ProcessGroup::allreduce and the
+// like, called by Python, by DDP's reducer, by functional collectives and compiled graphs, call the
+// operators c10d::allreduce_ and the like. A boxed kernel at the key BackendSelect, which every
+// call passes before it reaches a backend, receives them all, for every backend. It changes
+// nothing: it records the call, passes the arguments on, and adds a callback to the work's future
+// that records the end.
 //
-// Why native and not a kernel in Python, which works as well: that took 25 us of the calling thread and 10 more of the
-// backend's for each operation, this about one in all; and completions told in Python wait for the GIL, so that a worker that
-// holds it in C would seem to be inside an operation that had long ended.
+// A kernel in Python works too, but took 25 us of the calling thread and 10 more of the backend's
+// for each operation; this one takes about one in all. And callbacks in Python wait for the GIL, so
+// a worker that holds it in C would appear to be inside an operation that ended long ago.
 //
-// Nothing here takes the GIL, except once for each new process group; then no lock of ours is held.
+// Nothing here takes the GIL, except once for each new process group, and then no lock is held.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/Event.h>
@@ -46,12 +48,13 @@ namespace {
 
 // The values of monitor/records.py.
 enum Operation : uint8_t {
-  ALL_REDUCE = 1, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL, BARRIER, SEND, RECEIVE
+  ALL_REDUCE = 1, ALL_GATHER, REDUCE_SCATTER, BROADCAST, REDUCE, GATHER, SCATTER, ALL_TO_ALL,
+  BARRIER, SEND, RECEIVE
 };
 enum Flag : uint8_t { ASYNCHRONOUS = 1, DEVICE_TIMES = 2, FAILED = 4, UNOBSERVED = 8 };
 constexpr uint8_t KIND_OPERATION = 1;
 
-// What to find where among an operator's arguments; -1: there is none.
+// Indices of an operator's arguments; -1: it has none.
 struct Plan {
   const char* name;
   Operation operation;
@@ -105,10 +108,12 @@ void store(T& place, T value) {
   std::atomic_ref<T>(place).store(value, std::memory_order_release);
 }
 
-// The lane of operations of one ring file. Callbacks hold it, so that it stays mapped until the last operation has ended.
+// The lane of operations of one ring file. Callbacks hold a reference, so that it stays mapped
+// until the last operation has ended.
 class Lane {
  public:
-  Lane(uint8_t* memory, size_t nbytes, size_t offset, size_t capacity, size_t counter_offset, size_t step_offset)
+  Lane(uint8_t* memory, size_t nbytes, size_t offset, size_t capacity, size_t counter_offset,
+       size_t step_offset)
       : memory_(memory),
         nbytes_(nbytes),
         slots_(reinterpret_cast<Record*>(memory + offset)),
@@ -119,24 +124,26 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
   ~Lane() { munmap(memory_, nbytes_); }
 
-  uint64_t begin(Record told) {
-    const uint64_t position = std::atomic_ref<uint64_t>(counter_).fetch_add(1, std::memory_order_acq_rel);
+  uint64_t begin(Record record) {
+    const uint64_t position =
+        std::atomic_ref<uint64_t>(counter_).fetch_add(1, std::memory_order_acq_rel);
     Record& slot = slots_[position & (capacity_ - 1)];
-    told.stamp = 2 * position + 1;
-    told.kind = KIND_OPERATION;
-    told.step = std::atomic_ref<uint32_t>(step_).load(std::memory_order_relaxed);
-    told.enqueued_s = told.started_s = now_s();
-    told.ended_s = 0.0;
-    store(slot.stamp, told.stamp);
+    record.stamp = 2 * position + 1;
+    record.kind = KIND_OPERATION;
+    record.step = std::atomic_ref<uint32_t>(step_).load(std::memory_order_relaxed);
+    record.enqueued_s = record.started_s = now_s();
+    record.ended_s = 0.0;
+    store(slot.stamp, record.stamp);
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    slot = told;
+    slot = record;
     store(slot.stamp, 2 * position + 2);
     return position;
   }
 
   void end(uint64_t position, uint8_t flags, double ended_s, double started_s = 0.0) {
     Record& slot = slots_[position & (capacity_ - 1)];
-    if (std::atomic_ref<uint64_t>(slot.stamp).load(std::memory_order_acquire) != 2 * position + 2) return;
+    const uint64_t stamp = std::atomic_ref<uint64_t>(slot.stamp).load(std::memory_order_acquire);
+    if (stamp != 2 * position + 2) return;
     if (started_s != 0.0) store(slot.started_s, started_s);
     store(slot.flags, static_cast<uint8_t>(slot.flags | flags));
     store(slot.ended_s, ended_s);
@@ -151,7 +158,7 @@ class Lane {
   uint32_t& step_;
 };
 
-// One operation under way.
+// One operation that has not ended.
 struct Ticket {
   std::shared_ptr<Lane> lane;
   uint64_t position = 0;
@@ -159,22 +166,27 @@ struct Ticket {
   void end(uint8_t flags) const { lane->end(position, flags, now_s()); }
 };
 
-// Asks Python who a process group is: fills in its identity and the global ranks of its `size` members.
-using Describe = void (*)(const char* name, int32_t group_rank, int32_t size, uint32_t* identity, int32_t* ranks);
+// Calls Python to describe a process group: sets its identity and the global ranks of its `size`
+// members.
+using Describe = void (*)(const char* name, int32_t group_rank, int32_t size, uint32_t* identity,
+                          int32_t* ranks);
 
-// Sequence numbers outlive a process group: one that is made anew with the same name and ranks goes on counting, on every rank.
+// Sequence numbers outlive a process group: one that is created again with the same name and ranks
+// continues them, on every rank.
 struct Counters {
   uint64_t collectives = 0;
   std::map<std::pair<bool, int32_t>, uint64_t> pairs;
 };
 
 struct Communicator {
-  // Held weakly: the group must be free to go, but its address must not be taken for another's as long as it is a key.
+  // A weak reference: it does not keep the group alive, but its address is not reused while it is a
+  // key.
   c10::weak_intrusive_ptr<c10d::ProcessGroup> group;
   uint32_t identity = 0;
   std::vector<int32_t> ranks;
   std::shared_ptr<Counters> counters;
-  // Operators whose works have no future here. To be told so costs an exception, so it is asked once.
+  // Operators whose works have no future in this group. Finding out costs an exception, so it is
+  // tried once.
   std::bitset<PLANS.size()> without_future;
 };
 
@@ -192,7 +204,7 @@ Recorder& recorder() {
   return *it;
 }
 
-// Apart from the recorder, for a child after fork may touch no lock.
+// Outside the recorder, because a forked child must not take a lock.
 std::atomic<bool> is_recording{false};
 
 uint8_t dtype_code(at::ScalarType type) {
@@ -228,7 +240,7 @@ struct Payload {
       dtype = dtype_code(tensor.scalar_type());
       device = tensor.device();
     }
-    // Of a sparse tensor the size is not known without looking at its data.
+    // The size of a sparse tensor depends on its data.
     if (tensor.layout() == at::kStrided) nbytes += tensor.nbytes();
   }
 
@@ -243,16 +255,16 @@ struct Payload {
   }
 };
 
-// A work without a future (gloo's sends and receives), that tells when somebody has waited for it.
+// Wraps a work without a future (gloo's sends and receives); records its end when it is waited for.
 class WatchedWork : public c10d::Work {
  public:
   WatchedWork(c10::intrusive_ptr<c10d::Work> inner, Ticket ticket)
       : inner_(std::move(inner)), ticket_(std::move(ticket)) {}
-  ~WatchedWork() override { tell(UNOBSERVED); }
+  ~WatchedWork() override { record_end(UNOBSERVED); }
   bool isCompleted() override {
-    const bool is = inner_->isCompleted();
-    if (is) tell(0);
-    return is;
+    const bool is_completed = inner_->isCompleted();
+    if (is_completed) record_end(0);
+    return is_completed;
   }
   bool isSuccess() const override { return inner_->isSuccess(); }
   std::exception_ptr exception() const override { return inner_->exception(); }
@@ -261,12 +273,12 @@ class WatchedWork : public c10d::Work {
   void synchronize() override { inner_->synchronize(); }
   bool wait(std::chrono::milliseconds timeout) override {
     try {
-      const bool is = inner_->wait(timeout);
-      // gloo's wait returns false where it was aborted.
-      tell(is ? 0 : FAILED);
-      return is;
+      const bool is_completed = inner_->wait(timeout);
+      // gloo's wait returns false if it was aborted.
+      record_end(is_completed ? 0 : FAILED);
+      return is_completed;
     } catch (...) {
-      tell(FAILED);
+      record_end(FAILED);
       throw;
     }
   }
@@ -275,22 +287,24 @@ class WatchedWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
  private:
-  void tell(uint8_t flags) {
-    if (!is_told_.exchange(true)) ticket_.end(flags);
+  void record_end(uint8_t flags) {
+    if (!is_end_recorded_.exchange(true)) ticket_.end(flags);
   }
   c10::intrusive_ptr<c10d::Work> inner_;
   Ticket ticket_;
-  std::atomic<bool> is_told_{false};
+  std::atomic<bool> is_end_recorded_{false};
 };
 
-// Finds out when operations on a device have ended, without ever making the job wait: a thread of its own, without the GIL,
-// asks once a millisecond for the oldest one of each communicator, for a query may block where a device's queue is full.
+// Detects when operations on a device have ended, without making the job wait: its own thread,
+// without the GIL, queries the oldest event of each communicator once a millisecond. Not the
+// calling thread, because a query may block when a device's queue is full.
 //
-// The device's events tell spans only. A communicator's first event is its anchor: the least delay with which an event was
-// seen after its span from the anchor says when the anchor was. Every ten seconds a new anchor is taken, before the
-// device's clock has run off or its spans, which are single precision, have lost their microseconds.
+// The device's events give spans only. The first event of a communicator is its anchor: the least
+// delay with which an event was observed after its span from the anchor determines the time of the
+// anchor. Every ten seconds a new anchor is taken, before the device's clock has drifted or the
+// spans, which are single precision, have lost their microseconds.
 //
-// No test of ours runs this: they have no device.
+// No test covers this class: the tests run without a device.
 class DeviceWatch {
  public:
   struct Pending {
@@ -312,7 +326,7 @@ class DeviceWatch {
       is_running_ = true;
       std::thread([this] { run(); }).detach();
     }
-    news_.notify_one();
+    added_.notify_one();
   }
 
  private:
@@ -328,8 +342,9 @@ class DeviceWatch {
   void run() {
     std::unique_lock lock(mutex_);
     while (true) {
-      news_.wait(lock, [this] { return waiting_ > 0; });
-      // Others add timelines, and append to queues, which leaves references valid; only this thread takes away.
+      added_.wait(lock, [this] { return waiting_ > 0; });
+      // Other threads add timelines and append to queues, which keeps references valid; only this
+      // thread removes entries.
       for (auto& entry : timelines_) {
         Timeline& timeline = entry.second;
         while (!timeline.queue.empty()) {
@@ -348,43 +363,50 @@ class DeviceWatch {
     }
   }
 
-  // Returns whether nothing more is to be learnt of it. Its ended event may become the timeline's anchor.
+  // Records the end of an operation if it has ended; returns whether it has. Its end event may
+  // become the timeline's anchor.
   static bool settle(Timeline& timeline, Pending& pending) {
     try {
       if (!pending.ended.query()) return false;
-      const double seen_s = now_s();
+      const double observed_s = now_s();
       const double duration_s = 1e-3 * pending.began.elapsedTime(pending.ended);
-      const double span_s = timeline.anchor ? 1e-3 * timeline.anchor->elapsedTime(pending.ended) : 0.0;
+      const double span_s =
+          timeline.anchor ? 1e-3 * timeline.anchor->elapsedTime(pending.ended) : 0.0;
       const bool takes_anchor = !timeline.anchor || span_s > ANCHOR_KEPT_S;
-      timeline.anchor_s = takes_anchor ? seen_s : std::min(timeline.anchor_s, seen_s - span_s);
+      timeline.anchor_s =
+          takes_anchor ? observed_s : std::min(timeline.anchor_s, observed_s - span_s);
       const double ended_s = timeline.anchor_s + (takes_anchor ? 0.0 : span_s);
-      // What was called while the one before still ran began when that had ended.
-      const double started_s = std::min(std::max(ended_s - duration_s, timeline.last_ended_s), ended_s);
+      // An operation that was called while the previous one ran began when that one had ended.
+      const double started_s =
+          std::min(std::max(ended_s - duration_s, timeline.last_ended_s), ended_s);
       timeline.last_ended_s = ended_s;
       pending.ticket.lane->end(pending.ticket.position, DEVICE_TIMES, ended_s, started_s);
       if (takes_anchor) timeline.anchor.emplace(std::move(pending.ended));
     } catch (const std::exception&) {
-      // The device has failed, or the process is ending: that is news for the job's own error handling.
+      // The device has failed, or the process is ending: the job's own error handling deals with
+      // that.
       pending.ticket.end(FAILED | UNOBSERVED);
     }
     return true;
   }
 
   std::mutex mutex_;
-  std::condition_variable news_;
+  std::condition_variable added_;
   std::map<uint32_t, Timeline> timelines_;
   size_t waiting_ = 0;
   bool is_running_ = false;
 };
 
-// Whether a graph is being captured: then nothing runs now, and timing events would become part of the graph.
+// Returns whether a graph is being captured: nothing runs then, and timing events would become part
+// of the graph.
 template <typename Stream>
 bool is_capturing(const Stream& stream) {
   if constexpr (requires { stream.is_capturing(); }) return stream.is_capturing();
   return false;
 }
 
-// Returns an event after all that is in the device's current stream; none where the device has no events, or records a graph.
+// Returns an event after all work in the device's current stream; none if the device has no events
+// or captures a graph.
 std::optional<c10::Event> record_event(const c10::Device& device) {
   try {
     const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -397,8 +419,8 @@ std::optional<c10::Event> record_event(const c10::Device& device) {
   }
 }
 
-// Makes sure that a group is known. Takes the GIL the first time.
-void introduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
+// Adds a group to the recorder, unless it is there. Takes the GIL the first time.
+void add_group(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   auto& it = recorder();
   Describe describe = nullptr;
   {
@@ -409,7 +431,8 @@ void introduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   uint32_t identity = 0;
   std::vector<int32_t> ranks(group->getSize(), -1);
   if (describe != nullptr) {
-    describe(group->getGroupName().c_str(), group->getRank(), group->getSize(), &identity, ranks.data());
+    describe(group->getGroupName().c_str(), group->getRank(), group->getSize(), &identity,
+             ranks.data());
   }
   const std::lock_guard lock(it.mutex);
   for (auto at = it.communicators.begin(); at != it.communicators.end();) {
@@ -418,22 +441,24 @@ void introduce(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   auto& counters = it.counters[identity];
   if (!counters) counters = std::make_shared<Counters>();
   it.communicators.try_emplace(
-      group.get(), Communicator{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), identity, std::move(ranks), counters, {}});
+      group.get(), Communicator{c10::weak_intrusive_ptr<c10d::ProcessGroup>(group), identity,
+                                std::move(ranks), counters, {}});
 }
 
-// An operation that was called, before and after it was passed on.
+// The state of a recorded call.
 struct Call {
   Ticket ticket;
   uint32_t communicator = 0;
   c10::Device device{c10::kCPU};
-  // Where the operation runs on a device whose events can be had.
+  // Set if the operation runs on a device that provides events.
   std::optional<c10::Event> began;
   bool has_future = true;
 };
 
 bool runs_on_device(const c10::Device& device) { return !device.is_cpu(); }
 
-// Notes a call; nothing if it is not to be recorded. Whatever is odd about the call, it must go on as if nobody watched.
+// Records a call; returns nothing if it is not to be recorded. An invalid call must behave as if it
+// were not recorded.
 template <size_t INDEX>
 std::optional<Call> enter(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
   constexpr Plan PLAN = PLANS[INDEX];
@@ -448,40 +473,41 @@ std::optional<Call> enter(const c10::FunctionSchema& schema, const torch::jit::S
     payload.add(argument(PLAN.payload < 0 ? 0 : PLAN.payload));
     // Nothing is sent: a model is being traced.
     if (payload.device.is_meta()) return std::nullopt;
-    introduce(group);
+    add_group(group);
     Call call;
     call.device = payload.device;
     if (runs_on_device(call.device)) call.began = record_event(call.device);
 
     auto& it = recorder();
     const std::lock_guard lock(it.mutex);
-    const auto found = it.communicators.find(group.get());
-    if (!it.lane || found == it.communicators.end()) return std::nullopt;
-    Communicator& communicator = found->second;
-    Record told{};
-    told.code = PLAN.operation;
-    told.communicator = call.communicator = communicator.identity;
-    told.peer = -1;
+    const auto entry = it.communicators.find(group.get());
+    if (!it.lane || entry == it.communicators.end()) return std::nullopt;
+    Communicator& communicator = entry->second;
+    Record fields{};
+    fields.code = PLAN.operation;
+    fields.communicator = call.communicator = communicator.identity;
+    fields.peer = -1;
     if (PLAN.peer >= 0) {
       const auto peer = argument(PLAN.peer).toInt();
-      if (peer >= 0 && peer < static_cast<int64_t>(communicator.ranks.size())) told.peer = communicator.ranks[peer];
+      const auto size = static_cast<int64_t>(communicator.ranks.size());
+      if (peer >= 0 && peer < size) fields.peer = communicator.ranks[peer];
     }
     if (PLAN.payload >= 0) {
-      told.nbytes = payload.nbytes;
-      told.dtype = payload.dtype;
+      fields.nbytes = payload.nbytes;
+      fields.dtype = payload.dtype;
     }
-    if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) told.flags = ASYNCHRONOUS;
-    told.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, told.peer}]
-                          : ++communicator.counters->collectives;
+    if (IS_ASYNCHRONOUS >= 0 && argument(IS_ASYNCHRONOUS).toBool()) fields.flags = ASYNCHRONOUS;
+    fields.number = IS_PAIR ? ++communicator.counters->pairs[{PLAN.operation == SEND, fields.peer}]
+                            : ++communicator.counters->collectives;
     call.has_future = !communicator.without_future[INDEX];
-    call.ticket = {it.lane, it.lane->begin(told)};
+    call.ticket = {it.lane, it.lane->begin(fields)};
     return call;
   } catch (const std::exception&) {
     return std::nullopt;
   }
 }
 
-// Has the end of an operation told. May put another work in the place of its own.
+// Arranges that the end of an operation is recorded. May replace its work in `result`.
 template <size_t INDEX>
 void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
   const auto work = result.toCustomClass<c10d::Work>();
@@ -493,25 +519,29 @@ void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
     } catch (const std::exception&) {
       auto& it = recorder();
       const std::lock_guard lock(it.mutex);
-      const auto found = it.communicators.find(group);
-      if (found != it.communicators.end()) found->second.without_future[INDEX] = true;
+      const auto entry = it.communicators.find(group);
+      if (entry != it.communicators.end()) entry->second.without_future[INDEX] = true;
       call.has_future = false;
     }
   }
   if (future && !call.began) {
-    future->addCallback([ticket = call.ticket](c10::ivalue::Future& done) { ticket.end(done.hasError() ? FAILED : 0); });
+    future->addCallback([ticket = call.ticket](c10::ivalue::Future& done) {
+      ticket.end(done.hasError() ? FAILED : 0);
+    });
   } else if (future) {
-    // A device's future counts as complete once all is in its queue; then it runs callbacks with current streams that wait for what is.
+    // A device's future is complete once all work is in its queue; it then runs callbacks with
+    // current streams that wait for that work.
     auto began = std::make_shared<c10::Event>(std::move(*call.began));
-    future->addCallback([ticket = call.ticket, communicator = call.communicator, device = call.device,
-                         began](c10::ivalue::Future& done) {
+    future->addCallback([ticket = call.ticket, communicator = call.communicator,
+                         device = call.device, began](c10::ivalue::Future& done) {
       if (done.hasError()) return ticket.end(FAILED);
       auto ended = record_event(device);
       if (!ended) return ticket.end(UNOBSERVED);
       DeviceWatch::get().add(communicator, {ticket, std::move(*began), std::move(*ended)});
     });
   } else if (!call.began && !call.has_future) {
-    result = c10::IValue(c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, call.ticket)));
+    result = c10::IValue(
+        c10::intrusive_ptr<c10d::Work>(c10::make_intrusive<WatchedWork>(work, call.ticket)));
   } else {
     call.ticket.end(UNOBSERVED);
   }
@@ -519,10 +549,13 @@ void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
 
 template <size_t INDEX>
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER,
+                                                c10::DispatchKey::BackendSelect);
   if (!is_recording.load(std::memory_order_relaxed)) return op.redispatchBoxed(below, stack);
   const auto& schema = op.schema();
-  const auto group = (*stack)[stack->size() - schema.arguments().size() + PLANS[INDEX].group].toCustomClass<c10d::ProcessGroup>();
+  const size_t first_argument = stack->size() - schema.arguments().size();
+  const auto group =
+      (*stack)[first_argument + PLANS[INDEX].group].toCustomClass<c10d::ProcessGroup>();
   auto call = enter<INDEX>(schema, *stack);
   if (!call) return op.redispatchBoxed(below, stack);
   try {
@@ -541,23 +574,25 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
 
 template <size_t... INDEX>
 void register_all(torch::Library& library, std::index_sequence<INDEX...>) {
-  (library.impl(PLANS[INDEX].name, torch::CppFunction::makeFromBoxedFunction<&record<INDEX>>()), ...);
+  (library.impl(PLANS[INDEX].name,
+                torch::CppFunction::makeFromBoxedFunction<&record<INDEX>>()),
+   ...);
 }
 
-void silence_child() { is_recording.store(false); }
+void stop_in_child() { is_recording.store(false); }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(c10d, BackendSelect, library) {
   register_all(library, std::make_index_sequence<PLANS.size()>());
-  pthread_atfork(nullptr, nullptr, silence_child);
+  pthread_atfork(nullptr, nullptr, stop_in_child);
 }
 
 extern "C" {
 
-// Begins to record into the ring at `path`, forgetting what was counted before. Returns 0, or an errno.
-int keepstep_open(const char* path, size_t nbytes, size_t offset, size_t capacity, size_t counter_offset,
-                  size_t step_offset, Describe describe) {
+// Starts to record into the ring at `path`, with all counters at 0. Returns 0, or an errno.
+int keepstep_open(const char* path, size_t nbytes, size_t offset, size_t capacity,
+                  size_t counter_offset, size_t step_offset, Describe describe) {
   const int descriptor = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
   if (descriptor < 0) return errno;
   void* const memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
@@ -576,7 +611,7 @@ int keepstep_open(const char* path, size_t nbytes, size_t offset, size_t capacit
   return 0;
 }
 
-// Stops recording. Operations under way are still completed.
+// Stops recording. The ends of open operations are still recorded.
 void keepstep_close() {
   is_recording.store(false);
   auto& it = recorder();

@@ -1,19 +1,21 @@
-"""Marks the phases of a step in a loop that knows nothing of it.
+"""Records the phases of a step in a loop that was not written for it.
 
 | phase | begins | ends |
 |---|---|---|
-| data wait | the main thread asks a `DataLoader`'s iterator for a batch | it has it |
-| forward | the first module is called after an optimizer step, a batch or a backward pass | another phase begins; so the loss is in it |
-| evaluation | a module is called while gradients are off, and after each of its batches | another phase begins; so metrics are in it |
-| backward | `torch.autograd.backward` is called, which `Tensor.backward` and pipelines do | it returns |
+| data wait | the main thread requests a batch from a `DataLoader`'s iterator | it returns |
+| forward | first call of a module after an optimizer step, batch or backward pass | next phase |
+| evaluation | a module is called without gradients, and after each of its batches | next phase |
+| backward | `torch.autograd.backward` is called, also by `Tensor.backward` | it returns |
 | optimizer | any optimizer's pre-step hook | its post-step hook |
 | checkpoint | the main thread calls `torch.save` | it returns |
-| garbage collection | a collection of the oldest generation, or any that took a millisecond | it is over |
+| garbage collection | a collection of the oldest generation, or of a millisecond | it ends |
 
-These are times of the host: what a device still has to do when a call returns, is not in them. Only PyTorch's public hooks are used where
-there are any; `DataLoader`, `torch.autograd.backward` and `torch.save` offer none, and are wrapped. The hook on modules costs nothing
-between its uses: it takes itself away when it has fired, because a hook on all modules slows down each of them. In an evaluation it
-comes back when the module called has returned: each call is a sign of life of a rank that others may wait for.
+So the loss is part of forward, and metrics are part of evaluation. Times are the host's: work that
+a device still has to do when a call returns is not included. PyTorch's public hooks are used where
+they exist; `DataLoader`, `torch.autograd.backward` and `torch.save` have none and are wrapped. A
+hook on all modules slows down each of them, so the hook removes itself when it has fired. In an
+evaluation it is registered again when the called module has returned: each call shows that the rank
+makes progress, and other ranks may be waiting for it.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ from keepstep.monitor.records import Phase
 from keepstep.monitor.telemetry.recorder import Recorder
 
 _SHORT_COLLECTION_S = 1e-3
-# Calls of a model that generates token by token are one record until then, so that they do not flush out the ring.
+# Calls within this time are one record, so that a model that generates token by token does not
+# overwrite the ring.
 _HEARTBEAT_S = 0.25
 _OLDEST_GENERATION = 2
 _NONE = -1
 
 
 class AutomaticPhases:
-    """The hooks in place. `remove` takes them away."""
+    """Installs the hooks; `remove` removes them."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -57,7 +60,8 @@ class AutomaticPhases:
         self._collection_began_s = 0.0
         self._armed: RemovableHandle | None = None
         self._returned: RemovableHandle | None = None
-        # Phases inside others are theirs: a DataLoader that reads another, a backward pass that calls one.
+        # Phases inside other phases are not recorded: a DataLoader that reads another one, or a
+        # backward pass that calls one.
         self._depth = 0
         self._handles = [
             register_optimizer_step_pre_hook(self._before_optimizer),
@@ -71,14 +75,14 @@ class AutomaticPhases:
         self._arm()
 
     def remove(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._disarm()
-        self._await_no_return()
-        for owner, name, original, ours in self._wrapped:
-            # Whoever has wrapped it after us holds ours; then it stays, and does nothing but call on.
-            if getattr(owner, name) is ours:
+        self._remove_return_hook()
+        for owner, name, original, wrapper in self._wrapped:
+            # A wrapper that was wrapped again later remains, and only calls the original.
+            if getattr(owner, name) is wrapper:
                 setattr(owner, name, original)
         self._thread = 0
         gc.callbacks.remove(self._on_collection)
@@ -93,7 +97,8 @@ class AutomaticPhases:
             evaluates = self._evaluation != _NONE and phase == Phase.DATA_WAIT
             self._end_forward()
             self._end_evaluation()
-            # No module is called by the loop while this runs; those that recompute activations are not a forward pass.
+            # While this runs the loop calls no module; calls that recompute activations are not a
+            # forward pass.
             self._disarm()
             self._depth += 1
             position = self._recorder.begin(phase)
@@ -103,7 +108,8 @@ class AutomaticPhases:
                 self._recorder.end(position)
                 self._depth -= 1
                 if evaluates:
-                    # Also after the last batch: what is made of them all may take long, and the others wait for it.
+                    # Also after the last batch: computing the metrics may take long, and other
+                    # ranks wait for it.
                     self._begin_evaluation()
                 self._arm()
 
@@ -135,11 +141,11 @@ class AutomaticPhases:
 
     def _after_evaluated(self, *_: object) -> None:
         if threading.get_ident() == self._thread:
-            self._await_no_return()
+            self._remove_return_hook()
             if self._depth == 0:
                 self._arm()
 
-    def _await_no_return(self) -> None:
+    def _remove_return_hook(self) -> None:
         if self._returned is not None:
             self._returned.remove()
             self._returned = None

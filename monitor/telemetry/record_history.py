@@ -1,9 +1,10 @@
-"""The bounded memory of a monitor: each rank's newest records, and since which reading each of them is known as it is.
+"""Keeps each rank's newest records, and for each record the reading that last changed it.
 
-Every daemon of the tree keeps one, whether it reads rings or hears other daemons. A record is known by its lane (operations
-in one, phases and measures in the other) and its stamp, which grows with its position there; it changes when what it is
-about ends. Every change gets the number of the reading that brought it, so whoever asks "what is new since number n" is
-answered without the daemon remembering who asked: a parent that restarts simply asks since 0.
+Every daemon of the tree has one, whether it reads rings or receives summaries. A record is
+identified by its lane (operations in one, phases and measures in the other) and its stamp, which
+grows with its position there; it changes when its operation or phase ends. Every change gets the
+number of the reading that brought it, so a request for "the changes since number n" needs no state
+about the requester: a parent that restarts requests the changes since 0.
 
 Not thread-safe; the daemon's working thread owns it.
 """
@@ -29,9 +30,9 @@ from keepstep.monitor.records import (
 _FIRST = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """Who a rank is and when it was last heard of.
+    """The identity of a rank, and when it was last read.
 
     Args:
         rank: global rank.
@@ -39,12 +40,12 @@ class RankState:
         pid: its process on that node.
         incarnation: of the writer of its records.
         is_alive: whether the process exists.
-        ending: what it said of its end.
+        ending: how the process recorded that it ended.
         read_at_s: node's monotonic clock when its ring was last read.
-        progress_at_s: the same clock when a reading last brought a record that was new or had changed.
-        generation: of the job, as its ring has it; 0 where nobody counts them.
-        world_size: number of ranks, as its ring has it; 0: not known.
-        created_at_s: wall clock when its ring was created; nodes of different clocks have no other in common.
+        progress_at_s: the same clock when a reading last brought a new or changed record.
+        generation: of the job, from its ring; 0 where generations are not counted.
+        world_size: number of ranks, from its ring; 0: not known.
+        created_at_s: wall clock when its ring was created: the only clock that nodes share.
     """
 
     rank: int
@@ -61,24 +62,34 @@ class RankState:
 
 
 def is_stale(state: RankState, newest: RankState | None) -> bool:
-    """Return whether a rank is of an earlier launch or generation than the newest, whose ranks are of another number, and has died.
+    """Return whether a dead rank belongs to an earlier launch of another number of ranks.
 
-    A node that a job left, or that its next launch does without, has no newer rings that would tell. Generations do not: torchrun
-    counts them on each node by itself.
+    Needed for a node that the job has left, or that its next launch does not use: it has no newer
+    rings. Generations cannot be compared instead: torchrun counts them on each node separately.
+
+    Args:
+        state: of the rank.
+        newest: the rank whose ring was created last.
     """
     if newest is None or state.is_alive or state.created_at_s >= newest.created_at_s:
         return False
-    return 0 < state.world_size != newest.world_size > 0
+    are_sizes_known = state.world_size > 0 and newest.world_size > 0
+    return are_sizes_known and state.world_size != newest.world_size
 
 
 def newest_of(states: Iterable[RankState]) -> RankState | None:
-    """Return the rank whose ring was created last; a living one, if there is any."""
+    """Return the rank whose ring was created last, among the living ranks if there are any."""
     return max(states, key=lambda state: (state.is_alive, state.created_at_s), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedRecords:
-    """Records that are new or have changed, and when each was thought to have ended before (0.0: it had not, or is new)."""
+    """Records that are new or have changed.
+
+    Args:
+        records: the records.
+        ended_before_s: the previous `ended_s` of each; 0.0 if it was open, or is new.
+    """
 
     records: np.ndarray
     ended_before_s: np.ndarray
@@ -88,10 +99,11 @@ class ChangedRecords:
 
 
 class _RecordLane:
-    """The newest `capacity` records of one lane of a ring, by stamp, with the number of the reading that last changed each.
+    """The newest `capacity` records of one lane, by stamp, with the reading that changed each.
 
-    They lie in buffers of twice the capacity and are moved to the front when those are full, so taking in what is new costs what is new. Stamps
-    are kept apart as well: to search them where they lie, 64 bytes apart, would drag all records through the processor's cache.
+    They lie in buffers of twice the capacity and are moved to the front when those are full, so the
+    cost of a merge is proportional to the new records. Stamps are also kept in a separate array:
+    searching them in the records, 64 bytes apart, would load all records into the cache.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -116,7 +128,7 @@ class _RecordLane:
         return max(0, self._end - self._capacity)
 
     def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
-        """Take in records in the order of their stamps; all of the lane, or some."""
+        """Merge records, in the order of their stamps; all of the lane, or some."""
         if not len(fresh):
             return ChangedRecords(fresh, np.empty(0))
         begin, end = self._begin, self._end
@@ -127,7 +139,7 @@ class _RecordLane:
         known[inside] = kept[place[inside]] == stamps[inside]
         at, newer = begin + place[known], fresh.compress(known)
         older = self._records.take(at)
-        # What has ended has its final start too. An end may still move later, never back.
+        # The start of an ended record is final. An end may still move later, never earlier.
         differs = (newer["ended_s"] > older["ended_s"]) | (newer["started_s"] != older["started_s"])
         at, newer, before = at[differs], newer.compress(differs), older["ended_s"][differs]
         as_bytes(self._records)[at] = as_bytes(newer)
@@ -160,7 +172,7 @@ class _RecordLane:
 
 
 class RankHistory:
-    """The newest records of one rank: up to `capacity` operations and as many phases and measures."""
+    """The newest records of one rank: up to `capacity` operations, and as many marks."""
 
     def __init__(self, state: RankState, capacity: int) -> None:
         self.state = state
@@ -170,23 +182,23 @@ class RankHistory:
 
     @property
     def records(self) -> np.ndarray:
-        """All of them, by the time they began. Not to be written to."""
+        """All records, by the time they began. Must not be written to."""
         if self._sorted is None:
             both = joined([self._operations.records, self._marks.records])
             self._sorted = both.take(np.argsort(both["enqueued_s"], kind="stable"))
         return self._sorted
 
     def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
-        """Take in records, all or only some of those in the ring; return those that are new or have changed."""
-        operation = fresh["kind"] == Kind.OPERATION
+        """Merge all or some records of the ring; return those that are new or have changed."""
+        is_operation = fresh["kind"] == Kind.OPERATION
         parts = []
-        for lane, mine in (
-            (self._operations, fresh.compress(operation)),
-            (self._marks, fresh.compress(~operation)),
+        for lane, records in (
+            (self._operations, fresh.compress(is_operation)),
+            (self._marks, fresh.compress(~is_operation)),
         ):
-            if len(mine) > 1 and not (mine["stamp"][:-1] < mine["stamp"][1:]).all():
-                mine = mine.take(np.unique(mine["stamp"], return_index=True)[1])
-            parts.append(lane.merge(mine, number))
+            if len(records) > 1 and not (records["stamp"][:-1] < records["stamp"][1:]).all():
+                records = records.take(np.unique(records["stamp"], return_index=True)[1])
+            parts.append(lane.merge(records, number))
         changed = ChangedRecords(
             joined([part.records for part in parts]),
             np.concatenate([part.ended_before_s for part in parts]),
@@ -205,7 +217,7 @@ class RankHistory:
         )
 
     def since_and_open(self, number: int) -> np.ndarray:
-        """Return the records that changed after reading `number`, and those of what is under way, by the time they began."""
+        """Return the records that changed after reading `number`, and open ones, by begin."""
         lanes = (self._operations, self._marks)
         parts = [
             lane.records.compress((lane.changed > number) | (lane.records["ended_s"] == 0))
@@ -216,59 +228,57 @@ class RankHistory:
 
 
 class RecordHistory:
-    """All ranks' newest records and the process groups they name."""
+    """All ranks' newest records, and the process groups that they name."""
 
     def __init__(self, capacity: int) -> None:
         self.number = _FIRST
         self.ranks: dict[int, RankHistory] = {}
         self.communicators: dict[int, Communicator] = {}
         self._capacity = capacity
-        self._heard: dict[int, int] = {}
+        self._read_number: dict[int, int] = {}
         self._communicators_at: dict[int, int] = {}
 
     def begin(self) -> int:
-        """Begin a reading: what is merged from here on carries the returned number."""
+        """Begin a reading; records merged from now on get the returned number."""
         self.number += 1
         return self.number
 
     def merge(self, state: RankState, fresh: np.ndarray) -> ChangedRecords:
-        """Take in what a rank told; return the records that are new or have changed.
+        """Merge records of a rank; return those that are new or have changed.
 
-        A new incarnation of a rank begins with nothing: its positions, and perhaps its node and its clock, are others.
+        A new incarnation of a rank begins with an empty history: its positions, and perhaps its
+        node and its clock, have changed.
         """
-        kept = self.ranks.get(state.rank)
-        if kept is None or (kept.state.incarnation, kept.state.node) != (
-            state.incarnation,
-            state.node,
-        ):
-            kept = self.ranks[state.rank] = RankHistory(state, self._capacity)
-        changed = kept.merge(fresh, self.number)
+        rank = self.ranks.get(state.rank)
+        if rank is None or not _is_same_writer(rank.state, state):
+            rank = self.ranks[state.rank] = RankHistory(state, self._capacity)
+        changed = rank.merge(fresh, self.number)
         progress_at_s = max(
-            state.progress_at_s, state.read_at_s if len(changed) else kept.state.progress_at_s
+            state.progress_at_s, state.read_at_s if len(changed) else rank.state.progress_at_s
         )
-        kept.state = replace(state, progress_at_s=progress_at_s)
-        self._heard[state.rank] = self.number
+        rank.state = replace(state, progress_at_s=progress_at_s)
+        self._read_number[state.rank] = self.number
         return changed
 
     def learn(self, communicators: Iterable[Communicator]) -> None:
-        """Take in process groups. An identity follows from name and ranks, so what is known does not change."""
+        """Add process groups. An identity is derived from name and ranks, so none ever changes."""
         for communicator in communicators:
             if communicator.identity not in self.communicators:
                 self.communicators[communicator.identity] = communicator
                 self._communicators_at[communicator.identity] = self.number
 
     def communicators_since(self, number: int) -> tuple[Communicator, ...]:
-        """Return the process groups that were learnt after reading `number`."""
+        """Return the process groups that were added after reading `number`."""
         return tuple(
             self.communicators[key] for key, at in self._communicators_at.items() if at > number
         )
 
     def keep_only(self, ranks: Iterable[int]) -> None:
-        """Forget all other ranks, and process groups none of whose ranks is left."""
+        """Drop all other ranks, and process groups none of whose ranks remains."""
         kept = set(ranks)
         for rank in set(self.ranks) - kept:
             del self.ranks[rank]
-            del self._heard[rank]
+            del self._read_number[rank]
         for identity in [
             key for key, group in self.communicators.items() if kept.isdisjoint(group.ranks)
         ]:
@@ -276,35 +286,41 @@ class RecordHistory:
             del self._communicators_at[identity]
 
     def updated_since(self, number: int) -> Iterator[RankHistory]:
-        """Yield the ranks that were heard of after reading `number`, by rank."""
+        """Yield the ranks that were merged after reading `number`, by rank."""
         for rank in sorted(self.ranks):
-            if self._heard[rank] > number:
+            if self._read_number[rank] > number:
                 yield self.ranks[rank]
 
     def job(self) -> JobRecords:
-        """Return everything as diagnosis takes it. The arrays are the history's own and not to be written to."""
+        """Return all records, the input of diagnosis. The arrays must not be written to."""
         return JobRecords(
             {
                 rank: RankRecords(
-                    rank,
-                    kept.state.node,
-                    kept.records,
-                    kept.state.read_at_s,
-                    kept.state.is_alive,
-                    kept.state.ending,
+                    rank=rank,
+                    node=history.state.node,
+                    records=history.records,
+                    read_at_s=history.state.read_at_s,
+                    is_alive=history.state.is_alive,
+                    ending=history.state.ending,
                 )
-                for rank, kept in sorted(self.ranks.items())
+                for rank, history in sorted(self.ranks.items())
             },
             dict(self.communicators),
         )
 
 
-def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
-    """Return at most about `budget` finished operations, the same ones on all ranks, and everything that is not a finished operation.
+def _is_same_writer(one: RankState, other: RankState) -> bool:
+    return (one.incarnation, one.node) == (other.incarnation, other.node)
 
-    Operations stay whose number is a multiple of the least power of two that keeps within the budget. Numbers are the same on all ranks of
-    a group and powers of two divide each other, so what ranks keep coincides even if they sample_operations differently: collectives stay comparable.
-    The newest operation of each group stays too, for it tells how far the rank has come.
+
+def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
+    """Return a sample of about `budget` ended operations, and all other records.
+
+    The operations kept are those whose number is a multiple of the least power of two that fits the
+    budget. Numbers are the same on all ranks of a group, and powers of two divide each other, so
+    the operations kept on different ranks coincide even if their samples have different strides:
+    collectives remain comparable. The newest operation of each group is kept too, because it shows
+    how far the rank has come.
     """
     finished = (records["kind"] == Kind.OPERATION) & (records["ended_s"] > 0)
     count = int(finished.sum())
@@ -315,7 +331,7 @@ def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
     newest = len(records) - 1 - np.unique(backwards, return_index=True)[1]
     keep[newest] = True
     numbers = records["number"].astype(np.int64)
-    # The number of trailing zero bits says up to which power of two a record stays.
+    # The greatest power of two that divides the number: the record is kept up to that stride.
     lowest = np.where(finished, numbers & -numbers, 0)
     stride = 1
     while (finished & (lowest >= stride)).sum() > budget and stride < 1 << 40:

@@ -1,9 +1,11 @@
-"""What a worker tells of itself: its communicators, steps, phases and measures go into its ring from here, its operations natively.
+"""Records a worker's communicators, steps, phases and measures in its ring.
 
-The recorder never makes the job wait, and what it cannot write it leaves out. Steps count themselves: a step ends when an optimizer
-has run (or the last of several), and the next begins there and then, though it is called so only once data are waited for, or a
-forward or backward pass begins; what the loop does in between, such as summing up metrics, still bears the old step's number. A loop
-without an optimizer, or that wants its own numbers, calls `begin_step`.
+Native code records operations. The recorder never makes the job wait; a record that it cannot write
+is left out. By default it detects steps: a step ends when an optimizer has run (or the last of
+several), and the next begins at that time. Its number changes only when the loop waits for data or
+begins a forward or backward pass, so records in between, such as the reduction of metrics, still
+carry the number of the old step. A loop without an optimizer, or with its own numbers, calls
+`begin_step`.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Recorder:
     """One worker's recorder. Owns the ring's Python side.
 
     Args:
-        identity: whose ring it is.
-        native: records operations; None where it is not to be had, then there are phases and measures only.
+        identity: of the worker.
+        native: records operations; if None, only phases and measures are recorded.
     """
 
     def __init__(self, identity: WorkerIdentity, native: NativeRecorder | None) -> None:
@@ -48,13 +50,16 @@ class Recorder:
         self._communicators: set[int] = set()
         self._step_position = -1
         self._updated_s = 0.0
-        self._counts_itself = True
+        self._detects_steps = True
         self._ending = Ending.FINISHED
         if self._native is not None:
             self._native.open(self.ring, self.describe)
 
     def reopen(self, identity: WorkerIdentity) -> None:
-        """Go on in a new ring: a worker that survives into another generation has other ranks beside it, and numbers from 1."""
+        """Continue in a new ring, for a worker that survives into another generation.
+
+        The numbers of operations begin again from 1.
+        """
         former = self.ring
         self._open(identity)
         former.close()
@@ -66,26 +71,29 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """The optimizer step under way, from 1; 0 before the first."""
+        """The current optimizer step, from 1; 0 before the first."""
         return self.ring.step
 
     def begin_step(self, number: int | None = None) -> None:
-        """End the step under way and begin another, the next or the one with this number. From now on steps do not count themselves."""
+        """End the current step and begin another: the next, or the one with this number.
+
+        From now on steps are not detected automatically.
+        """
         now_s = time.monotonic()
-        self._counts_itself = False
+        self._detects_steps = False
         if self._step_position >= 0:
             self.ring.marks.end(self._step_position, now_s)
         self._begin_step(self.step + 1 if number is None else number, now_s)
 
     def end_step(self) -> None:
-        """End the step under way; what follows is between steps, until another one begins."""
+        """End the current step; what follows is between steps until another one begins."""
         if self._step_position >= 0:
             self.ring.marks.end(self._step_position, time.monotonic())
             self._step_position = -1
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Mark what runs inside as a part of the step. `Phase.STEP` is marked by `begin_step`."""
+        """Record the body of a `with` block as a phase. `begin_step` records `Phase.STEP`."""
         position = self.begin(phase)
         try:
             yield
@@ -93,11 +101,11 @@ class Recorder:
             self.end(position)
 
     def begin(self, phase: Phase) -> int:
-        """Mark the beginning of a phase; returns what `end` wants."""
+        """Record the beginning of a phase; return its position, for `end`."""
         now_s = time.monotonic()
         if (
             phase in _BEGIN_A_STEP
-            and self._counts_itself
+            and self._detects_steps
             and (self._updated_s or self._step_position < 0)
         ):
             self._begin_step(self.step + 1, self._updated_s or now_s)
@@ -105,29 +113,32 @@ class Recorder:
         return self.ring.marks.begin(Kind.PHASE, phase, number=step, step=step, enqueued_s=now_s)
 
     def end(self, position: int) -> None:
-        """Mark the end of a phase."""
+        """Record the end of a phase."""
         self.ring.marks.end(position, time.monotonic())
 
     def record_phase(self, phase: Phase, began_s: float, ended_s: float) -> None:
-        """Record a phase that is over."""
+        """Record a phase that has ended."""
         step = self.ring.step
         self.ring.marks.begin(
             Kind.PHASE, phase, number=step, step=step, enqueued_s=began_s, ended_s=ended_s
         )
 
     def optimizer_stepped(self) -> None:
-        """Say that an optimizer has run. If another one runs before the next forward or backward pass, the step lasts until then."""
-        if self._counts_itself and self._step_position >= 0:
+        """Record that an optimizer has run.
+
+        If another one runs before the next forward or backward pass, the step lasts until then.
+        """
+        if self._detects_steps and self._step_position >= 0:
             self._updated_s = time.monotonic()
             self.ring.marks.end(self._step_position, self._updated_s)
 
     def measure(
         self, measure: Measure, value: float, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Report a number of the step under way.
+        """Record a number of the current step.
 
         Args:
-            measure: what it is.
+            measure: the kind of number.
             value: on the host already; a checksum of 32 bits is exact.
             group: whose replicas must agree on a checksum.
         """
@@ -137,30 +148,37 @@ class Recorder:
         step, now_s = self.ring.step, time.monotonic()
         bits = int.from_bytes(_F64.pack(value), "little")
         self.ring.marks.begin(
-            Kind.MEASURE, measure, number=step, step=step, enqueued_s=now_s, ended_s=now_s, nbytes=bits, communicator=communicator
-        )  # fmt: skip
+            Kind.MEASURE,
+            measure,
+            number=step,
+            step=step,
+            enqueued_s=now_s,
+            ended_s=now_s,
+            nbytes=bits,
+            communicator=communicator,
+        )
 
     def describe(self, name: str, rank: int, size: int) -> tuple[int, Sequence[int]]:
-        """Return identity and global ranks of a process group, and enter it in the ring's table."""
+        """Return identity and global ranks of a process group; add it to the ring's table."""
         communicator = Communicator.of(name, _global_ranks(name, size))
         if communicator.identity not in self._communicators:
             self._communicators.add(communicator.identity)
             if not self.ring.add_communicator(communicator):
                 _log.warning(
-                    "the telemetry ring has no room for process group %s, the %dth",
+                    "the telemetry ring has no space for process group %s, the %dth",
                     name,
                     len(self._communicators),
                 )
         return communicator.identity, communicator.ranks
 
     def close(self) -> None:
-        """Say how the process ends, and stop."""
+        """Record how the process ends, and stop recording."""
         if self._native is not None:
             self._native.close()
         self.ring.finish(self._ending)
 
     def set_ending(self, ending: Ending) -> None:
-        """Say why the process ends."""
+        """Record why the process ends."""
         self._ending = ending
         self.ring.finish(ending)
 
@@ -173,7 +191,7 @@ class Recorder:
 
 
 def _global_ranks(name: str, size: int) -> Sequence[int]:
-    """Return the global ranks of a group that torch.distributed knows; of one that somebody made without it, its own."""
+    """Return a group's global ranks; 0 to `size` for a group created outside torch.distributed."""
     from torch.distributed import distributed_c10d
 
     for group, known in list(distributed_c10d._world.pg_names.items()):

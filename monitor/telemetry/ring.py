@@ -1,40 +1,49 @@
-"""The telemetry ring: what one worker tells, in a file in shared memory that others read at any instant.
+"""Defines the telemetry ring: one worker's records in a shared-memory file, readable at any time.
 
-A reader needs nothing from the worker: not its GIL, not its being scheduled, not its life. The file stays when the process is killed, and
-whoever holds it open keeps it whole when a new worker of the same rank puts its own in its place (see `keepstep.monitor.telemetry.ring_files`).
+A reader needs nothing from the worker: neither its GIL, nor that it is scheduled, nor that it is
+alive. The file remains when the process is killed, and a reader that holds it open keeps its
+content when a new worker of the same rank replaces it (see
+`keepstep.monitor.telemetry.ring_files`).
 
-Format, version 1. Native byte order, which is little-endian wherever this runs. All offsets are bytes from the start of the file.
+Format, version 1. Native byte order, which is little-endian on all supported machines. All offsets
+are bytes from the start of the file.
 
     0     16 s   magic, "keepstep-ring" padded with zeros
     16    u32    version of this format
     20    u32    size of this header, 4096
     24    u32    size of a record, 64
     28    u32    process id of the writer
-    32    u64    when that process started, in clock ticks since boot (field 22 of /proc/PID/stat): a later one with its id is another
+    32    u64    when that process started, in clock ticks since boot (field 22 of /proc/PID/stat):
+                 it distinguishes the process from a later one with the same id
     40    i32    global rank
     44    u32    number of ranks; 0: not known
-    48    u64    generation of the job, 0 where nobody counts them
+    48    u64    generation of the job, 0 where generations are not counted
     56    f64    monotonic seconds at which the ring was created
     64    u32    live: optimizer step under way, from 1; 0: before the first
-    68    u32    live: 1 running, 2 ended in good order, 3 by an exception, 4 because communication failed
-    72    3 u64  lane of operations: offset, capacity in records (a power of two, at least 256), live: position
+    68    u32    live: 1 running, 2 ended normally, 3 by an exception, 4 by failed communication
+    72    3 u64  lane of operations: offset, capacity in records (a power of two, at least 256),
+                 live: position
     96    3 u64  lane of phases and measures: the same
     120   3 u64  communicator table: offset, capacity in bytes, live: bytes used
     256   256 s  job, UTF-8
     512   256 s  node, UTF-8
 
-Two lanes, so that thousands of operations a second do not flush out the phases, and because different code writes them: operations come
-from any thread, without the GIL (`operations.cpp`), phases and measures from Python under it. Everything in a lane follows from its
-position, the number of records begun so far: record p (from 0) lies in slot p mod capacity. Its stamp is 2p + 1 while it is written and
-2p + 2 once it is whole; so a reader who finds 2p + 2 before and after copying has all of record p and nothing of another (a seqlock:
-Lameter, "Effective synchronization on Linux/NUMA systems", 2005).
+There are two lanes so that thousands of operations a second do not overwrite the phases, and
+because different code writes them: operations are written from any thread, without the GIL
+(`operations.cpp`), phases and measures from Python under it. The position of a lane is the number
+of records begun so far. Record p (from 0) lies in slot p mod capacity. Its stamp is 2p + 1 while it
+is written and 2p + 2 when it is complete. A reader that reads 2p + 2 before and after copying has
+all of record p and nothing of another (a seqlock: Lameter, "Effective synchronization on Linux/NUMA
+systems", 2005).
 
-A whole record may still change in one way, once: the record of what is under way has `ended_s` 0.0, and when it ends the writer sets
-its `flags` and then its `ended_s` (and `started_s` before it, where a device told it), each in one aligned store. Phases may be
-prolonged: their `ended_s` may grow. A record that was overwritten before it ended is not completed.
+A complete record may still change in one way, once: an open record has `ended_s` 0.0, and when the
+operation ends, the writer sets `flags` and then `ended_s` (and before these `started_s`, if a
+device reported it), each in one aligned store. Phases may be prolonged: their `ended_s` may grow. A
+record that was overwritten before it ended is not completed.
 
-The table holds one JSON object a line, {"identity", "name", "ranks"}, with ranks as runs [first, count, stride]. Lines are appended, and
-"bytes used" is set after a line's bytes: a reader sees whole lines only.
+The table holds one JSON object a line, {"identity", "name", "ranks"}, with ranks as runs
+[first, count, stride]. Lines are appended, and "bytes used" is set after a line's bytes, so a
+reader sees complete lines only.
 """
 
 from __future__ import annotations
@@ -61,12 +70,13 @@ JOB_OFFSET = 256
 NODE_OFFSET = 512
 NAME_NBYTES = 256
 
-# Seconds of history at the highest rates seen, minutes at usual ones: 1 MiB and 256 KiB.
+# Seconds of history at the highest observed rates, minutes at usual ones: 1 MiB and 256 KiB.
 OPERATIONS = 2**14
 MARKS = 2**12
 TABLE_NBYTES = 2**18
 
-# Native alignment without padding, so that each field is one aligned store; the same bytes as `RECORD`.
+# Native alignment without padding, so that each field is one aligned store; the same bytes as
+# `RECORD`.
 RECORD_STRUCT = struct.Struct("@QBBBBIQQiIddd")
 assert RECORD_STRUCT.size == RECORD.itemsize
 FIXED = struct.Struct("@16sIIIIQiIQd")
@@ -80,7 +90,13 @@ _ENDED_OFFSET = 56
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A part of the file: where it begins, how much it takes (records or bytes), and where its live counter lies."""
+    """A part of the file.
+
+    Args:
+        offset: where it begins, in bytes.
+        capacity: in records for a lane, in bytes for the table.
+        counter_offset: where its live counter lies, in bytes.
+    """
 
     offset: int
     capacity: int
@@ -89,13 +105,13 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Whose ring it is.
+    """Identifies the worker that a ring belongs to.
 
     Args:
         job: name of the job.
         rank: global rank.
         node: name of the node; ranks of one node share a monotonic clock.
-        generation: the job's generation; 0 where nobody counts them.
+        generation: the job's generation; 0 where generations are not counted.
         world_size: number of ranks; 0: not known.
     """
 
@@ -108,7 +124,7 @@ class WorkerIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RingSizes:
-    """How much a ring holds. Capacities of lanes are powers of two, at least 256."""
+    """The capacity of a ring. Capacities of lanes are powers of two, at least 256."""
 
     operations: int = OPERATIONS
     marks: int = MARKS
@@ -123,7 +139,7 @@ class RingSizes:
 
     @property
     def regions(self) -> tuple[Region, Region, Region]:
-        """Where operations, marks and the table lie."""
+        """The regions of operations, marks and the table."""
         marks_offset = HEADER_NBYTES + self.operations * RECORD.itemsize
         table_offset = marks_offset + self.marks * RECORD.itemsize
         return (
@@ -139,7 +155,10 @@ class RingSizes:
 
 
 class Lane:
-    """The Python writer of a lane. Threads of one process may share it, by the GIL; two processes, or native code, may not."""
+    """Writes a lane from Python.
+
+    Threads of one process may share it, because of the GIL; two processes, or native code, may not.
+    """
 
     def __init__(self, memory: mmap.mmap, region: Region) -> None:
         self._memory = memory
@@ -163,21 +182,24 @@ class Lane:
         flags: int = 0,
         peer: int = -1,
     ) -> int:
-        """Write a record; with `ended_s` 0.0, of something under way. Returns its position, for `end`."""
+        """Write a record, an open one with `ended_s` 0.0. Returns its position, for `end`."""
         position: int = next(self._positions)
         at = self._offset + position % self._capacity * 64
+        started_s = enqueued_s
         RECORD_STRUCT.pack_into(
-            self._memory, at, 2 * position + 1, kind, code, dtype, flags, communicator, number, nbytes, peer, step,
-            enqueued_s, enqueued_s, ended_s,
+            self._memory, at,
+            2 * position + 1, kind, code, dtype, flags, communicator, number, nbytes, peer, step,
+            enqueued_s, started_s, ended_s,
         )  # fmt: skip
         _U64.pack_into(self._memory, at, 2 * position + 2)
-        # The garbage collector may run in here, and record itself: its record comes later, but is written first.
+        # The garbage collector may run in between and record its own phase: that record has a later
+        # position, but is written first.
         (reached,) = _U64.unpack_from(self._memory, self._counter_offset)
         _U64.pack_into(self._memory, self._counter_offset, max(reached, position + 1))
         return position
 
     def end(self, position: int, ended_s: float, flags: int | None = None) -> None:
-        """Complete a record in place, unless it was overwritten since."""
+        """Complete a record in place, unless it has been overwritten."""
         at = self._offset + position % self._capacity * 64
         (stamp,) = _U64.unpack_from(self._memory, at)
         if stamp == 2 * position + 2:
@@ -187,7 +209,10 @@ class Lane:
 
 
 class Ring:
-    """A worker's own ring, mapped for writing. `marks` is written from here; `operations` by native code, or from here if that is not used."""
+    """A worker's own ring, mapped for writing.
+
+    Python writes `marks`. Native code writes `operations`, or Python where that is not used.
+    """
 
     def __init__(self, path: Path, memory: mmap.mmap, sizes: RingSizes) -> None:
         self.path = path
@@ -199,21 +224,23 @@ class Ring:
 
     @classmethod
     def create(cls, path: Path, identity: WorkerIdentity, sizes: RingSizes | None = None) -> Ring:
-        """Make a new file at `path`, which must not exist. Mode 0600.
+        """Create the file at `path`, which must not exist, with mode 0600.
 
         Raises:
-            RingUnwritable: no room in shared memory, or no right to write there.
+            RingUnwritable: no space in shared memory, or no permission to write there.
         """
         sizes = sizes or RingSizes()
         try:
             memory = _new_file(path, sizes.nbytes)
         except OSError as error:
             raise RingUnwritable(
-                f"rank {identity.rank}: no telemetry ring of {sizes.nbytes} bytes at {path}: {error.strerror}. "
-                "Set KEEPSTEP_MONITOR_DIR to a directory with room, in memory if possible."
+                f"rank {identity.rank}: a telemetry ring of {sizes.nbytes} bytes cannot be created "
+                f"at {path}: {error.strerror}. Set KEEPSTEP_MONITOR_DIR to a directory with free "
+                "space, in memory if possible."
             ) from error
         FIXED.pack_into(
-            memory, 0, MAGIC, VERSION, HEADER_NBYTES, RECORD.itemsize, os.getpid(), process_started(os.getpid()) or 0,
+            memory, 0, MAGIC, VERSION, HEADER_NBYTES, RECORD.itemsize,
+            os.getpid(), process_started(os.getpid()) or 0,
             identity.rank, identity.world_size, identity.generation, time.monotonic(),
         )  # fmt: skip
         _U32.pack_into(memory, STATE_OFFSET, Ending.NONE)
@@ -226,16 +253,20 @@ class Ring:
 
     @property
     def step(self) -> int:
-        """The optimizer step under way, from 1; 0 before the first."""
+        """The current optimizer step, from 1; 0 before the first."""
         (step,) = _U32.unpack_from(self._memory, STEP_OFFSET)
         return int(step)
 
     @step.setter
     def step(self, step: int) -> None:
+        """Set the current optimizer step."""
         _U32.pack_into(self._memory, STEP_OFFSET, step)
 
     def add_communicator(self, communicator: Communicator) -> bool:
-        """Append to the table. Returns False if it is full: then records name a communicator that readers do not know."""
+        """Append to the table of communicators.
+
+        Returns False if the table is full; records then name a communicator unknown to readers.
+        """
         line = json.dumps({
             "identity": communicator.identity,
             "name": communicator.name,
@@ -251,36 +282,38 @@ class Ring:
         return True
 
     def finish(self, ending: Ending = Ending.FINISHED) -> None:
-        """Say how the process ends. The file stays, for whoever wants to read it."""
+        """Record how the process ends. The file remains for readers."""
         _U32.pack_into(self._memory, STATE_OFFSET, ending)
 
     def close(self) -> None:
-        """Unmap. The file stays."""
+        """Unmap the file, which remains."""
         self._memory.close()
 
 
 def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ranks as runs [first, count, stride]: a group of a device mesh is one, however many ranks it has."""
-    found: list[list[int]] = []
+    """Return ranks as runs [first, count, stride]. A group of a device mesh is a single run."""
+    encoded: list[list[int]] = []
     for rank in ranks:
-        if found and found[-1][1] == 1:
-            found[-1][1:] = [2, rank - found[-1][0]]
-        elif found and rank == found[-1][0] + found[-1][1] * found[-1][2]:
-            found[-1][1] += 1
+        if encoded and encoded[-1][1] == 1:
+            encoded[-1][1:] = [2, rank - encoded[-1][0]]
+        elif encoded and rank == encoded[-1][0] + encoded[-1][1] * encoded[-1][2]:
+            encoded[-1][1] += 1
         else:
-            found.append([rank, 1, 1])
-    return found
+            encoded.append([rank, 1, 1])
+    return encoded
 
 
-def ranks_of(found: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return the ranks of `runs`."""
-    return tuple(first + index * stride for first, count, stride in found for index in range(count))
+def ranks_of(encoded: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that `runs` encoded."""
+    return tuple(
+        first + index * stride for first, count, stride in encoded for index in range(count)
+    )
 
 
 def process_started(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it is gone, or dead and not yet reaped."""
+    """Return when a process started, in clock ticks since boot; None if it is gone or a zombie."""
     try:
-        # The name in parentheses may hold anything, parentheses too.
+        # The name in parentheses may contain any character, also parentheses.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -292,7 +325,7 @@ def _new_file(path: Path, nbytes: int) -> mmap.mmap:
         path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
     )
     try:
-        # Without pages reserved now, a full /dev/shm would kill the worker with SIGBUS later.
+        # Reserves the pages now: otherwise a full /dev/shm would kill the worker with SIGBUS later.
         os.posix_fallocate(descriptor, 0, nbytes)
         return mmap.mmap(descriptor, nbytes)
     except OSError:

@@ -1,12 +1,13 @@
-"""Where rings lie, and who removes them.
+"""Places ring files in directories, and removes those of dead processes.
 
-`<base>/<job>/rank-RRRRR.ring`; the base is /dev/shm/keepstep-<uid>, or KEEPSTEP_MONITOR_DIR. Directories have mode 0700, and a base that
-belongs to another user or that others may write to is refused: /dev/shm is open to all.
+A ring lies at `<base>/<job>/rank-RRRRR.ring`; the base is /dev/shm/keepstep-<uid>, or
+KEEPSTEP_MONITOR_DIR. Directories have mode 0700. A base that belongs to another user or that others
+may write to is refused, because /dev/shm is open to all users.
 
-Who removes: a worker leaves its ring behind, whatever ends it, for that is what rings are for. A new worker of the same rank puts its
-own in the place of the old one by rename, so that whoever reads the old one keeps it whole. What nobody replaces is removed by the
-node's monitor some time after the process has died (`Sweeper`). Without a monitor they stay until the node restarts: 1.5 MiB a rank
-of each job's name.
+A worker leaves its ring behind however it ends, so that it can be read then. A new worker of the
+same rank replaces it by a rename, so that readers of the old ring keep its content. The node's
+monitor removes rings that are not replaced some time after the process has died (`Sweeper`).
+Without a monitor they remain until the node restarts: 1.5 MiB for each rank of each job's name.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ _RING_NAME = re.compile(r"rank-\d{5,}\.ring")
 
 
 def base_directory() -> Path:
-    """Return where the rings of all this user's jobs on this node lie."""
+    """Return the directory of the rings of all this user's jobs on this node."""
     return Path(os.environ.get(DIRECTORY_VARIABLE) or f"/dev/shm/keepstep-{os.getuid()}")
 
 
 def job_directory(job: str) -> Path:
-    """Return where a job's rings lie on this node."""
-    # A job may be named like a path. What does not bear its own name bears a digest of it: `a/b` is not `a_b`.
+    """Return the directory of a job's rings on this node."""
+    # A job's name may look like a path. A directory whose name had to be changed carries a digest
+    # of the original: `a/b` and `a_b` differ.
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
     if name != job or not name.strip("."):
         name = f"{name}-{hashlib.sha256(os.fsencode(job)).hexdigest()[:12]}"
@@ -59,17 +61,17 @@ def recorded_jobs() -> tuple[str, ...]:
 def ring_paths(directory: Path) -> list[Path]:
     """Return the rings of a job's directory, by rank; none if it does not exist."""
     try:
-        found = [directory / name for name in os.listdir(directory) if _RING_NAME.fullmatch(name)]
+        paths = [directory / name for name in os.listdir(directory) if _RING_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Ring:
-    """Make this worker's ring, in the place of whatever a former worker of the same rank left.
+    """Create this worker's ring; it replaces the ring of a previous worker of the same rank.
 
     Raises:
-        RingUnwritable: no room, no right, or a directory that others could write to.
+        RingUnwritable: no space, no permission, or a directory that others could write to.
     """
     directory = job_directory(identity.job)
     try:
@@ -77,34 +79,37 @@ def create_ring(identity: WorkerIdentity, sizes: RingSizes | None = None) -> Rin
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_foreign(place)
         path = directory / f"rank-{identity.rank:05d}.ring"
-        # Named by time as well, for a process killed while it was here would leave a name that a later one with its id could not take.
+        # The name contains the time too: a process killed at this point leaves the file behind, and
+        # a later process with the same id could not create it.
         unfinished = directory / f".rank-{identity.rank:05d}.{os.getpid()}.{time.monotonic_ns()}"
         ring = Ring.create(unfinished, identity, sizes)
         _warn_if_in_use(path, identity)
         os.rename(unfinished, path)
     except OSError as error:
         raise RingUnwritable(
-            f"rank {identity.rank}: no telemetry ring in {directory}: {error}"
+            f"rank {identity.rank}: a telemetry ring cannot be created in {directory}: {error}"
         ) from error
     ring.path = path
     return ring
 
 
 def _warn_if_in_use(path: Path, identity: WorkerIdentity) -> None:
-    """Warn if the ring that is about to be replaced is in use: two jobs that bear one name take each other's."""
+    """Warn if the ring to be replaced is in use: two jobs of one name share their rings."""
     try:
         reader = RingReader(path)
     except (RingUnreadable, OSError):
         return
     try:
-        # Ranks are handed out anew with a generation: then the one who had this one before has another ring now, or will soon.
+        # A new generation assigns ranks again; the previous worker of this rank then has another
+        # ring already, or will soon.
         is_in_use = (
             reader.process != os.getpid() and reader.is_alive() and reader.ending == Ending.NONE
         )
         if is_in_use and reader.identity.generation >= identity.generation:
             _log.warning(
-                "rank %d of job %s: process %d on this node has this name too, and is not watched any more. "
-                "If that is another job, set KEEPSTEP_JOB to a name of its own for each.",
+                "rank %d of job %s: process %d on this node has the same job name and rank, and is "
+                "no longer monitored. If it belongs to another job, give each job its own name "
+                "with KEEPSTEP_JOB.",
                 identity.rank, identity.job, reader.process,
             )  # fmt: skip
     finally:
@@ -115,16 +120,18 @@ def _refuse_foreign(directory: Path) -> None:
     status = os.lstat(directory)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise RingUnwritable(
-            f"{directory} is not a directory that only this user may write to (owner {status.st_uid}, "
-            f"mode {stat.filemode(status.st_mode)}): remove it, or set {DIRECTORY_VARIABLE}"
+            f"{directory} is not a directory that only this user may write to (owner "
+            f"{status.st_uid}, mode {stat.filemode(status.st_mode)}): remove it, or set "
+            f"{DIRECTORY_VARIABLE}"
         )
 
 
 class Sweeper:
-    """Removes rings whose processes have died, some time after it first saw that; a job's directory with the last of them.
+    """Removes rings of dead processes after a time, and a job's directory with its last ring.
 
     Args:
-        keep_s: how long a dead process's ring is kept. Long enough for a verdict, and for someone to look.
+        keep_s: how long the ring is kept after its process was first found dead: long enough for a
+            verdict, and for a person to look at it.
     """
 
     def __init__(self, keep_s: float = 3600.0) -> None:
@@ -132,7 +139,7 @@ class Sweeper:
         self._dead_since: dict[tuple[Path, int], float] = {}
 
     def sweep(self, directories: Iterable[Path], now_s: float) -> list[Path]:
-        """Look once; return what was removed. Files that are no rings are left alone."""
+        """Check all rings once; return those that were removed. Other files are left alone."""
         removed = []
         dead: dict[tuple[Path, int], float] = {}
         for directory in directories:
@@ -149,7 +156,7 @@ class Sweeper:
                 try:
                     directory.rmdir()
                 except OSError:
-                    pass  # Others' rings are in it.
+                    pass  # Other rings are in it.
         self._dead_since = dead
         return removed
 
@@ -167,14 +174,15 @@ def _dead_ring(path: Path) -> int | None:
 
 
 def _remove(path: Path, inode: int) -> bool:
-    """Remove the ring with this inode, and not one that a new worker has put in its place in the meantime."""
+    """Remove the ring with this inode, but not one that a new worker has replaced it by."""
     aside = path.with_name(f".removed-{path.name}.{os.getpid()}")
     try:
         os.rename(path, aside)
         try:
             if os.lstat(aside).st_ino == inode:
                 return True
-            # A new worker was faster: its ring goes back, unless a newer one still is there.
+            # A new worker has replaced the ring: move its ring back, unless a still newer one
+            # exists.
             os.link(aside, path)
         except FileExistsError:
             pass

@@ -1,6 +1,7 @@
-"""Reading a worker's telemetry ring from another process, at any instant. The format is described in `keepstep.monitor.telemetry.ring`.
+"""Reads a worker's telemetry ring from another process, at any time.
 
-A reader maps the file for reading only: it cannot disturb the worker, and takes nothing from it but memory bandwidth.
+`keepstep.monitor.telemetry.ring` describes the format. A reader maps the file for reading only: it
+cannot disturb the worker, and costs it nothing but memory bandwidth.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ _U64 = struct.Struct("@Q")
 
 @dataclass(frozen=True, slots=True)
 class LaneRecords:
-    """What a lane holds from some position on.
+    """The records of a lane from some position on.
 
     Args:
-        records: whole records, oldest first.
-        next_position: where to go on reading; records before it that had not ended are completed in place all the same.
-        missed: records that were overwritten, or being written, before they could be read.
+        records: complete records, oldest first.
+        next_position: where to continue reading; open records before it are still completed in
+            place.
+        missed: number of records that were overwritten, or being written, when they were read.
     """
 
     records: Records
@@ -58,14 +60,15 @@ class LaneRecords:
 
 
 class RingReader:
-    """One ring, open for reading. It stays readable when the file is removed or replaced; `close` lets it go."""
+    """One ring, open for reading until `close`, also when the file is removed or replaced."""
 
     def __init__(self, path: Path) -> None:
         """Open a ring.
 
         Raises:
-            RingUnreadable: it cannot be opened, is no ring, is cut short, or is of another version.
-            FileNotFoundError: there is none.
+            RingUnreadable: it cannot be opened, is not a ring, is truncated, or has another
+                version.
+            FileNotFoundError: the file does not exist.
         """
         self.path = path
         try:
@@ -74,7 +77,8 @@ class RingReader:
             raise
         except OSError as error:
             raise RingUnreadable(
-                f"{path} cannot be read as a telemetry ring: {error.strerror}; remove it if it is none"
+                f"{path} cannot be read as a telemetry ring: {error.strerror}; if it is not one, "
+                "remove it"
             ) from error
         try:
             self._parse(nbytes)
@@ -89,7 +93,7 @@ class RingReader:
             self.inode = status.st_ino
             if status.st_size < HEADER_NBYTES:
                 raise RingUnreadable(
-                    f"{path} is no telemetry ring, or cut short: {status.st_size} bytes"
+                    f"{path} is no telemetry ring, or is truncated: {status.st_size} bytes"
                 )
             return mmap.mmap(descriptor, status.st_size, access=mmap.ACCESS_READ), status.st_size
         finally:
@@ -125,12 +129,12 @@ class RingReader:
         except ValueError as error:
             raise RingUnreadable(f"{self.path} is damaged: {error}") from error
         offsets = [region.offset for region in sizes.regions]
-        sound = (header_nbytes, record_nbytes) == (HEADER_NBYTES, RECORD.itemsize) and offsets == [
-            o for o, _, _ in lanes
-        ]
-        if not sound or sizes.nbytes > nbytes:
+        has_known_sizes = (header_nbytes, record_nbytes) == (HEADER_NBYTES, RECORD.itemsize)
+        has_known_offsets = offsets == [offset for offset, _, _ in lanes]
+        if not has_known_sizes or not has_known_offsets or sizes.nbytes > nbytes:
             raise RingUnreadable(
-                f"{self.path} is damaged or cut short: {nbytes} bytes, its header speaks of {sizes.nbytes}"
+                f"{self.path} is damaged or truncated: {nbytes} bytes, its header requires "
+                f"{sizes.nbytes}"
             )
         self.process: int = process
         self.process_started: int = started
@@ -147,7 +151,7 @@ class RingReader:
         self._table_read = 0
 
     def last(self, count: int) -> Records:
-        """Return the last `count` whole records of each lane, all by the time they began, oldest first."""
+        """Return the last `count` complete records of each lane, sorted by the time they began."""
         records = joined([self.operations.last(count), self.marks.last(count)])
         return records.take(np.argsort(records["enqueued_s"], kind="stable"))
 
@@ -156,21 +160,21 @@ class RingReader:
         (used,) = _U64.unpack_from(self._memory, self._table.counter_offset)
         start = self._table.offset
         for line in self._memory[start + self._table_read : start + used].splitlines():
-            told = json.loads(line)
-            self._communicators[told["identity"]] = Communicator(
-                told["identity"], told["name"], ranks_of(told["ranks"])
+            fields = json.loads(line)
+            self._communicators[fields["identity"]] = Communicator(
+                fields["identity"], fields["name"], ranks_of(fields["ranks"])
             )
         self._table_read = used
         return dict(self._communicators)
 
     @property
     def step(self) -> int:
-        """The optimizer step under way, from 1; 0 before the first."""
+        """The current optimizer step, from 1; 0 before the first."""
         return int(_STATES.unpack_from(self._memory, STEP_OFFSET)[0])
 
     @property
     def ending(self) -> Ending:
-        """What the process said of its end."""
+        """How the process recorded that it ended."""
         return Ending(_STATES.unpack_from(self._memory, STEP_OFFSET)[1])
 
     @property
@@ -180,11 +184,14 @@ class RingReader:
         return self.process_started / os.sysconf("SC_CLK_TCK") - suspended_s
 
     def is_alive(self) -> bool:
-        """Whether the writer exists: that very process, not a later one with its id. Stopped is alive; a zombie is not."""
+        """Whether the writer exists: the same process, not a later one with its id.
+
+        A stopped process is alive; a zombie is not.
+        """
         return process_started(self.process) == self.process_started
 
     def close(self) -> None:
-        """Unmap. Arrays that were returned are copies and stay valid."""
+        """Unmap the file. Arrays that were returned are copies and stay valid."""
         self._memory.close()
 
     def _name(self, offset: int) -> str:
@@ -192,7 +199,7 @@ class RingReader:
 
 
 class LaneReader:
-    """One lane of a ring."""
+    """Reads one lane of a ring."""
 
     def __init__(self, memory: mmap.mmap, region: Region) -> None:
         self._memory = memory
@@ -204,11 +211,11 @@ class LaneReader:
         return int(_U64.unpack_from(self._memory, self._region.counter_offset)[0])
 
     def last(self, count: int) -> Records:
-        """Return the last `count` records that are whole, oldest first; fewer if there are not as many."""
+        """Return up to `count` of the last complete records, oldest first."""
         return self.since(self.position - count).records
 
     def since(self, position: int) -> LaneRecords:
-        """Return the whole records from `position` on."""
+        """Return the complete records from `position` on."""
         end = self.position
         first = max(position, end - self._region.capacity, 0)
         if first >= end:
@@ -217,13 +224,12 @@ class LaneReader:
         before = self._copy("stamp", first, end)
         records = self._copy(None, first, end)
         after = self._copy("stamp", first, end)
-        whole = (before == expected) & (records["stamp"] == expected) & (after == expected)
-        return LaneRecords(
-            records.compress(whole), end, end - max(position, 0) - int(np.count_nonzero(whole))
-        )
+        is_complete = (before == expected) & (records["stamp"] == expected) & (after == expected)
+        missed = end - max(position, 0) - int(np.count_nonzero(is_complete))
+        return LaneRecords(records.compress(is_complete), end, missed)
 
     def _copy(self, field: str | None, first: int, end: int) -> Records:
-        """Return a copy of the slots of positions [first, end), or of one field of theirs."""
+        """Return a copy of the slots of positions [first, end), or of one of their fields."""
         slots: Records = np.frombuffer(
             self._memory, RECORD, self._region.capacity, self._region.offset
         )

@@ -1,1 +1,1 @@
-"""The tree of daemons: summaries and digests on their way up, clocks on their way down."""
+"""Connects daemons into a tree: summaries and digests go up, clock offsets go down."""

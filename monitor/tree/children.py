@@ -1,4 +1,4 @@
-"""Asking the daemons below: one HTTP client with the job's token, owned by the daemon."""
+"""Queries a daemon's children: one HTTP client with the job's token, owned by the daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import aiohttp
 from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.node.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
 from keepstep.monitor.secret import bearer_token
-from keepstep.monitor.tree.node_clocks import NodeClock, encode_clocks
+from keepstep.monitor.telemetry.clocks import ClockOffset
+from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.tree.summary import MAX_NBYTES, Summary, decode
 
 _TIMEOUT_S = 5.0
@@ -20,7 +21,7 @@ _CHUNK_NBYTES = 1 << 18
 
 
 class Children:
-    """Asks daemons below for their news. `close` ends its connections."""
+    """Requests summaries and stacks from child daemons. `close` ends its connections."""
 
     def __init__(self, secret: bytes) -> None:
         self._session = aiohttp.ClientSession(
@@ -28,29 +29,34 @@ class Children:
         )
 
     async def summary(self, url: str, incarnation: str, since: int, budget: int) -> Summary:
-        """Return what the daemon at `url` has to tell.
+        """Return the summary of the daemon at `url`.
+
+        Args:
+            url: of the daemon.
+            incarnation, since: request what has changed since this number of this incarnation.
+            budget: finished operations to send of each rank, at most.
 
         Raises:
             MonitorUnreachable: it does not answer, or refuses.
-            ProtocolViolation: it answers what is no summary.
+            ProtocolViolation: its answer is not a summary.
         """
         query = urlencode({"incarnation": incarnation, "since": since, "budget": budget})
         data = await self._get(f"{url.rstrip('/')}/v1/summary?{query}", _TIMEOUT_S, MAX_NBYTES)
         return decode(data)
 
-    async def send_clocks(self, url: str, clocks: Mapping[str, NodeClock]) -> None:
-        """Tell the daemon at `url` how far clocks of nodes are off the job's.
+    async def send_clocks(self, url: str, clocks: Mapping[str, ClockOffset]) -> None:
+        """Send the offsets of nodes' clocks to the daemon at `url`.
 
         Raises:
             MonitorUnreachable: it does not answer, or refuses.
-            ProtocolViolation: it answers more than a monitor does.
+            ProtocolViolation: its answer is longer than a monitor's.
         """
         await self._ask(
             "POST", f"{url.rstrip('/')}/v1/clocks", _TIMEOUT_S, 1 << 16, encode_clocks(clocks)
         )
 
     async def stacks(self, url: str, rank: int) -> dict[str, Any]:
-        """Return the stacks of a rank, as the daemon below finds them, or `{"error": why not}`."""
+        """Return the stacks of a rank from the child that has it, or `{"error": reason}`."""
         try:
             data = await self._get(
                 f"{url.rstrip('/')}/v1/stacks/{rank}", STACKS_TIMEOUT_S + _TIMEOUT_S, 1 << 24
@@ -81,7 +87,7 @@ class Children:
             ) as response:
                 if response.status == 401:
                     raise MonitorUnreachable(
-                        f"the monitor at {where} refused our token: does it watch another job?"
+                        f"the monitor at {where} refused our token: does it monitor another job?"
                     )
                 if not response.ok:
                     raise MonitorUnreachable(
@@ -105,15 +111,15 @@ class Children:
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Return a JSON object.
+    """Return the JSON object that the bytes encode.
 
     Raises:
-        ProtocolViolation: it is none.
+        ProtocolViolation: they do not encode one.
     """
     try:
-        told = json.loads(data)
+        value = json.loads(data)
     except ValueError as error:
-        raise ProtocolViolation(f"what came is no JSON: {error}") from error
-    if not isinstance(told, dict):
-        raise ProtocolViolation("what came is no JSON object")
-    return told
+        raise ProtocolViolation(f"the answer is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ProtocolViolation("the answer is not a JSON object")
+    return value

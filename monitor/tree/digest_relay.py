@@ -1,8 +1,8 @@
-"""Digests on their way up the tree: kept until the daemon above has fetched them, and brought together round by round.
+"""Relays digests up the tree: keeps them until the parent has fetched them, and merges them.
 
-Diagnosis wants each digest once and in order. So a daemon numbers them in one row with its readings, and whoever asks says
-which number it had last. In a round one digest of each daemon below, its next, is merged with the daemon's own; ranks are in
-one of them only.
+Diagnosis needs each digest once and in order. So a daemon numbers digests in one sequence with its
+readings, and a parent requests those after the last number it has. In a round, the next digest of
+each child is merged with the daemon's own; each rank is in only one of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DTYPES = {name: getattr(EMPTY, name).dtype for name in _TABLES}
 
 
 class Outbox:
-    """A daemon's newest digests, with their numbers. What nobody fetches for a minute is dropped."""
+    """A daemon's newest digests, with their numbers. Digests older than a minute are dropped."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, Digest]] = deque(maxlen=_KEPT)
@@ -42,25 +42,25 @@ class Outbox:
 
 
 class Inbox:
-    """Digests of daemons below that were not yet brought together."""
+    """Digests of child daemons that were not yet merged."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Digest]] = {}
 
     def add(self, source: str, digests: Iterable[Digest]) -> None:
-        """Take in what a daemon told."""
+        """Append digests of a daemon."""
         self._waiting.setdefault(source, deque(maxlen=_KEPT)).extend(digests)
 
     def drop(self, source: str) -> None:
-        """Forget what a daemon told that is below no more, or began anew."""
+        """Drop the digests of a daemon that is no longer a child, or has restarted."""
         self._waiting.pop(source, None)
 
     def clear(self) -> None:
-        """Forget what all daemons told."""
+        """Drop the digests of all daemons."""
         self._waiting.clear()
 
     def rounds(self, own: Digest | None, communicators: Mapping[int, Communicator]) -> list[Digest]:
-        """Return everything that waits, a digest a round, the daemon's own in the first."""
+        """Return all waiting digests, one merged digest a round; the first includes `own`."""
         merged = []
         while own is not None or any(self._waiting.values()):
             parts = [waiting.popleft() for waiting in self._waiting.values() if waiting]
@@ -72,7 +72,7 @@ class Inbox:
 
 
 def without(digest: Digest, ranks: Collection[int]) -> Digest:
-    """Return the digest without what it tells of some ranks in particular."""
+    """Return the digest without the rows of some ranks."""
     if not ranks:
         return digest
     kept: dict[str, np.ndarray] = {}
@@ -89,21 +89,26 @@ def counts(digest: Digest) -> list[int]:
 
 
 def as_bytes(digest: Digest) -> bytes:
-    """Return the tables' rows, one after the other."""
+    """Return the tables' rows as bytes, one after the other."""
     return b"".join(getattr(digest, name).tobytes() for name in _TABLES)
 
 
 def from_bytes(data: bytes, offset: int, rows: Sequence[int]) -> tuple[Digest, int]:
-    """Return the digest that begins at `offset` and has so many rows, and where it ends.
+    """Return the digest that begins at `offset`, and the offset at which it ends.
+
+    Args:
+        data: bytes of a summary.
+        offset: in bytes.
+        rows: number of rows of each table, in order.
 
     Raises:
-        ProtocolViolation: there are fewer bytes than that.
+        ProtocolViolation: there are fewer bytes than the rows need.
     """
     tables: dict[str, np.ndarray] = {}
     for name, count in zip(_TABLES, rows, strict=True):
         nbytes = count * _DTYPES[name].itemsize if isinstance(count, int) else -1
         if nbytes < 0 or offset + nbytes > len(data):
-            raise ProtocolViolation("the summary promises more of a digest than it carries")
+            raise ProtocolViolation("the summary announces more digest rows than it contains")
         tables[name] = np.frombuffer(data, _DTYPES[name], count, offset)
         offset += nbytes
     return Digest(**tables), offset

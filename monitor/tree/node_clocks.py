@@ -1,7 +1,9 @@
-"""How far nodes' clocks are off the job's, on the way down the tree: the root measures, and who makes digests needs to know.
+"""Keeps the offsets of the nodes' clocks from the job's clock, and encodes them for the daemons.
 
-The job's clock is the root's own. Where nothing could be measured yet, how far a node's newest news lie behind tells roughly: good enough to
-say since when something holds, and no good for comparing one node's times with another's, so its error is infinite.
+The root measures the offsets and sends them down the tree, because digests, which need them, are
+made where the rings are. The job's clock is the root's own. Where no offset could be measured yet,
+the least delay of a node's reports is used instead: good enough to date a verdict, but not to
+compare the times of two nodes, so its error is infinite.
 """
 
 from __future__ import annotations
@@ -9,137 +11,141 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from keepstep.monitor.errors import ProtocolViolation
-from keepstep.monitor.telemetry.clocks import DRIFT
+from keepstep.monitor.telemetry.clocks import DRIFT, ClockOffset
 
 RESTARTED_S = 5.0
-"""A node whose news seem to lie further ahead or behind than they did, by more than news are ever late, has another clock."""
+"""A delay that changes by more than this, which reports never vary by, shows a restarted clock."""
 
-_SHARE = 0.01
+_CPU_SHARE = 0.01
 _AT_LEAST_EVERY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeClock:
-    """What to add to a node's monotonic clock to have the job's, and how far that may be off, in seconds."""
-
-    offset_s: float
-    error_s: float
+_SAME_CLOCK = ClockOffset(0.0, 0.0)
 
 
 class NodeClocks:
-    """What is known of the nodes' clocks.
+    """Holds the known offsets of the nodes' clocks.
 
     Args:
-        here: the node whose clock is the job's.
+        reference_node: the node whose clock is the job's.
     """
 
-    def __init__(self, here: str) -> None:
-        self._here = here
-        self._told: Mapping[str, NodeClock] = {}
-        self._told_at_s = 0.0
-        self._behind_s: dict[str, float] = {}
+    def __init__(self, reference_node: str) -> None:
+        self._reference_node = reference_node
+        self._known: Mapping[str, ClockOffset] = {}
+        self._known_at_s = 0.0
+        self._delays_s: dict[str, float] = {}
 
-    def of(self, node: str, now_s: float) -> NodeClock:
-        """Return how far a node's clock is off the job's: as told last, and less sure with time."""
-        clock = self._told.get(node, NodeClock(0.0, math.inf))
-        return NodeClock(clock.offset_s, clock.error_s + DRIFT * (now_s - self._told_at_s))
+    def of(self, node: str, now_s: float) -> ClockOffset:
+        """Return a node's newest known offset; its error grows with time."""
+        clock = self._known.get(node, ClockOffset(0.0, math.inf))
+        return ClockOffset(clock.offset_s, clock.error_s + DRIFT * (now_s - self._known_at_s))
 
-    def update(self, clocks: Mapping[str, NodeClock], now_s: float) -> None:
-        """Take these to be the nodes' clocks from now on."""
-        self._told, self._told_at_s = clocks, now_s
+    def update(self, clocks: Mapping[str, ClockOffset], now_s: float) -> None:
+        """Replace the known offsets."""
+        self._known, self._known_at_s = clocks, now_s
 
     def record_delay(self, node: str, delay_s: float) -> None:
-        """Note by how much news of a node that runs ranks lie behind the clock here."""
-        before_s = self._behind_s.get(node, delay_s)
-        # The promptest tell best.
-        self._behind_s[node] = (
+        """Record by how much a report of a node that runs ranks is behind the clock here."""
+        before_s = self._delays_s.get(node, delay_s)
+        # The least delay is the closest to the offset.
+        self._delays_s[node] = (
             min(delay_s, before_s) if abs(delay_s - before_s) < RESTARTED_S else delay_s
         )
 
     def keep_only(self, nodes: Collection[str]) -> None:
-        """Forget how far news of other nodes lie behind."""
-        for node in set(self._behind_s) - set(nodes):
-            del self._behind_s[node]
+        """Drop the delays of all other nodes."""
+        for node in set(self._delays_s) - set(nodes):
+            del self._delays_s[node]
 
     def resolve(
-        self, reference: str, measured: Mapping[str, NodeClock], now_s: float
-    ) -> dict[str, NodeClock]:
-        """Return each node's clock: as measured now, else as it was known, else as far as its news lie behind; nothing if there is no other node.
+        self, reference: str, measured: Mapping[str, ClockOffset], now_s: float
+    ) -> dict[str, ClockOffset]:
+        """Return each node's offset: as measured now, else as known before, else from its delay.
+
+        Returns an empty dictionary if there is no other node.
 
         Args:
-            reference: the node to whose clock `measured` refers: this one, or, where it runs no ranks, any other.
-            measured: what could be measured now.
+            reference: node to whose clock `measured` refers: this one, or, if it runs no ranks,
+                any other.
+            measured: the offsets that could be measured now.
             now_s: the clock here.
         """
-        if not self._behind_s:
+        if not self._delays_s:
             return {}
-        if reference != self._here and reference not in self._behind_s:
-            # It has left meanwhile, and what refers to it says nothing of the clock here.
-            reference, measured = self._here, {}
-        clocks = {self._here: NodeClock(0.0, 0.0)}
-        shift_s = 0.0 if reference == self._here else self._kept(reference, now_s).offset_s
-        for node in self._behind_s:
+        if reference != self._reference_node and reference not in self._delays_s:
+            # The node has left meanwhile; offsets from its clock do not relate to the clock here.
+            reference, measured = self._reference_node, {}
+        clocks = {self._reference_node: _SAME_CLOCK}
+        shift_s = (
+            0.0
+            if reference == self._reference_node
+            else self._known_or_delay(reference, now_s).offset_s
+        )
+        for node in self._delays_s:
             if node in measured:
-                clocks[node] = NodeClock(measured[node].offset_s + shift_s, measured[node].error_s)
+                clocks[node] = ClockOffset(
+                    measured[node].offset_s + shift_s, measured[node].error_s
+                )
             else:
-                clocks[node] = self._kept(node, now_s)
+                clocks[node] = self._known_or_delay(node, now_s)
         return clocks
 
-    def _kept(self, node: str, now_s: float) -> NodeClock:
-        rough = NodeClock(self._behind_s[node], math.inf)
-        known = self.of(node, now_s) if node in self._told else rough
-        # A machine that was started anew counts from nothing.
-        return known if abs(known.offset_s - rough.offset_s) < RESTARTED_S else rough
+    def _known_or_delay(self, node: str, now_s: float) -> ClockOffset:
+        from_delay = ClockOffset(self._delays_s[node], math.inf)
+        known = self.of(node, now_s) if node in self._known else from_delay
+        # The monotonic clock of a rebooted machine starts again at zero.
+        is_same_boot = abs(known.offset_s - from_delay.offset_s) < RESTARTED_S
+        return known if is_same_boot else from_delay
 
 
 def pause_s(every_s: float, took_s: float, *, is_complete: bool) -> float:
-    """Return how long to wait before clocks are measured again, in seconds.
+    """Return how many seconds to wait before clocks are measured again.
 
     Args:
-        every_s: as it was asked for; a fifth of that while some node's clock could not be measured.
-        took_s: processor time that measuring takes: seconds for thousands of ranks, which then is done less often, but once a minute.
-        is_complete: whether all could be measured.
+        every_s: the configured period; a fifth of it while some node's clock could not be measured.
+        took_s: processor time of a measurement: seconds for thousands of ranks, which are measured
+            less often therefore, but at least once a minute.
+        is_complete: whether all clocks could be measured.
     """
-    return max(every_s if is_complete else every_s / 5, min(took_s / _SHARE, _AT_LEAST_EVERY_S))
+    period_s = every_s if is_complete else every_s / 5
+    return max(period_s, min(took_s / _CPU_SHARE, _AT_LEAST_EVERY_S))
 
 
-def encode_clocks(clocks: Mapping[str, NodeClock]) -> bytes:
-    """Return clocks by node as JSON."""
-    told = {
+def encode_clocks(clocks: Mapping[str, ClockOffset]) -> bytes:
+    """Return offsets by node as JSON; an infinite error is null."""
+    fields = {
         node: [clock.offset_s, clock.error_s if math.isfinite(clock.error_s) else None]
         for node, clock in clocks.items()
     }
-    return json.dumps(told).encode()
+    return json.dumps(fields).encode()
 
 
-def decode_clocks(data: bytes) -> dict[str, NodeClock]:
-    """Return what `encode_clocks` made bytes of.
+def decode_clocks(data: bytes) -> dict[str, ClockOffset]:
+    """Return the offsets that `encode_clocks` encoded.
 
     Raises:
-        ProtocolViolation: it is something else.
+        ProtocolViolation: the bytes are not such JSON, or a number is not valid.
     """
     try:
-        told = json.loads(data)
-        parts = {
-            str(node): (float(offset_s), error_s) for node, (offset_s, error_s) in told.items()
+        fields = {
+            str(node): (float(offset_s), error_s)
+            for node, (offset_s, error_s) in json.loads(data).items()
         }
         if not all(
-            math.isfinite(part)
-            for offset_s, error_s in parts.values()
-            for part in (offset_s, error_s or 0.0)
+            math.isfinite(number)
+            for offset_s, error_s in fields.values()
+            for number in (offset_s, error_s or 0.0)
         ):
             raise ProtocolViolation(
-                "these are no clocks: an offset or its error is not a finite number"
+                "invalid clock offsets: an offset or its error is not a finite number"
             )
         clocks = {
-            node: NodeClock(offset_s, math.inf if error_s is None else float(error_s))
-            for node, (offset_s, error_s) in parts.items()
+            node: ClockOffset(offset_s, math.inf if error_s is None else float(error_s))
+            for node, (offset_s, error_s) in fields.items()
         }
     except (ValueError, TypeError, AttributeError) as error:
-        raise ProtocolViolation(f"these are no clocks: {error}") from error
+        raise ProtocolViolation(f"invalid clock offsets: {error}") from error
     if any(clock.error_s < 0 for clock in clocks.values()):
-        raise ProtocolViolation("these are no clocks: an error is negative")
+        raise ProtocolViolation("invalid clock offsets: an error is negative")
     return clocks

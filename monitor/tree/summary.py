@@ -1,8 +1,8 @@
-"""What daemons of the tree tell each other: the form on the wire, and nothing else.
+"""Encodes the summaries that a daemon of the tree sends to its parent.
 
-A summary is `KSM3`, the length of a JSON object (4 bytes, big-endian), that object, and then the records that it counts, 64
-bytes each, as they lie in the rings, and the rows of digests. Nothing in it is executable, and every length is checked
-before it is believed.
+A summary is `KSM3`, the length of a JSON object (4 bytes, big-endian), that object, then the
+records that it counts, 64 bytes each as in the rings, and the rows of digests. Nothing in it is
+executable, and every length is checked before it is used.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from keepstep.monitor.tree.digest_relay import Outbox, as_bytes, counts, from_by
 _HEAD = struct.Struct(">4sI")
 _MAGIC = b"KSM3"
 MAX_NBYTES = 1 << 30
-"""More than this nobody sends: 80,000 ranks with 200 records each."""
+"""Limit of a summary: 80,000 ranks with 200 records each."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """One node as its monitor sees it.
+    """The state of one node, reported by its monitor.
 
     Args:
         node: its name.
@@ -46,19 +46,19 @@ class NodeFacts:
     monitor_cpu_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a daemon has to tell that is new since the number asked for.
+    """The changes at a daemon since the requested number.
 
     Args:
-        incarnation: of the daemon; numbers of different ones have nothing to do with each other.
-        number: ask for what is new since this, next time.
-        present: all ranks there are, also those with nothing new.
-        ranks: those that were heard of, with their new records.
-        communicators: process groups not told before.
-        nodes: nodes that were heard of.
+        incarnation: of the daemon; numbers of different incarnations are unrelated.
+        number: the number to request changes since, next time.
+        present: all known ranks, including those without changes.
+        ranks: those that were read since, with their new records.
+        communicators: new process groups.
+        nodes: the known nodes.
         digests: for diagnosis, in order.
-        missing: daemons below that do not answer, with the reason.
+        missing: child daemons that do not answer, with the reason.
     """
 
     incarnation: str
@@ -80,25 +80,35 @@ def summarize(
     since: int,
     budget: int,
 ) -> Summary:
-    """Return what is new since `since`, with about `budget` finished operations a rank at most."""
+    """Return the changes since number `since`.
+
+    Args:
+        history: the records of all ranks.
+        outbox: the digests.
+        nodes: the known nodes, by name.
+        missing: child daemons that do not answer, with the reason.
+        incarnation: of this daemon.
+        since: number of a reading; 0 for everything.
+        budget: finished operations of each rank, about and at most.
+    """
     return Summary(
-        incarnation,
-        history.number,
-        tuple(sorted(history.ranks)),
-        tuple(
-            (kept.state, sample_operations(kept.since(since), budget))
-            for kept in history.updated_since(since)
+        incarnation=incarnation,
+        number=history.number,
+        present=tuple(sorted(history.ranks)),
+        ranks=tuple(
+            (rank.state, sample_operations(rank.since(since), budget))
+            for rank in history.updated_since(since)
         ),
-        history.communicators_since(since),
-        tuple(nodes.values()),
-        outbox.since(since),
-        dict(missing),
+        communicators=history.communicators_since(since),
+        nodes=tuple(nodes.values()),
+        digests=outbox.since(since),
+        missing=dict(missing),
     )
 
 
 def encode(summary: Summary) -> bytes:
     """Return the summary as bytes."""
-    told = {
+    header = {
         "version": VERSION,
         "incarnation": summary.incarnation,
         "number": summary.number,
@@ -111,7 +121,7 @@ def encode(summary: Summary) -> bytes:
         "digests": [counts(digest) for digest in summary.digests],
         "missing": dict(summary.missing),
     }
-    body = json.dumps(told, separators=(",", ":")).encode()
+    body = json.dumps(header, separators=(",", ":")).encode()
     records = (records.tobytes() for _, records in summary.ranks)
     return b"".join(
         [_HEAD.pack(_MAGIC, len(body)), body, *records, *map(as_bytes, summary.digests)]
@@ -119,50 +129,51 @@ def encode(summary: Summary) -> bytes:
 
 
 def decode(data: bytes) -> Summary:
-    """Return the summary that `encode` made bytes of.
+    """Return the summary that `encode` encoded.
 
     Raises:
-        ProtocolViolation: it is none, is cut short, or comes from a version that this one does not understand.
+        ProtocolViolation: the bytes are not a summary, are cut short, or have another version.
     """
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or _HEAD.size + length > len(data):
             raise ProtocolViolation("this is no monitor's summary")
-        told = json.loads(data[_HEAD.size : _HEAD.size + length])
-        if told["version"] != VERSION:
+        header = json.loads(data[_HEAD.size : _HEAD.size + length])
+        if header["version"] != VERSION:
             raise ProtocolViolation(
-                f"the other monitor speaks version {told['version']}, this one {VERSION}; install the same keepstep on all nodes"
+                f"the other monitor has protocol version {header['version']}, this one {VERSION}; "
+                "install the same keepstep on all nodes"
             )
         ranks, offset = [], _HEAD.size + length
-        for entry in told["ranks"]:
+        for entry in header["ranks"]:
             count = entry.pop("count")
             if (
                 not isinstance(count, int)
                 or count < 0
                 or offset + count * RECORD.itemsize > len(data)
             ):
-                raise ProtocolViolation("the summary promises more records than it carries")
+                raise ProtocolViolation("the summary announces more records than it contains")
             records = np.frombuffer(data, RECORD, count, offset)
             offset += count * RECORD.itemsize
             ranks.append((RankState(**{**entry, "ending": Ending(entry["ending"])}), records))
         digests = []
-        for rows in told["digests"]:
+        for rows in header["digests"]:
             digest, offset = from_bytes(data, offset, rows)
             digests.append(digest)
         if offset != len(data):
-            raise ProtocolViolation("the summary carries more records than it promises")
+            raise ProtocolViolation("the summary contains more records than it announces")
         return Summary(
-            str(told["incarnation"]),
-            int(told["number"]),
-            tuple(told["present"]),
-            tuple(ranks),
-            tuple(
+            incarnation=str(header["incarnation"]),
+            number=int(header["number"]),
+            present=tuple(header["present"]),
+            ranks=tuple(ranks),
+            communicators=tuple(
                 Communicator(identity, name, tuple(members))
-                for identity, name, members in told["communicators"]
+                for identity, name, members in header["communicators"]
             ),
-            tuple(NodeFacts(**node) for node in told["nodes"]),
-            tuple(digests),
-            told["missing"],
+            nodes=tuple(NodeFacts(**node) for node in header["nodes"]),
+            digests=tuple(digests),
+            missing=header["missing"],
         )
     except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ProtocolViolation(f"this is no monitor's summary: {error}") from error

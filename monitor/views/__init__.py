@@ -1,1 +1,1 @@
-"""What a daemon shows: page, JSON, Prometheus series, event file."""
+"""Presents a daemon's state: page, JSON, Prometheus series, event file."""

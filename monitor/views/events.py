@@ -1,9 +1,9 @@
-"""What happened, one JSON object a line, in the shape of OpenTelemetry's log records, so that any collector's file receiver
-takes it as it is.
+"""Writes events to a file, one JSON object a line, as OpenTelemetry log records.
 
-The fields are those of OpenTelemetry's log data model: timestamp, severity, event name, body, attributes, resource. A file
-that has grown to its limit is renamed to `NAME.1`, replacing the one before; one that somebody else renames, as logrotate does, is left to
-them, and the next event begins a new one.
+The fields are those of OpenTelemetry's log data model (timestamp, severity, event name, body,
+attributes, resource), so any collector's file receiver accepts the file. A file that has grown to
+its limit is renamed to `NAME.1`, replacing the previous one. If another program renames the file,
+as logrotate does, the next event begins a new one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EventFile:
     """The file, open for appending until `close`.
 
     Raises:
-        MonitorError: there can be no such file.
+        MonitorError: it cannot be opened.
     """
 
     def __init__(self, path: Path, job: str, node: str, limit_nbytes: int = _LIMIT_NBYTES) -> None:
@@ -48,7 +48,7 @@ class EventFile:
             "host.name": socket.gethostname(),
             "keepstep.job": job,
         }
-        # Whether the last write broke off in the middle of a line.
+        # Whether the last write failed in the middle of a line.
         self._is_torn = False
         try:
             self._descriptor = _open(path)
@@ -65,18 +65,18 @@ class EventFile:
         attributes: Mapping[str, Any],
         wall_s: float,
     ) -> None:
-        """Append one event and hand it to the operating system at once: the next thing that happens may be the node's end.
+        """Append one event and write it to the operating system at once: the node may die next.
 
         Raises:
-            OSError: it cannot be written; the next one is tried afresh.
+            OSError: it cannot be written; the next event is tried again.
         """
         record = _record(name, severity, body, attributes, wall_s, self._resource)
         if os.fstat(self._descriptor).st_size >= self._limit_nbytes and self._is_in_place():
             os.replace(self._path, self._path.with_name(self._path.name + ".1"))
         if not self._is_in_place():
-            anew = _open(self._path)
+            new_descriptor = _open(self._path)
             os.close(self._descriptor)
-            self._descriptor, self._is_torn = anew, False
+            self._descriptor, self._is_torn = new_descriptor, False
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         rest = b"\n" + line if self._is_torn else line
         while rest:
@@ -85,22 +85,20 @@ class EventFile:
             self._is_torn = bool(rest)
 
     def opened(self, entry: VerdictEntry) -> None:
-        """Tell of a verdict that began to hold."""
+        """Write that a verdict began to hold."""
         self.write("keepstep.verdict.opened", *_describe(entry), entry.opened_at_s)
 
     def closed(self, entry: VerdictEntry) -> None:
-        """Tell of a verdict that is over."""
+        """Write that a verdict has ended."""
         verdict = entry.verdict
-        ended_s = entry.told_at_s if entry.closed_at_s is None else entry.closed_at_s
-        body = (
-            f"{verdict.subject}: {verdict.syndrome} is over after {ended_s - entry.since_s:.1f} s"
-        )
+        ended_s = entry.reported_at_s if entry.closed_at_s is None else entry.closed_at_s
+        body = f"{verdict.subject}: {verdict.syndrome} ended after {ended_s - entry.since_s:.1f} s"
         self.write("keepstep.verdict.closed", _INFO, body, _attributes(entry), ended_s)
 
     def stacks(
         self, entry: VerdictEntry, rank: int, stacks: Mapping[str, Any], wall_s: float
     ) -> None:
-        """Tell what the threads of a suspect were doing."""
+        """Write the stacks of a suspect's threads."""
         attributes = {
             "keepstep.verdict.number": entry.number,
             "keepstep.rank": rank,
@@ -109,7 +107,7 @@ class EventFile:
         self.write("keepstep.verdict.stacks", _INFO, f"stacks of rank {rank}", attributes, wall_s)
 
     def acted(self, action: EnforcementAction, outcome: str, wall_s: float) -> None:
-        """Tell what the policy did about a verdict, or had people told."""
+        """Write what the policy did about a verdict: an alert, a restart or a replacement."""
         attributes = {
             "keepstep.action": str(action.kind),
             "keepstep.action.reason": action.reason,
@@ -127,7 +125,7 @@ class EventFile:
         os.close(self._descriptor)
 
     def _is_in_place(self) -> bool:
-        """Whether the file of that name is the one that is open."""
+        """Return whether the file at the path is the one that is open."""
         try:
             return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
         except FileNotFoundError:
@@ -139,8 +137,8 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
-def found(entry: VerdictEntry) -> dict[str, Any]:
-    """Return what tells of a verdict that was reached after the fact, as one that began to hold is told."""
+def opened_event(entry: VerdictEntry) -> dict[str, Any]:
+    """Return the event of a verdict that was reached after the fact, as `EventFile.opened` does."""
     return _record(
         "keepstep.verdict.opened", *_describe(entry), entry.opened_at_s, {"service.name": _SERVICE}
     )
@@ -177,7 +175,7 @@ def _describe(entry: VerdictEntry) -> tuple[tuple[int, str], str, dict[str, Any]
 
 def _attributes(entry: VerdictEntry) -> dict[str, Any]:
     verdict = entry.verdict
-    told = {
+    attributes = {
         "keepstep.verdict.number": entry.number,
         "keepstep.verdict.syndrome": str(verdict.syndrome),
         "keepstep.verdict.subject.kind": verdict.subject.kind,
@@ -188,7 +186,7 @@ def _attributes(entry: VerdictEntry) -> dict[str, Any]:
         "keepstep.verdict.evidence": list(verdict.evidence),
     }
     if verdict.subject.node:
-        told["keepstep.verdict.subject.node"] = verdict.subject.node
+        attributes["keepstep.verdict.subject.node"] = verdict.subject.node
     if verdict.cost_s_per_step != float("inf"):
-        told["keepstep.verdict.cost_s_per_step"] = verdict.cost_s_per_step
-    return told
+        attributes["keepstep.verdict.cost_s_per_step"] = verdict.cost_s_per_step
+    return attributes

@@ -1,7 +1,8 @@
-"""What Prometheus scrapes of a daemon. Names follow its conventions: base units, `_total` for counters, `_ratio` for shares.
+"""Exports a daemon's state as Prometheus series.
 
-A daemon exports the ranks and the measures of its own node only, so that a tree of daemons, all of them scraped, tells every
-series once. What is about the whole job comes from the daemon that diagnoses.
+Names follow the conventions of Prometheus: base units, `_total` for counters, `_ratio` for shares.
+A daemon exports the ranks and the measures of its own node only, so every series exists once if all
+daemons of a tree are scraped. Series of the whole job come from the daemon that diagnoses.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def exposition(watch: Watch, job: str, job_status: JobStatus | None) -> bytes:
-    """Return everything in Prometheus' text format. Called on the thread that owns the watch."""
+    """Return all series in Prometheus' text format. Called on the thread that owns the watch."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(watch, job, job_status))
     return generate_latest(registry)
 
 
 class _Collector(Collector):
-    """Makes the families anew at every scrape: there is nothing to keep up to date in between, and what is gone is gone."""
+    """Builds all families at every scrape, so there are no series of ranks that no longer exist."""
 
     def __init__(self, watch: Watch, job: str, job_status: JobStatus | None) -> None:
         self._watch = watch
@@ -50,20 +51,20 @@ class _Collector(Collector):
             yield from self._whole_job()
 
     def _monitor(self) -> Iterator[Metric]:
-        info = InfoMetricFamily("keepstep.autoload", "The monitor daemon.", labels=["job", "node"])
+        info = InfoMetricFamily("keepstep_monitor", "The monitor daemon.", labels=["job", "node"])
         info.add_metric([self._job, self._watch.node], {"version": version("keepstep")})
         yield info
         own = self._watch.nodes.get(self._watch.node)
         used = CounterMetricFamily(
             "keepstep_monitor_cpu_seconds",
-            "Processor time that the monitor itself has used.",
+            "Processor time used by the monitor itself.",
             labels=["job", "node"],
         )
         used.add_metric([self._job, self._watch.node], own.monitor_cpu_s if own else 0.0)
         yield used
         faults = CounterMetricFamily(
             "keepstep_monitor_faults",
-            "Failures of parts of the monitor.",
+            "Failures of components of the monitor.",
             labels=["job", "node", "part"],
         )
         for part, count in sorted(self._watch.faults.items()):
@@ -71,7 +72,7 @@ class _Collector(Collector):
         yield faults
         missing = GaugeMetricFamily(
             "keepstep_monitor_missing_children",
-            "Daemons below that do not answer.",
+            "Child daemons that do not answer.",
             labels=["job", "node"],
         )
         missing.add_metric([self._job, self._watch.node], len(self._watch.child_registry.missing))
@@ -83,26 +84,26 @@ class _Collector(Collector):
             "keepstep_rank_up", "Whether the rank's process exists.", labels=labels
         )
         step = GaugeMetricFamily(
-            "keepstep_rank_step", "Optimizer step that the rank is at.", labels=labels
+            "keepstep_rank_step", "Current optimizer step of the rank.", labels=labels
         )
         took = GaugeMetricFamily(
             "keepstep_rank_step_duration_seconds",
-            "Time of the rank's last whole step.",
+            "Time of the rank's last completed step.",
             labels=labels,
         )
         silent = GaugeMetricFamily(
             "keepstep_rank_silence_seconds",
-            "Time since the rank last made progress of any kind.",
+            "Time since the rank's last progress of any kind.",
             labels=labels,
         )
-        for kept in self._watch.ranks():
-            state = kept.state
+        for history in self._watch.ranks():
+            state, records = history.state, history.records
             if state.node != self._watch.node:
                 continue
             names = [self._job, state.node, str(state.rank)]
             up.add_metric(names, float(state.is_alive))
-            step.add_metric(names, int(kept.records["step"].max()) if len(kept.records) else 0)
-            # A job that is over makes no progress, and nobody need look.
+            step.add_metric(names, int(records["step"].max()) if len(records) else 0)
+            # A finished rank makes no progress, which is no problem.
             if state.ending != Ending.FINISHED:
                 silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
             table = self._watch.tables[state.rank]
@@ -119,7 +120,7 @@ class _Collector(Collector):
         )
         cost = GaugeMetricFamily(
             "keepstep_verdict_step_cost_seconds",
-            "Time that every step takes longer because of it; infinite for a hang.",
+            "Additional time of every step because of it; infinite for a hang.",
             labels=labels,
         )
         for entry in self._watch.log.holding:
@@ -129,7 +130,7 @@ class _Collector(Collector):
             cost.add_metric(names, verdict.cost_s_per_step)
         yield from (active, cost)
         opened = CounterMetricFamily(
-            "keepstep_verdicts", "Verdicts ever given.", labels=["job", "syndrome"]
+            "keepstep_verdicts", "Verdicts opened so far.", labels=["job", "syndrome"]
         )
         for syndrome in Syndrome:
             opened.add_metric([self._job, str(syndrome)], self._watch.log.opened.get(syndrome, 0))
@@ -144,11 +145,9 @@ class _Collector(Collector):
                 self._job,
                 typical,
             )
-        yield _gauge(
-            "keepstep_job_ranks", "Ranks that are watched.", self._job, len(self._watch.ranks())
-        )
-        job_status, told = self._job_status, job_status_json(self._watch, self._job_status)
-        if job_status is None or told is None:
+        yield _gauge("keepstep_job_ranks", "Monitored ranks.", self._job, len(self._watch.ranks()))
+        job_status, status_json = self._job_status, job_status_json(self._watch, self._job_status)
+        if job_status is None or status_json is None:
             return
         yield _gauge(
             "keepstep_job_generation",
@@ -175,14 +174,14 @@ class _Collector(Collector):
             "keepstep_job_goodput_ratio",
             "Share of wall time that produced kept steps.",
             self._job,
-            told["goodput"]["share"],
+            status_json["goodput"]["share"],
         )
         spent = GaugeMetricFamily(
             "keepstep_job_wall_time_seconds",
-            "Wall time by what it went into.",
+            "Wall time by use.",
             labels=["job", "into"],
         )
-        for into, seconds in told["goodput"]["parts"].items():
+        for into, seconds in status_json["goodput"]["parts"].items():
             spent.add_metric([self._job, into], seconds)
         yield spent
 

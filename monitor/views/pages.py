@@ -1,4 +1,7 @@
-"""What the web page, the terminal and scripts read of a watch, as JSON values. Called on the thread that owns the watch."""
+"""Builds the JSON values of a watch for the web page, the terminal and scripts.
+
+Called on the thread that owns the watch.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +14,51 @@ from typing import Any
 import numpy as np
 
 from keepstep.monitor.contracts import JobStatus
-from keepstep.monitor.records import Operation, Phase
+from keepstep.monitor.records import Kind, Operation, Phase
+from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.watch.goodput import goodput
-from keepstep.monitor.watch.step_times import TimelineSpan
-from keepstep.monitor.watch.watch import Watch, activity
+from keepstep.monitor.watch.matrices import delays
+from keepstep.monitor.watch.step_times import (
+    TimelineSpan,
+    display_name,
+    newest_step,
+    stand_still_in,
+    timeline,
+)
+from keepstep.monitor.watch.watch import Watch
 
 _UNHEARD_S = 5.0
-"""Whoever was not heard of for so long is not said to be alive: its node's daemon, or one on the way, is gone, and nobody knows."""
+"""A rank without a reading for so long has an unknown state: its node's daemon, or one on the way,
+does not answer."""
 _MOST_RANKS = 4096
-"""An overview names no more ranks than this, the most silent first: nobody reads 80,000 rows."""
+"""An overview contains at most so many ranks, those without progress for the longest time."""
 
 
 def overview(
     watch: Watch, job: str, job_status: JobStatus | None, recorded: Callable[[], Sequence[str]]
 ) -> dict[str, Any]:
-    """Return who is there, what each rank is doing, and what verdicts hold or held.
+    """Return the ranks and their activity, the nodes, and the verdicts that hold or held.
 
     Args:
-        watch: that is asked.
+        watch: the daemon's.
         job: its name.
-        job_status: what the job's runtime knows.
-        recorded: tells the jobs that are recorded on this node; asked where no rank of this one is.
+        job_status: of the job's runtime.
+        recorded: returns the jobs recorded on this node; called if no rank of this job is known.
     """
     now_s = time.time()
-    ranks = [_named(activity(kept), watch) for kept in watch.ranks()]
+    ranks = [_rank_json(watch, history) for history in watch.ranks()]
     total = len(ranks)
     if total > _MOST_RANKS:
-        ranks = sorted(
-            sorted(ranks, key=lambda told: -told["silent_s"])[:_MOST_RANKS],
-            key=lambda told: told["rank"],
-        )
-    for told in ranks:
-        table = watch.tables[told["rank"]]
-        told["last_step"], told["last_step_s"] = table.last_step, table.last_step_s or None
-        told["unheard_s"] = watch.silence_s(told["rank"])
-        told["state"] = (
-            "gone"
-            if not told["is_alive"]
-            else "unheard"
-            if told["unheard_s"] > _UNHEARD_S
-            else "alive"
-        )
-    own = watch.nodes.get(watch.node)
+        most_silent = sorted(ranks, key=lambda rank: -rank["silent_s"])[:_MOST_RANKS]
+        ranks = sorted(most_silent, key=lambda rank: rank["rank"])
+    own_node = watch.nodes.get(watch.node)
     return {
         "job": job,
         "node": watch.node,
         "now_s": now_s,
         "incarnation": watch.incarnation,
         "diagnoses": watch.diagnoses,
-        "monitor_cpu_s": own.monitor_cpu_s if own else 0.0,
+        "monitor_cpu_s": own_node.monitor_cpu_s if own_node else 0.0,
         "faults": dict(watch.faults),
         "ranks_total": total,
         "absence": None if total else no_ranks_text(job, recorded()),
@@ -76,17 +75,17 @@ def overview(
 
 
 def no_ranks_text(job: str, recorded: Sequence[str]) -> str:
-    """Return what to say where no rank of a job is heard of: its name may be another."""
+    """Return the message for a job without known ranks: its name may be wrong."""
     others = (
         f"recorded on this node: {', '.join(recorded)}"
         if recorded
         else "no job is recorded on this node"
     )
-    return f"no rank of job {job} is heard of yet; {others}"
+    return f"no rank of job {job} is known yet; {others}"
 
 
 def job_status_json(watch: Watch, job_status: JobStatus | None) -> dict[str, Any] | None:
-    """Return what the job's runtime knows, with the account of its time; None if keepstep does not run the job."""
+    """Return the job's status with its goodput; None if keepstep does not run the job."""
     if job_status is None:
         return None
     account = goodput(
@@ -99,44 +98,61 @@ def job_status_json(watch: Watch, job_status: JobStatus | None) -> dict[str, Any
 
 
 def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
-    """Return times of steps or of one part of them, ranks by steps, and their median."""
-    shown = watch.heat(columns, rows, phase)
-    known = shown.seconds[np.isfinite(shown.seconds)]
+    """Return durations of steps or of one phase of them, ranks by steps, and their median."""
+    heat_map = watch.heat(columns, rows, phase)
+    known = heat_map.seconds[np.isfinite(heat_map.seconds)]
     return {
-        "steps": shown.steps,
-        "rows": shown.rows,
-        "seconds": _numbers(shown.seconds),
+        "steps": heat_map.steps,
+        "rows": heat_map.rows,
+        "seconds": _numbers(heat_map.seconds),
         "typical_s": float(np.median(known)) if known.size else None,
     }
 
 
 def delay_matrices(watch: Watch, rows: int) -> dict[str, Any]:
-    """Return who waits for whom and how long messages take."""
-    shown = watch.delays(rows)
+    """Return how long ranks wait for each other, and how long messages between them take."""
+    matrices = delays(watch.job().ranks, rows)
     return {
-        "rows": shown.rows,
-        "waiting": _numbers(shown.waiting),
-        "transfer": _numbers(shown.transfer),
+        "rows": matrices.rows,
+        "waiting": _numbers(matrices.waiting),
+        "transfer": _numbers(matrices.transfer),
     }
 
 
 def step_timeline(
     watch: Watch, step: int | None, ranks: Sequence[int], limit: int
 ) -> dict[str, Any]:
-    """Return what ranks did in a step; times count from its first instant."""
-    chosen, until_s, spans = watch.timeline(step, ranks, limit)
-    begin_s = min((span.begin_s for told in spans.values() for span in told), default=0.0)
+    """Return what ranks did in a step; times count from its first instant.
+
+    Args:
+        watch: the daemon's.
+        step: its number; None for that of `newest_step`.
+        ranks: to include.
+        limit: operations of each rank, at most.
+    """
+    job = watch.job()
+    number = step if step is not None else newest_step(job.ranks) or 0
+    chosen = {rank: job.ranks[rank] for rank in ranks if rank in job.ranks}
+    until_s = max((records.read_at_s + records.offset_s for records in chosen.values()), default=0)
+    spans_of = timeline(
+        chosen,
+        job.communicators,
+        number,
+        limit,
+        include_later_open=stand_still_in(job.ranks, number),
+    )
+    begin_s = min((span.begin_s for spans in spans_of.values() for span in spans), default=0.0)
     return {
-        "step": chosen,
+        "step": number,
         "until_s": max(until_s - begin_s, 0.0),
         "ranks": [
-            {"rank": rank, "spans": [_span(span, begin_s) for span in told]}
-            for rank, told in sorted(spans.items())
+            {"rank": rank, "spans": [_span_json(span, begin_s) for span in spans]}
+            for rank, spans in sorted(spans_of.items())
         ],
     }
 
 
-def _span(span: TimelineSpan, begin_s: float) -> dict[str, Any]:
+def _span_json(span: TimelineSpan, begin_s: float) -> dict[str, Any]:
     return {
         "kind": span.kind,
         "name": span.name,
@@ -146,26 +162,57 @@ def _span(span: TimelineSpan, begin_s: float) -> dict[str, Any]:
     }
 
 
-def _named(told: dict[str, Any], watch: Watch) -> dict[str, Any]:
-    """Replace codes by names."""
-    phase, operation = told["phase"], told["operation"]
-    if phase is not None:
-        code = phase.pop("code")
-        phase["name"] = (
-            Phase(code).name.lower().replace("_", " ") if code in set(Phase) else f"unknown {code}"
-        )
-    if operation is not None:
-        code, identity = operation.pop("code"), operation.pop("communicator")
-        known = code in set(Operation)
-        operation["name"] = (
-            Operation(code).name.lower().replace("_", " ") if known else f"unknown {code}"
-        )
-        operation["group"] = watch.group_name(identity)
-    return told
+def _rank_json(watch: Watch, history: RankHistory) -> dict[str, Any]:
+    """Return a rank's state and current activity; ages are in seconds."""
+    state, records, table = history.state, history.records, watch.tables[history.state.rank]
+    open_records = records[records["ended_s"] == 0]
+    is_phase = (open_records["kind"] == Kind.PHASE) & (open_records["code"] != Phase.STEP)
+    phases = open_records[is_phase]
+    operations = open_records[open_records["kind"] == Kind.OPERATION]
+    unheard_s = watch.silence_s(state.rank)
+    return {
+        "rank": state.rank,
+        "node": state.node,
+        "pid": state.pid,
+        "is_alive": state.is_alive,
+        "ending": state.ending.name.lower(),
+        "step": int(records["step"].max()) if len(records) else 0,
+        "silent_s": max(0.0, state.read_at_s - state.progress_at_s),
+        "phase": _phase_json(phases[-1], state.read_at_s) if len(phases) else None,
+        "operation": (
+            _operation_json(watch, operations[0], state.read_at_s) if len(operations) else None
+        ),
+        "last_step": table.last_step,
+        "last_step_s": table.last_step_s or None,
+        "unheard_s": unheard_s,
+        "state": _state_name(state.is_alive, unheard_s),
+    }
+
+
+def _phase_json(record: np.void, now_s: float) -> dict[str, Any]:
+    return {
+        "name": display_name(Phase, int(record["code"])),
+        "age_s": now_s - float(record["enqueued_s"]),
+    }
+
+
+def _operation_json(watch: Watch, record: np.void, now_s: float) -> dict[str, Any]:
+    return {
+        "name": display_name(Operation, int(record["code"])),
+        "group": watch.group_name(int(record["communicator"])),
+        "number": int(record["number"]),
+        "age_s": now_s - float(record["enqueued_s"]),
+    }
+
+
+def _state_name(is_alive: bool, unheard_s: float) -> str:
+    if not is_alive:
+        return "gone"
+    return "unheard" if unheard_s > _UNHEARD_S else "alive"
 
 
 def _numbers(cells: np.ndarray) -> list[list[float | None]]:
-    """Return cells as JSON numbers with six significant digits; what is not known is null."""
+    """Return cells as JSON numbers with six significant digits; NaN as null."""
     return [
         [None if math.isnan(cell) else float(f"{cell:.6g}") for cell in row]
         for row in cells.tolist()

@@ -1,25 +1,28 @@
-"""The daemon's HTTP face: summaries for the daemon above, JSON for the page and the terminal, `/metrics` for Prometheus, and
-the page itself.
+"""Serves the daemon over HTTP.
 
-Everything that tells of the job wants the bearer token; the page's own files hold nothing of the job and do not. Where the
-daemon was told so, the token is not wanted from loopback, if the request also names loopback as its host: another site's
-page in the same browser cannot do that.
+It serves summaries for the parent daemon, JSON for the page and the terminal, `/metrics` for
+Prometheus, and the page itself. Every request for the job's data requires the bearer token; the
+page's own files contain no data of the job and do not. If the daemon is configured so, requests
+from loopback need no token, provided that they also name loopback as their host, which a page of
+another site in the same browser cannot do.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import is_authorized, is_loopback
-from keepstep.monitor.tree.node_clocks import NodeClock, decode_clocks
+from keepstep.monitor.telemetry.clocks import ClockOffset
+from keepstep.monitor.tree.node_clocks import decode_clocks
 from keepstep.monitor.tree.summary import encode
 from keepstep.monitor.views.exporter import CONTENT_TYPE, exposition
 from keepstep.monitor.views.pages import delay_matrices, heat, overview, step_timeline
@@ -27,9 +30,12 @@ from keepstep.monitor.watch.watch import Watch
 
 DASHBOARD = Path(__file__).parent / "dashboard"
 _Result = TypeVar("_Result")
+
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SPANS, _MOST_TIMELINES = 2000, 1024, 5000, 256
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -42,146 +48,157 @@ class Backend(Protocol):
     job: str
 
     async def on_watch(self, function: Callable[[Watch], _Result]) -> _Result:
-        """Have a function answered on the thread that owns the watch."""
+        """Call a function on the thread that owns the watch, and return its result."""
 
     def recorded(self) -> Sequence[str]:
         """Return the jobs that are recorded on this node."""
 
     async def stacks(self, rank: int) -> dict[str, Any]:
-        """Return the stacks of a rank, on whichever node it is."""
+        """Return the stacks of a rank, on any node."""
 
-    async def update_clocks(self, clocks: Mapping[str, NodeClock]) -> None:
-        """Hear how far nodes' clocks are off the job's, here and below."""
+    async def update_clocks(self, clocks: Mapping[str, ClockOffset]) -> None:
+        """Set the offsets of nodes' clocks, here and at the child daemons."""
 
     @property
     def job_status(self) -> JobStatus | None:
-        """What the job's runtime told last."""
+        """The last status of the job's runtime."""
 
 
 def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> web.Application:
     """Return the web application.
 
     Args:
-        backend: who answers.
+        backend: provides the data.
         secret: the job's.
         opens_to_loopback: whether requests from this machine to its loopback address need no token.
     """
-
-    @web.middleware
-    async def guard(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if request.path.startswith(("/v1/", "/metrics")):
-            from_here = (
-                opens_to_loopback
-                and is_loopback(request.remote or "")
-                and is_loopback(request.host)
-            )
-            # Pages of other sites, open in a browser here, can post to this machine too, though not read.
-            from_here = from_here and request.method == "GET"
-            if not from_here and not is_authorized(request.headers.get("Authorization"), secret):
-                raise web.HTTPUnauthorized(
-                    text="this job's token is wanted: Authorization: Bearer TOKEN; "
-                    "`keepstep monitor --print-token` prints it, with the --job and --secret-file of this daemon\n",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-        response = await handler(request)
-        response.headers.update(_HEADERS)
-        return response
-
-    async def summary(request: web.Request) -> web.Response:
-        incarnation = request.query.get("incarnation", "")
-        since, budget = (
-            _number(request, "since", 0, 1 << 62),
-            _number(request, "budget", 256, 1 << 20),
-        )
-        # Encoded there too: what a summary refers to changes with the next reading.
-        data = await backend.on_watch(
-            lambda watch: encode(watch.summary(incarnation, since, budget))
-        )
-        return web.Response(body=data, content_type="application/octet-stream")
-
-    async def clocks(request: web.Request) -> web.Response:
-        try:
-            await backend.update_clocks(decode_clocks(await request.read()))
-        except ProtocolViolation as error:
-            raise web.HTTPBadRequest(text=f"{error}\n") from error
-        return web.Response(status=204)
-
-    async def tell_overview(_: web.Request) -> web.Response:
-        return _json(
-            await backend.on_watch(
-                lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded)
-            )
-        )
-
-    async def tell_heat(request: web.Request) -> web.Response:
-        columns, rows = (
-            _number(request, "columns", 240, _MOST_COLUMNS),
-            _number(request, "rows", 64, _MOST_ROWS),
-        )
-        phase = _phase(request.query.get("phase", "step"))
-        return _json(
-            await backend.on_watch(lambda watch: heat(watch, max(1, columns), max(1, rows), phase))
-        )
-
-    async def tell_delays(request: web.Request) -> web.Response:
-        rows = _number(request, "rows", 32, 128)
-        return _json(await backend.on_watch(lambda watch: delay_matrices(watch, max(1, rows))))
-
-    async def tell_step(request: web.Request) -> web.Response:
-        name = request.match_info["step"]
-        step = None if name == "newest" else int(name)
-        first, count = (
-            _number(request, "first", 0, 1 << 31),
-            _number(request, "count", 64, _MOST_TIMELINES),
-        )
-        limit = _number(request, "limit", 400, _MOST_SPANS)
-
-        def tell(watch: Watch) -> dict[str, Any]:
-            ranks = [kept.state.rank for kept in watch.ranks()][first : first + count]
-            return step_timeline(watch, step, ranks, limit)
-
-        return _json(await backend.on_watch(tell))
-
-    async def tell_stacks(request: web.Request) -> web.Response:
-        return _json(await backend.stacks(int(request.match_info["rank"])))
-
-    async def metrics(_: web.Request) -> web.Response:
-        data = await backend.on_watch(
-            lambda watch: exposition(watch, backend.job, backend.job_status)
-        )
-        return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE})
-
-    async def page(_: web.Request) -> web.FileResponse:
-        return web.FileResponse(DASHBOARD / "index.html")
-
-    served = web.Application(middlewares=[guard])
+    handlers = _Handlers(backend)
+    served = web.Application(middlewares=[_authorization(secret, opens_to_loopback)])
     served.add_routes(
         [
-            web.get("/", page),
-            web.get("/v1/summary", summary),
-            web.post("/v1/clocks", clocks),
-            web.get("/v1/overview", tell_overview),
-            web.get("/v1/heat", tell_heat),
-            web.get("/v1/delays", tell_delays),
-            web.get("/v1/steps/{step:newest|[0-9]{1,9}}", tell_step),
-            web.get("/v1/stacks/{rank:[0-9]{1,9}}", tell_stacks),
-            web.get("/metrics", metrics),
+            web.get("/", handlers.page),
+            web.get("/v1/summary", handlers.summary),
+            web.post("/v1/clocks", handlers.set_clocks),
+            web.get("/v1/overview", handlers.overview),
+            web.get("/v1/heat", handlers.heat),
+            web.get("/v1/delays", handlers.delays),
+            web.get("/v1/steps/{step:newest|[0-9]{1,9}}", handlers.step),
+            web.get("/v1/stacks/{rank:[0-9]{1,9}}", handlers.stacks),
+            web.get("/metrics", handlers.metrics),
             web.static("/static", DASHBOARD),
         ]
     )
     return served
 
 
-def _json(told: dict[str, Any]) -> web.Response:
-    response = web.json_response(told)
+def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
+    """Return the middleware that requires the token and adds the security headers."""
+
+    @web.middleware
+    async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith(("/v1/", "/metrics")):
+            is_open = opens_to_loopback and _is_local_read(request)
+            if not is_open and not is_authorized(request.headers.get("Authorization"), secret):
+                raise web.HTTPUnauthorized(
+                    text="this job's token is required: Authorization: Bearer TOKEN; "
+                    "`keepstep monitor --print-token` prints it, "
+                    "with the --job and --secret-file of this daemon\n",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        response = await handler(request)
+        response.headers.update(_HEADERS)
+        return response
+
+    return authorize
+
+
+def _is_local_read(request: web.Request) -> bool:
+    """Return whether a request reads from this machine, addressed to its loopback.
+
+    Only GET: a page of another site, open in a browser here, can post to this machine, though it
+    cannot read the answer.
+    """
+    is_from_loopback = is_loopback(request.remote or "")
+    return is_from_loopback and is_loopback(request.host) and request.method == "GET"
+
+
+class _Handlers:
+    """Answers the requests from a backend."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    async def page(self, _: web.Request) -> web.FileResponse:
+        return web.FileResponse(DASHBOARD / "index.html")
+
+    async def summary(self, request: web.Request) -> web.Response:
+        incarnation = request.query.get("incarnation", "")
+        since = _number(request, "since", 0, 1 << 62)
+        budget = _number(request, "budget", 256, 1 << 20)
+        # Encoded on that thread too: the arrays of a summary change with the next reading.
+        data = await self._backend.on_watch(
+            lambda watch: encode(watch.summary(incarnation, since, budget))
+        )
+        return web.Response(body=data, content_type="application/octet-stream")
+
+    async def set_clocks(self, request: web.Request) -> web.Response:
+        try:
+            await self._backend.update_clocks(decode_clocks(await request.read()))
+        except ProtocolViolation as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return web.Response(status=204)
+
+    async def overview(self, _: web.Request) -> web.Response:
+        backend = self._backend
+        return await self._json(
+            lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded)
+        )
+
+    async def heat(self, request: web.Request) -> web.Response:
+        columns = max(1, _number(request, "columns", 240, _MOST_COLUMNS))
+        rows = max(1, _number(request, "rows", 64, _MOST_ROWS))
+        phase = _phase(request.query.get("phase", "step"))
+        return await self._json(lambda watch: heat(watch, columns, rows, phase))
+
+    async def delays(self, request: web.Request) -> web.Response:
+        rows = max(1, _number(request, "rows", 32, 128))
+        return await self._json(lambda watch: delay_matrices(watch, rows))
+
+    async def step(self, request: web.Request) -> web.Response:
+        name = request.match_info["step"]
+        step = None if name == "newest" else int(name)
+        first = _number(request, "first", 0, 1 << 31)
+        count = _number(request, "count", 64, _MOST_TIMELINES)
+        limit = _number(request, "limit", 400, _MOST_SPANS)
+
+        def read_timeline(watch: Watch) -> dict[str, Any]:
+            ranks = [history.state.rank for history in watch.ranks()][first : first + count]
+            return step_timeline(watch, step, ranks, limit)
+
+        return await self._json(read_timeline)
+
+    async def stacks(self, request: web.Request) -> web.Response:
+        return _json_response(await self._backend.stacks(int(request.match_info["rank"])))
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        backend = self._backend
+        data = await backend.on_watch(
+            lambda watch: exposition(watch, backend.job, backend.job_status)
+        )
+        return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE})
+
+    async def _json(self, function: Callable[[Watch], dict[str, Any]]) -> web.Response:
+        return _json_response(await self._backend.on_watch(function))
+
+
+def _json_response(value: dict[str, Any]) -> web.Response:
+    response = web.json_response(value)
     response.enable_compression()
     return response
 
 
 def _phase(name: str) -> Phase:
-    """Return the phase that a query names.
+    """Return the phase of a query.
 
     Raises:
         web.HTTPBadRequest: there is none of that name.
@@ -196,7 +213,7 @@ def _number(request: web.Request, name: str, default: int, most: int) -> int:
     """Return a number of the query.
 
     Raises:
-        web.HTTPBadRequest: it is none, or out of bounds.
+        web.HTTPBadRequest: it is not a number, or out of bounds.
     """
     text = request.query.get(name, str(default))
     if not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > most:

@@ -1,1 +1,1 @@
-"""What a daemon remembers and concludes: verdicts, step times, delays, goodput."""
+"""Holds what a daemon knows and concludes: records, verdicts, step times, delays, goodput."""

@@ -1,12 +1,14 @@
-"""What each rank's steps took, and where the time of one step went: pure functions and small tables over records.
+"""Tabulates the duration of each rank's steps and phases, and lists the spans of one step. Pure.
 
-The table is fed with records as they end, so a monitor can show many more steps than it keeps records of. A step's whole
-time is that of its `STEP` phase; the other phases are parts of it and may be missing where nobody marks them.
+The table is fed with records as they end, so a monitor can show many more steps than it keeps
+records of. The duration of a step is that of its `STEP` phase; the other phases are parts of it and
+may be missing if nothing records them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +27,14 @@ from keepstep.monitor.telemetry.record_history import ChangedRecords
 
 _PHASES = len(Phase)
 _STUCK = 3.0
+"""A rank stands still if it needs this many times the duration of its last step."""
 
 
 class StepTable:
     """Seconds per phase of one rank's newest `capacity` steps.
 
-    The whole of a step that is done again replaces what it took before; what its parts took is added up over the attempts.
+    If a step is done again, its duration is that of the last attempt; the durations of its phases
+    are added up over the attempts.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -40,18 +44,21 @@ class StepTable:
         self.last_step_s = 0.0
 
     def feed(self, changed: ChangedRecords) -> None:
-        """Take in records that are new or have changed; only phases that have ended count, and what one was prolonged by."""
+        """Add records that are new or have changed.
+
+        Only ended phases count; a phase that was prolonged adds the difference.
+        """
         records = changed.records
         counted = (records["kind"] == Kind.PHASE) & (records["ended_s"] > 0) & (records["step"] > 0)
         counted &= records["code"] < _PHASES
-        # As plain numbers: a structured array's rows are slow to take apart one by one.
-        told = records.compress(counted)
+        # As lists of numbers: accessing the rows of a structured array one by one is slow.
+        phases = records.compress(counted)
         columns = (
-            told["step"],
-            told["code"],
-            told["enqueued_s"],
+            phases["step"],
+            phases["code"],
+            phases["enqueued_s"],
             changed.ended_before_s[counted],
-            told["ended_s"],
+            phases["ended_s"],
         )
         for step, code, began_s, before_s, ended_s in zip(
             *(column.tolist() for column in columns), strict=True
@@ -69,10 +76,10 @@ class StepTable:
                 self.last_step, self.last_step_s = step, float(self._seconds[slot, code])
 
     def seconds(self, steps: Sequence[int]) -> np.ndarray:
-        """Return seconds by step and phase, shape [steps, phases]; not a number where a step is not known."""
-        wanted = np.asarray(steps, np.int64)
-        slots = wanted % len(self._step)
-        known = (self._step[slots] == wanted) & (self._seconds[slots, Phase.STEP] > 0)
+        """Return seconds by step and phase, shape [steps, phases]; NaN if a step is not known."""
+        numbers = np.asarray(steps, np.int64)
+        slots = numbers % len(self._step)
+        known = (self._step[slots] == numbers) & (self._seconds[slots, Phase.STEP] > 0)
         return np.where(known[:, None], self._seconds[slots], np.nan)
 
 
@@ -82,8 +89,8 @@ class HeatMap:
 
     Args:
         steps: the columns.
-        rows: the ranks that each row stands for; more than one where there are more ranks than rows.
-        seconds: shape [rows, steps]; the slowest rank's of the row, not a number where nothing is known.
+        rows: the ranks that each row represents; several if there are more ranks than rows.
+        seconds: shape [rows, steps]; the slowest rank's of the row, NaN if not known.
     """
 
     steps: tuple[int, ...]
@@ -94,34 +101,50 @@ class HeatMap:
 def heat_map(
     tables: Mapping[int, StepTable], columns: int, rows: int, phase: Phase = Phase.STEP
 ) -> HeatMap:
-    """Return the newest `columns` steps of all ranks, whole or one part of them, in at most `rows` rows of neighbouring ranks."""
+    """Return the durations of the newest `columns` steps, or of one phase of them, of all ranks.
+
+    Neighbouring ranks share a row, so that there are at most `rows` rows.
+    """
     last = max((table.last_step for table in tables.values()), default=0)
     steps = tuple(range(max(1, last - columns + 1), last + 1))
-    ranks = sorted(tables)
-    if not ranks or not steps:
+    if not tables or not steps:
         return HeatMap((), (), np.empty((0, 0)))
-    per_row = -(-len(ranks) // rows)
-    grouped = tuple(
-        tuple(ranks[first : first + per_row]) for first in range(0, len(ranks), per_row)
-    )
+    grouped = group_ranks(tables, rows)
     cells = np.full((len(grouped), len(steps)), np.nan)
     for row, members in enumerate(grouped):
         cells[row] = np.fmax.reduce([tables[rank].seconds(steps)[:, phase] for rank in members])
     if phase != Phase.STEP and not np.nanmax(cells, initial=0.0) > 0:
-        cells[:] = np.nan  # Nobody marks it, which is not the same as its taking no time.
+        cells[:] = np.nan  # Nothing records this phase: its duration is unknown, not zero.
     return HeatMap(steps, grouped, cells)
 
 
 def typical_step_s(tables: Mapping[int, StepTable], steps: int = 50) -> float | None:
-    """Return the median over the newest steps of the slowest rank's seconds; None before the first step."""
-    shown = heat_map(tables, steps, 1)
-    known = shown.seconds[np.isfinite(shown.seconds)]
+    """Return the median duration of the newest steps, each of its slowest rank.
+
+    None before the first step has ended.
+    """
+    newest = heat_map(tables, steps, 1)
+    known = newest.seconds[np.isfinite(newest.seconds)]
     return float(np.median(known)) if known.size else None
 
 
-@dataclass(frozen=True, slots=True)
+def group_ranks(ranks: Iterable[int], rows: int) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks in at most `rows` groups of equally many neighbours."""
+    order = sorted(ranks)
+    per_row = max(1, math.ceil(len(order) / rows))
+    return tuple(tuple(order[first : first + per_row]) for first in range(0, len(order), per_row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSpan:
-    """One bar of a timeline: what, from when to when by the job's clock (`end_s` None: still under way), and what to tell of it."""
+    """One bar of a timeline.
+
+    Args:
+        kind: "phase" or "operation".
+        name: of the phase or operation.
+        begin_s, end_s: by the job's clock; `end_s` is None while it has not ended.
+        facts: further fields, for people.
+    """
 
     kind: str
     name: str
@@ -131,44 +154,51 @@ class TimelineSpan:
 
 
 def newest_step(ranks: Mapping[int, RankRecords]) -> int | None:
-    """Return the newest step that every rank has ended; where there is none, or ranks stand still, the step of who is furthest behind."""
+    """Return the newest step that every rank has ended.
+
+    If there is none, or ranks stand still, return the step of the rank that is furthest behind.
+    """
     ended = [int(marks["step"].max()) for marks in map(_ended_steps, ranks.values()) if len(marks)]
-    if ended and len(ended) == len(ranks) and not _stand_still(ranks):
+    have_all_ended_one = bool(ended) and len(ended) == len(ranks)
+    if have_all_ended_one and not _stand_still(ranks):
         return min(ended)
     return _furthest_behind(ranks)
 
 
 def stand_still_in(ranks: Mapping[int, RankRecords], step: int) -> bool:
-    """Return whether ranks stand still and whoever is furthest behind does so in this step."""
+    """Return whether ranks stand still and the one furthest behind is in this step."""
     return _stand_still(ranks) and step == _furthest_behind(ranks)
 
 
-def _ended_steps(told: RankRecords) -> np.ndarray:
-    records = told.records
+def _ended_steps(rank_records: RankRecords) -> np.ndarray:
+    records = rank_records.records
     is_step = (records["kind"] == Kind.PHASE) & (records["code"] == Phase.STEP)
     ended: np.ndarray = records[is_step & (records["ended_s"] > 0)]
     return ended
 
 
 def _stand_still(ranks: Mapping[int, RankRecords]) -> bool:
-    """Return whether what comes after some rank's last whole step takes far longer than that did."""
-    for told in ranks.values():
-        marks = _ended_steps(told)
-        if (
-            len(marks)
-            and told.read_at_s - marks["ended_s"][-1]
-            > _STUCK * (marks["ended_s"] - marks["enqueued_s"])[-1]
-        ):
+    """Return whether some rank has not ended a step for far longer than its last step took."""
+    for rank_records in ranks.values():
+        marks = _ended_steps(rank_records)
+        if not len(marks):
+            continue
+        last = marks[-1]
+        since_s = rank_records.read_at_s - last["ended_s"]
+        if since_s > _STUCK * (last["ended_s"] - last["enqueued_s"]):
             return True
     return False
 
 
 def _furthest_behind(ranks: Mapping[int, RankRecords]) -> int | None:
-    """Return the lowest of the ranks' newest steps; of who has died only where that is at most a step before those of the living."""
+    """Return the lowest of the ranks' newest steps.
+
+    A dead rank counts only if its step is at most one before those of the living ranks.
+    """
     newest = {
-        rank: int(told.records["step"].max(initial=0))
-        for rank, told in ranks.items()
-        if told.ending != Ending.FINISHED
+        rank: int(rank_records.records["step"].max(initial=0))
+        for rank, rank_records in ranks.items()
+        if rank_records.ending != Ending.FINISHED
     }
     living = [step for rank, step in newest.items() if step and ranks[rank].is_alive]
     if not living:
@@ -182,46 +212,55 @@ def timeline(
     step: int,
     limit: int,
     *,
-    to_the_end: bool = False,
+    include_later_open: bool = False,
 ) -> dict[int, tuple[TimelineSpan, ...]]:
-    """Return what every rank did in one step: phases, and the `limit` longest operations of each rank in order of time.
+    """Return the phases and operations of every rank in one step, in order of time.
 
-    With `to_the_end` also what ranks that are in a later step have under way there.
+    Args:
+        ranks: records of the ranks.
+        communicators: of the job.
+        step: number of the step.
+        limit: the longest operations of each rank to return, at most.
+        include_later_open: whether to add open records of later steps.
     """
     return {
-        rank: _spans(told, communicators, step, limit, to_the_end)
-        for rank, told in sorted(ranks.items())
+        rank: _spans(rank_records, communicators, step, limit, include_later_open)
+        for rank, rank_records in sorted(ranks.items())
     }
 
 
 def _spans(
-    told: RankRecords,
+    rank_records: RankRecords,
     communicators: Mapping[int, Communicator],
     step: int,
     limit: int,
-    to_the_end: bool,
+    include_later_open: bool,
 ) -> tuple[TimelineSpan, ...]:
-    records = told.records
-    later = (
-        (records["step"] > step) & (records["ended_s"] <= 0)
-        if to_the_end
-        else np.zeros(len(records), bool)
-    )
-    records = records[(records["step"] == step) | later]
+    records, offset_s = rank_records.records, rank_records.offset_s
+    is_included = records["step"] == step
+    if include_later_open:
+        is_included |= (records["step"] > step) & (records["ended_s"] <= 0)
+    records = records[is_included]
     phases = records[records["kind"] == Kind.PHASE]
     operations = records[records["kind"] == Kind.OPERATION]
     if len(operations) > limit:
-        until_s = np.where(operations["ended_s"] > 0, operations["ended_s"], told.read_at_s)
+        is_ended = operations["ended_s"] > 0
+        until_s = np.where(is_ended, operations["ended_s"], rank_records.read_at_s)
         longest = np.argsort(until_s - operations["enqueued_s"])[-limit:]
         operations = operations[np.sort(longest)]
-    spans = [_phase_span(record, told.offset_s) for record in phases]
-    spans += [_operation_span(record, communicators, told.offset_s) for record in operations]
+    spans = [_phase_span(record, offset_s) for record in phases]
+    spans += [_operation_span(record, communicators, offset_s) for record in operations]
     return tuple(sorted(spans, key=lambda span: (span.kind != "phase", span.begin_s)))
 
 
 def _phase_span(record: np.void, offset_s: float) -> TimelineSpan:
-    name = _name(Phase, int(record["code"]))
-    return TimelineSpan("phase", name, record["enqueued_s"] + offset_s, _end(record, offset_s), {})
+    return TimelineSpan(
+        kind="phase",
+        name=display_name(Phase, int(record["code"])),
+        begin_s=record["enqueued_s"] + offset_s,
+        end_s=_end(record, offset_s),
+        facts={},
+    )
 
 
 def _operation_span(
@@ -240,9 +279,12 @@ def _operation_span(
         facts["failed"] = "yes"
     if record["started_s"] > record["enqueued_s"]:
         facts["queued_us"] = int((record["started_s"] - record["enqueued_s"]) * 1e6)
-    name = _name(Operation, int(record["code"]))
     return TimelineSpan(
-        "operation", name, record["enqueued_s"] + offset_s, _end(record, offset_s), facts
+        kind="operation",
+        name=display_name(Operation, int(record["code"])),
+        begin_s=record["enqueued_s"] + offset_s,
+        end_s=_end(record, offset_s),
+        facts=facts,
     )
 
 
@@ -250,7 +292,8 @@ def _end(record: np.void, offset_s: float) -> float | None:
     return float(record["ended_s"]) + offset_s if record["ended_s"] > 0 else None
 
 
-def _name(kind: type[Phase] | type[Operation], code: int) -> str:
+def display_name(kind: type[Phase] | type[Operation], code: int) -> str:
+    """Return the name of a phase or an operation for people, also of an unknown one."""
     try:
         return kind(code).name.lower().replace("_", " ")
     except ValueError:

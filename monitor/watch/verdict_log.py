@@ -1,8 +1,7 @@
-"""Which verdicts hold, which held, and the stacks that were taken for them: a pure fold over what diagnosis says at each
-turn.
+"""Logs the verdicts that hold and that held, with the stacks taken for them. Pure.
 
-A verdict is known by its subject and syndrome. It is over once diagnosis has been silent about it for `QUIET_S`: a verdict
-that flickers at its threshold is one trouble and shall be told once.
+A verdict is identified by its subject and syndrome. It ends when diagnosis has not returned it for
+`QUIET_S`: a verdict that flickers at its threshold is one problem and is reported once.
 """
 
 from __future__ import annotations
@@ -17,28 +16,28 @@ QUIET_S = 5.0
 _KEPT = 200
 
 HANGS = frozenset({Syndrome.COMMUNICATION_HANG, Syndrome.NON_COMMUNICATION_HANG, Syndrome.MISMATCH})
-"""Syndromes whose suspects' stacks are worth having."""
+"""Syndromes for which the stacks of the suspects are dumped."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictEntry:
-    """One verdict through its life. Times are wall-clock seconds since the epoch.
+    """One verdict from opening to end. Times are wall-clock seconds since the epoch.
 
     Args:
         number: from 1, in order of opening.
-        verdict: as last told.
-        since_s: when the trouble began.
-        opened_at_s: when it was first told.
-        told_at_s: when it was last told.
-        closed_at_s: when it was over; None while it holds.
-        stacks: by rank, what its threads were doing, or why that is not known.
+        verdict: as diagnosis returned it last.
+        since_s: when the problem began.
+        opened_at_s: when diagnosis returned it first.
+        reported_at_s: when diagnosis returned it last.
+        closed_at_s: when it ended; None while it holds.
+        stacks: by rank, those of its threads, or why they are not known.
     """
 
     number: int
     verdict: Verdict
     since_s: float
     opened_at_s: float
-    told_at_s: float
+    reported_at_s: float
     closed_at_s: float | None = None
     stacks: Mapping[str, Any] = field(default_factory=dict)
 
@@ -50,39 +49,40 @@ class VerdictEntry:
             "subject": str(self.verdict.subject),
             "since_s": self.since_s,
             "opened_at_s": self.opened_at_s,
-            "told_at_s": self.told_at_s,
+            "told_at_s": self.reported_at_s,
             "closed_at_s": self.closed_at_s,
             "stacks": dict(self.stacks),
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> VerdictEntry:
-        """Return what `to_json` told."""
+    def from_json(cls, fields: Mapping[str, Any]) -> VerdictEntry:
+        """Return the entry that `to_json` encoded."""
+        closed_at_s = fields["closed_at_s"]
         return cls(
-            int(told["number"]),
-            Verdict.from_json(told["verdict"]),
-            float(told["since_s"]),
-            float(told["opened_at_s"]),
-            float(told["told_at_s"]),
-            None if told["closed_at_s"] is None else float(told["closed_at_s"]),
-            dict(told["stacks"]),
+            number=int(fields["number"]),
+            verdict=Verdict.from_json(fields["verdict"]),
+            since_s=float(fields["since_s"]),
+            opened_at_s=float(fields["opened_at_s"]),
+            reported_at_s=float(fields["told_at_s"]),
+            closed_at_s=None if closed_at_s is None else float(closed_at_s),
+            stacks=dict(fields["stacks"]),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictLog:
-    """The newest entries, oldest first, and how many there were ever, by syndrome."""
+    """The newest entries, oldest first, and the number ever opened of each syndrome."""
 
     entries: tuple[VerdictEntry, ...] = ()
     opened: Mapping[Syndrome, int] = field(default_factory=dict)
 
     @property
     def holding(self) -> tuple[VerdictEntry, ...]:
-        """The entries that are not over."""
+        """The entries that have not ended."""
         return tuple(entry for entry in self.entries if entry.closed_at_s is None)
 
     def with_stacks(self, number: int, rank: int, stacks: Any) -> VerdictLog:
-        """Return the log with the stacks of a rank kept with an entry."""
+        """Return the log with the stacks of a rank added to an entry."""
         return replace(
             self,
             entries=tuple(
@@ -98,15 +98,15 @@ class VerdictLog:
         return {"entries": [entry.to_json() for entry in self.entries], "opened": dict(self.opened)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> VerdictLog:
-        """Return what `to_json` told."""
-        opened = {Syndrome(name): int(count) for name, count in told["opened"].items()}
-        return cls(tuple(map(VerdictEntry.from_json, told["entries"])), opened)
+    def from_json(cls, fields: Mapping[str, Any]) -> VerdictLog:
+        """Return the log that `to_json` encoded."""
+        opened = {Syndrome(name): int(count) for name, count in fields["opened"].items()}
+        return cls(tuple(map(VerdictEntry.from_json, fields["entries"])), opened)
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictChanges:
-    """What a turn changed: entries that opened and entries that are over."""
+    """The entries that a round opened, and those that it closed."""
 
     opened: tuple[VerdictEntry, ...] = ()
     closed: tuple[VerdictEntry, ...] = ()
@@ -115,32 +115,38 @@ class VerdictChanges:
 def advance(
     log: VerdictLog, verdicts: Sequence[Verdict], now_s: float, wall_s: float
 ) -> tuple[VerdictLog, VerdictChanges]:
-    """Fold the verdicts of one turn into the log.
+    """Fold the verdicts of one round into the log.
 
     Args:
-        log: as it was.
+        log: before the round.
         verdicts: all that hold now.
-        now_s: the job's clock, to which the verdicts' `since_s` belong.
+        now_s: the job's clock, which the verdicts' `since_s` refer to.
         wall_s: the wall clock at the same instant.
     """
-    said: dict[tuple[Subject, Syndrome], Verdict] = {
-        (told.subject, told.syndrome): told for told in verdicts
+    current: dict[tuple[Subject, Syndrome], Verdict] = {
+        (verdict.subject, verdict.syndrome): verdict for verdict in verdicts
     }
     entries: list[VerdictEntry] = []
     closed: list[VerdictEntry] = []
     for entry in log.entries:
         if entry.closed_at_s is None:
-            again = said.pop((entry.verdict.subject, entry.verdict.syndrome), None)
-            if again is not None:
-                entry = replace(entry, verdict=again, told_at_s=wall_s)
-            elif wall_s - entry.told_at_s >= QUIET_S:
-                entry = replace(entry, closed_at_s=entry.told_at_s)
+            verdict = current.pop((entry.verdict.subject, entry.verdict.syndrome), None)
+            if verdict is not None:
+                entry = replace(entry, verdict=verdict, reported_at_s=wall_s)
+            elif wall_s - entry.reported_at_s >= QUIET_S:
+                entry = replace(entry, closed_at_s=entry.reported_at_s)
                 closed.append(entry)
         entries.append(entry)
-    number = max((entry.number for entry in log.entries), default=0)
+    last_number = max((entry.number for entry in log.entries), default=0)
     opened = [
-        VerdictEntry(number + place, told, wall_s - max(0.0, now_s - told.since_s), wall_s, wall_s)
-        for place, told in enumerate(said.values(), 1)
+        VerdictEntry(
+            number=number,
+            verdict=verdict,
+            since_s=wall_s - max(0.0, now_s - verdict.since_s),
+            opened_at_s=wall_s,
+            reported_at_s=wall_s,
+        )
+        for number, verdict in enumerate(current.values(), last_number + 1)
     ]
     counts = dict(log.opened)
     for entry in opened:
@@ -151,7 +157,7 @@ def advance(
 
 
 def _newest(entries: list[VerdictEntry]) -> tuple[VerdictEntry, ...]:
-    """Drop the oldest entries that are over, until not too many are left."""
+    """Drop the oldest closed entries, so that at most `_KEPT` remain."""
     surplus = len(entries) - _KEPT
     kept = []
     for entry in entries:
