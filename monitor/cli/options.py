@@ -19,7 +19,7 @@ class Seconds(click.FloatRange):
         """Return the number; click reports an error if it is not valid."""
         seconds: float = super().convert(value, parameter, context)
         if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number.", parameter, context)
+            self.fail(f"{value!r} is no number.", parameter, context)
         return seconds
 
 

@@ -79,7 +79,7 @@ def _head(overview: Mapping[str, Any]) -> str:
     head = f"job {overview['job']}   step {step}   a step takes {step_time}"
     head += f"   ranks {states.count('alive')} of {overview['ranks_total']} alive"
     if "unheard" in states:
-        head += f", {states.count('unheard')} without news"
+        head += f", {states.count('unheard')} not reporting"
     if overview["job_status"] is not None:
         head += f"   goodput {overview['job_status']['goodput']['share']:.1%}"
     return head
@@ -168,7 +168,7 @@ def _doing(rank: Mapping[str, Any]) -> str:
             rank["ending"], "is dead"
         )
     if rank["state"] == "unheard":
-        return f"no news for {_seconds(rank['unheard_s'])}"
+        return f"no report for {_seconds(rank['unheard_s'])}"
     doing = []
     if rank["phase"] is not None:
         doing.append(f"{rank['phase']['name']} {_seconds(rank['phase']['age_s'])}")

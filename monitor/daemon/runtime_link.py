@@ -92,7 +92,7 @@ class RuntimeLink:
             self._log_state(
                 _RuntimeState.PRESENT,
                 logging.INFO,
-                f"its coordinator is reachable; the job is in generation {generation}",
+                f"its coordinator tells of generation {generation}",
             )
             return
         self._node_of_rank = (0, {})
@@ -100,13 +100,13 @@ class RuntimeLink:
             self._log_state(
                 _RuntimeState.ABSENT,
                 logging.INFO,
-                "the job and its coordinator have ended; waiting for the next",
+                "it has ended, and its coordinator with it; waiting for the next",
             )
         elif self._is_enforcing():
             self._log_state(
                 _RuntimeState.ABSENT,
                 logging.WARNING,
-                "no coordinator of it was found on this machine, so until there is one, people are "
+                "no coordinator of it was found here yet, so until there is one, people are "
                 "alerted and nothing else is done; --store names a coordinator elsewhere",
             )
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over the W3C WebDriver protocol by chromedriver; no package needed."""
+"""Drives a headless Chromium over the W3C WebDriver protocol with chromedriver."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ CHROMIUM = (
 )
 DRIVER = shutil.which("chromedriver")
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars",
 )  # fmt: skip
 
 
@@ -36,20 +37,18 @@ class Browser:
         return self._post("/execute/sync", {"script": script, "args": list(arguments)})
 
     def until(self, script: str, timeout_s: float = 30.0) -> Any:
-        """Wait until a script returns something true, asked by the page itself."""
+        """Wait until a script, which the page runs repeatedly, returns a true value; return it."""
         waiting = f"""const done = arguments[0], ends = performance.now() + {1000 * timeout_s};
             const holds = () => {{ {script} }};
             const look = () => {{
-                const found = holds();
-                if (found || performance.now() > ends) done(found); else setTimeout(look, 50);
+                const result = holds();
+                if (result || performance.now() > ends) done(result); else setTimeout(look, 50);
             }};
             look()"""
         self._post("/timeouts", {"script": int(1000 * (timeout_s + 10))})
-        found = self._post("/execute/async", {"script": waiting, "args": []})
-        assert found, (
-            f"did not come to hold: {script}\n{self.run('return document.body.innerText')}"
-        )
-        return found
+        result = self._post("/execute/async", {"script": waiting, "args": []})
+        assert result, f"did not hold: {script}\n{self.run('return document.body.innerText')}"
+        return result
 
     def text(self, selector: str) -> str:
         return str(
@@ -57,7 +56,7 @@ class Browser:
         )
 
     def hover(self, selector: str, x: int, y: int) -> str:
-        """Move the pointer to a place within an element; return what the page says there."""
+        """Move the pointer to a place within an element; return the tooltip's text."""
         script = """const box = document.querySelector(arguments[0]).getBoundingClientRect();
             return [Math.round(box.left), Math.round(box.top)]"""
         self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", selector)
@@ -82,10 +81,10 @@ class Browser:
     def resize(self, width: int, height: int) -> None:
         self._post("/window/rect", {"width": width, "height": height})
 
-    def complaints(self) -> list[str]:
-        """Return what the browser's console holds of errors and warnings."""
-        told = self._post("/se/log", {"type": "browser"})
-        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+    def console_errors(self) -> list[str]:
+        """Return the errors and warnings in the browser's console."""
+        entries = self._post("/se/log", {"type": "browser"})
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def _get(self, path: str) -> Any:
         return _call(f"{self._base}{path}", None)

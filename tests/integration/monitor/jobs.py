@@ -16,11 +16,12 @@ from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring_reader import Records
 
 ROOT = Path(__file__).parents[3]
+SCENARIOS = Path(__file__).with_name("scenarios.py")
 DEADLINE_S = 60.0
 
 
 class Job:
-    """`size` processes that run the scenario of that name in `scenarios.py`, and what their rings tell."""
+    """`size` processes that run a scenario of `scenarios.py`, and their rings."""
 
     def __init__(
         self, base: Path, scenario: str, size: int, *prefix: str, **environment: str
@@ -30,16 +31,25 @@ class Job:
         for rank in range(size):
             self.workers.append(
                 subprocess.Popen(
-                    [sys.executable, *prefix, str(Path(__file__).with_name("scenarios.py")), scenario],
+                    [sys.executable, *prefix, str(SCENARIOS), scenario],
                     env={
-                        **os.environ, "KEEPSTEP_MONITOR_DIR": str(base),
-                        "RANK": str(rank), "WORLD_SIZE": str(size), "KEEPSTEP_JOB": "test", "KEEPSTEP_NODE": "here",
-                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port.number), "OMP_NUM_THREADS": "1",
-                        "PYTHONPATH": str(ROOT), **environment,
+                        **os.environ,
+                        "KEEPSTEP_MONITOR_DIR": str(base),
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(size),
+                        "KEEPSTEP_JOB": "test",
+                        "KEEPSTEP_NODE": "here",
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(self._port.number),
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONPATH": str(ROOT),
+                        **environment,
                     },
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
-            )  # fmt: skip
+            )
         self.rings = JobRings(base / "test")
 
     def __enter__(self) -> "Job":
@@ -66,10 +76,10 @@ class Job:
                 if line.strip() == word:
                     break
             else:
-                raise AssertionError(f"rank {rank} ended without saying {word!r}")
+                raise AssertionError(f"rank {rank} ended without printing {word!r}")
 
     def proceed(self, *ranks: int) -> None:
-        """Let ranks that wait go on."""
+        """Let waiting ranks continue."""
         for rank in ranks or range(len(self.workers)):
             stdin = self.workers[rank].stdin
             assert stdin is not None
@@ -77,17 +87,16 @@ class Job:
             stdin.flush()
 
     def read_until(self, condition: Callable[[JobRecords], bool]) -> JobRecords:
-        """Read the rings until they tell what is waited for."""
+        """Read the rings until a condition holds."""
         deadline_s = time.monotonic() + DEADLINE_S
-        while not condition(told := self.rings.read(2**14)):
-            assert time.monotonic() < deadline_s, told
-            assert len(told.ranks) < len(self.workers) or any(
-                one.is_alive for one in told.ranks.values()
-            ), told
-        return told
+        while not condition(records := self.rings.read(2**14)):
+            assert time.monotonic() < deadline_s, records
+            is_any_alive = any(rank.is_alive for rank in records.ranks.values())
+            assert len(records.ranks) < len(self.workers) or is_any_alive, records
+        return records
 
     def finish(self) -> None:
-        """Wait for all to end in good order."""
+        """Wait until all have ended normally."""
         for worker in self.workers:
             worker.communicate()
             assert worker.returncode == 0
@@ -100,10 +109,10 @@ def operations(records: Records, step: int | None = None) -> Records:
 
 
 def names(records: Records) -> list[str]:
-    """Return what operations they are."""
+    """Return the names of operations."""
     return [Operation(code).name for code in records["code"]]
 
 
 def is_pair(records: Records) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
-    """Return which are sends and receives."""
+    """Return which operations are sends or receives."""
     return np.isin(records["code"], (Operation.SEND, Operation.RECEIVE))

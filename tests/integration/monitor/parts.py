@@ -1,11 +1,11 @@
-"""Parts for daemons under test: what a probe, a diagnosis, a publisher, an enforcer and a job status source may be."""
+"""Components for daemons under test: probe, diagnosis, publisher, enforcer, job status source."""
 
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from keepstep.monitor.contracts import JobStatus, MemberStatus
-from keepstep.monitor.daemon.daemon import Settings
+from keepstep.monitor.daemon.settings import Settings
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.diagnosis.tables import Digest
@@ -19,7 +19,13 @@ PLAN = Plan(ranks=8, steps=300, step_s=0.1)
 
 def settings(node: str = "node-a", **more: Any) -> Settings:
     return Settings(
-        "run7", node, SECRET, read_every_s=0.05, conclude_every_s=0.1, ask_every_s=0.05, **more
+        job="run7",
+        node=node,
+        secret=SECRET,
+        read_every_s=0.05,
+        diagnose_every_s=0.1,
+        poll_every_s=0.05,
+        **more,
     )
 
 
@@ -34,12 +40,12 @@ class Probe:
         self.closed = True
 
 
-class Says:
-    """A diagnosis that says what it is told to, and keeps what it was given."""
+class FixedDiagnosis:
+    """A diagnosis that returns given verdicts, and keeps its arguments."""
 
     def __init__(self, *verdicts: Verdict) -> None:
         self.verdicts = verdicts
-        self.told: list[Digest] = []
+        self.digests: list[Digest] = []
         self.nodes: dict[int, str] = {}
         self.communicators: dict[int, Communicator] = {}
         self.metrics: list[Any] = []
@@ -47,7 +53,7 @@ class Says:
     def __call__(
         self, told: Digest, communicators: Any, nodes: Any, metrics: Any, past: Any, now_s: float
     ) -> tuple[Any, Sequence[Verdict]]:
-        self.told.append(told)
+        self.digests.append(told)
         self.metrics.append(metrics)
         self.nodes, self.communicators = dict(nodes), dict(communicators)
         return (past or 0) + 1, self.verdicts
@@ -67,17 +73,17 @@ class Publisher:
 
 class Enforcer:
     def __init__(self) -> None:
-        self.asked: list[tuple[EnforcementAction, int]] = []
+        self.requested: list[tuple[EnforcementAction, int]] = []
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        self.asked.append((action, generation))
+        self.requested.append((action, generation))
         return True
 
     def close(self) -> None:
         pass
 
 
-class Teller:
+class FixedJobStatus:
     def __init__(self, generation: int) -> None:
         self.generation = generation
 

@@ -1,4 +1,4 @@
-"""Daemons in this process, started and ended by a test, and conditions waited for."""
+"""Runs daemons in this process for a test, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 
-from keepstep.monitor.daemon.daemon import Daemon, DaemonComponents, Settings
+from keepstep.monitor.daemon.daemon import Daemon
+from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
 
 SECRET = b"a secret of this test"
@@ -40,7 +41,7 @@ async def get(url: str, path: str, token: str | None = None) -> aiohttp.ClientRe
 
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
-    """Wait until a condition holds; what it looks at is across a socket and tells nobody of changes."""
+    """Wait until a condition holds, by polling: it depends on another process or a socket."""
     deadline_s = time.monotonic() + timeout_s
     while not await condition():
         assert time.monotonic() < deadline_s, "the condition did not come to hold in time"

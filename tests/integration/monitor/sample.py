@@ -1,6 +1,7 @@
-"""A job that is only told of: what the rings of a data-parallel job would say at any instant, computed from a plan.
+"""Simulates the rings of a data-parallel job at any time, computed from a plan.
 
-Everything a rank will ever do is laid out beforehand; reading at an instant shows what has begun by then, and as ended what has ended.
+All records of all ranks are computed beforehand. A reading at a time contains those that have begun
+by then; those that have not ended are open.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Plan:
 
 
 def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]:
-    """Return every rank's records, ends included; what never ends has an infinite one."""
+    """Return every rank's records with their ends, which are infinite where there is none."""
     rng = np.random.default_rng(plan.seed)
     group = Communicator(WORLD, "world", tuple(range(plan.ranks)))
     rows: list[list[tuple[object, ...]]] = [[] for _ in range(plan.ranks)]
@@ -122,7 +123,7 @@ def lay_out(plan: Plan, begin_s: float) -> tuple[list[np.ndarray], Communicator]
             phase(rank, Phase.STEP, step, began[rank], clock[rank])
         if hung:
             break
-    return [_records(told) for told in rows], group
+    return [_records(rank_rows) for rank_rows in rows], group
 
 
 def _records(rows: Sequence[tuple[object, ...]]) -> np.ndarray:
@@ -151,23 +152,29 @@ class SampleReader:
     ) -> None:
         laid_out, self.group = lay_out(plan, begin_s)
         self.ranks = list(ranks if ranks is not None else range(plan.ranks))
-        self.whole = {rank: laid_out[rank] for rank in self.ranks}
+        self.planned = {rank: laid_out[rank] for rank in self.ranks}
         self.node, self.clock, self.kept = node, clock, kept
         self.pids = pids or {}
         self.closed = False
 
     def read(self) -> list[RingReading]:
         now_s = self.clock()
-        found = []
-        for rank, whole in self.whole.items():
-            until = int(np.searchsorted(whole["enqueued_s"], now_s, side="right"))
-            shown = whole[max(0, until - self.kept) : until].copy()
-            shown["ended_s"][shown["ended_s"] > now_s] = 0.0
-            told = RankRecords(rank, self.node, shown, now_s)
-            found.append(
-                RingReading(told, (self.group,), self.pids.get(rank, os.getpid()), "first")
+        readings = []
+        for rank, planned in self.planned.items():
+            until = int(np.searchsorted(planned["enqueued_s"], now_s, side="right"))
+            records = planned[max(0, until - self.kept) : until].copy()
+            records["ended_s"][records["ended_s"] > now_s] = 0.0
+            readings.append(
+                RingReading(
+                    records=RankRecords(
+                        rank=rank, node=self.node, records=records, read_at_s=now_s
+                    ),
+                    communicators=(self.group,),
+                    pid=self.pids.get(rank, os.getpid()),
+                    incarnation="first",
+                )
             )
-        return found
+        return readings
 
     def close(self) -> None:
         self.closed = True
@@ -190,8 +197,8 @@ def verdict(
     )
 
 
-class SampleTeller:
-    """The status of a job that lost a node and took it in again."""
+class SampleJobStatus:
+    """The status of a job that lost a node, which joined again later."""
 
     def __init__(self, began_at_s: float, step: int = 240) -> None:
         self.began_at_s, self.step, self.closed = began_at_s, step, False
@@ -199,28 +206,52 @@ class SampleTeller:
     def job_status(self) -> JobStatus:
         lost_s, back_s = self.began_at_s + 40, self.began_at_s + 75
         return JobStatus(
-            self.began_at_s,
-            3,
-            tuple(
-                MemberStatus(f"node-{name}", "training", (2 * n, 2 * n + 1), self.step, 48 << 20)
+            began_at_s=self.began_at_s,
+            generation=3,
+            members=tuple(
+                MemberStatus(
+                    node=f"node-{name}",
+                    phase="training",
+                    ranks=(2 * n, 2 * n + 1),
+                    step=self.step,
+                    snapshot_nbytes=48 << 20,
+                )
                 for n, name in enumerate("abcd")
             ),
-            (
+            recoveries=(
                 RecoveryStatus(
-                    2, "node-c: its connection closed", 6,
-                    lost_s, lost_s + 0.02, lost_s + 0.2, lost_s + 0.55, lost_s + 0.9, 118, 1, "memory, parity",
+                    generation=2,
+                    reason="node-c: its connection closed",
+                    world_size=6,
+                    detected_at_s=lost_s,
+                    opened_at_s=lost_s + 0.02,
+                    ready_at_s=lost_s + 0.2,
+                    restored_at_s=lost_s + 0.55,
+                    stepped_at_s=lost_s + 0.9,
+                    resumed_step=118,
+                    lost_steps=1,
+                    source="memory, parity",
                 ),
                 RecoveryStatus(
-                    3, "node-c joins", 8,
-                    back_s, back_s + 0.03, back_s + 0.3, back_s + 0.8, back_s + 1.2, 205, 0, "memory, peers' memory",
+                    generation=3,
+                    reason="node-c joins",
+                    world_size=8,
+                    detected_at_s=back_s,
+                    opened_at_s=back_s + 0.03,
+                    ready_at_s=back_s + 0.3,
+                    restored_at_s=back_s + 0.8,
+                    stepped_at_s=back_s + 1.2,
+                    resumed_step=205,
+                    lost_steps=0,
+                    source="memory, peers' memory",
                 ),
             ),
-            self.step - 1,
-            time.time() - 0.4,
-            200,
-            "s3://bucket/run7",
-            1,
-        )  # fmt: skip
+            snapshot_step=self.step - 1,
+            snapshot_at_s=time.time() - 0.4,
+            checkpoint_step=200,
+            checkpoint_url="s3://bucket/run7",
+            parity=1,
+        )
 
     def close(self) -> None:
         self.closed = True

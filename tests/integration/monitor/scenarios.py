@@ -1,4 +1,4 @@
-"""What the workers of the tests do: `python scenarios.py NAME`."""
+"""Scenarios that the workers of the tests run: `python scenarios.py NAME`."""
 
 import contextlib
 import ctypes
@@ -17,7 +17,7 @@ from keepstep import monitor
 from keepstep.monitor.records import Measure
 
 
-def say(word: str) -> None:
+def announce(word: str) -> None:
     print(word, flush=True)
 
 
@@ -48,28 +48,28 @@ def user_calls(rank: int) -> None:
 
 def pairs(rank: int) -> None:
     other = 1 - rank
-    mine, theirs = torch.ones(4), torch.empty(4)
+    sent_tensor, received_tensor = torch.ones(4), torch.empty(4)
     if rank == 0:
-        dist.send(mine, other)
-        dist.recv(theirs, other)
+        dist.send(sent_tensor, other)
+        dist.recv(received_tensor, other)
     else:
-        dist.recv(theirs, other)
-        dist.send(mine, other)
-    sent = dist.isend(mine, other)
-    received = dist.irecv(theirs, other)
+        dist.recv(received_tensor, other)
+        dist.send(sent_tensor, other)
+    sent = dist.isend(sent_tensor, other)
+    received = dist.irecv(received_tensor, other)
     assert sent is not None
     assert received is not None
     received.wait()
     sent.wait()
     work = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+        [dist.P2POp(dist.isend, sent_tensor, other), dist.P2POp(dist.irecv, received_tensor, other)]
     )
-    for one in work:
-        one.wait()
-    unwaited = dist.isend(mine, other)
-    dist.recv(theirs, other)
+    for handle in work:
+        handle.wait()
+    unwaited = dist.isend(sent_tensor, other)
+    dist.recv(received_tensor, other)
     dist.barrier()
-    # gloo takes back what is sent by a handle that is dropped too early.
+    # gloo cancels a send whose handle is dropped too early.
     del unwaited
 
 
@@ -151,13 +151,13 @@ def everything() -> None:
         monitor.begin_step(number)
         act(dist.get_rank())
     monitor.begin_step(len(PATHS) + 1)
-    say("done")
+    announce("done")
     wait()
     os._exit(0)
 
 
 def hang() -> None:
-    """Rank 1 leaves the fold; the tests see to the others."""
+    """Rank 1 stops taking part; the tests handle the others."""
     monitor.attach()
     dist.init_process_group("gloo")
     for _ in range(5):
@@ -165,26 +165,26 @@ def hang() -> None:
     pending = None
     if dist.get_rank() == 0:
         pending = dist.irecv(torch.empty(4), 1)
-    say("ready")
+    announce("ready")
     if dist.get_rank() == 1:
         ctypes.PyDLL(None).sleep(600)
     try:
         dist.all_reduce(torch.ones(4))
     except RuntimeError:
-        say("failed")
+        announce("failed")
     wait()
     assert pending is not None
     os._exit(0)
 
 
 def overtaken() -> None:
-    """Rank 0 holds the GIL in C while its all-reduce, called before, goes on in the backend's threads."""
+    """Rank 0 holds the GIL in C while its all-reduce continues in the backend's threads."""
     monitor.attach()
     dist.init_process_group("gloo")
     dist.all_reduce(torch.ones(4))
     if dist.get_rank() == 0:
         handle = dist.all_reduce(torch.ones(4), async_op=True)
-        say("called")
+        announce("called")
         ctypes.PyDLL(None).sleep(600)
         assert handle is not None
     else:
@@ -195,24 +195,27 @@ def overtaken() -> None:
 
 
 def generations() -> None:
-    """A process group that is made anew goes on counting; a new generation counts from 1, in a ring of its own."""
+    """A process group that is created again continues its numbers; a new generation restarts them.
+
+    The new generation has its own ring.
+    """
     recorder = monitor.attach(generation=1)
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(4))
         dist.destroy_process_group()
-    say("first")
+    announce("first")
     wait()
     recorder.reopen(replace(recorder.identity, generation=2))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.all_reduce(torch.ones(4))
-    say("second")
+    announce("second")
     wait()
     os._exit(0)
 
 
 def odd() -> None:
-    """What nobody should call, and what only looks like an operation."""
+    """Calls that are invalid, and calls that only look like operations."""
     monitor.attach()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     import torch.testing._internal.distributed.fake_pg  # Registers the back end.
@@ -223,7 +226,7 @@ def odd() -> None:
     dist.all_reduce(torch.ones(4, 4).to_sparse())
     with contextlib.suppress(RuntimeError):
         dist.reduce_scatter_tensor(torch.ones(3), torch.ones(4))
-    say("done")
+    announce("done")
     wait()
     os._exit(0)
 
@@ -233,13 +236,13 @@ class Saving(torch.utils.data.Dataset[torch.Tensor]):
         return 6
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        # In the loader's process: nothing that the worker says of itself.
+        # In the loader's process: this must not be recorded in the worker's ring.
         torch.save(index, os.devnull)
         return torch.ones(16)
 
 
 def loop() -> None:
-    """A loop that knows nothing of monitors, and starts processes that have nothing to tell."""
+    """Run a loop without any call of the monitor; it starts processes that are not recorded."""
     dist.init_process_group("gloo")
     trained = nn.parallel.DistributedDataParallel(model())
     optimizer = torch.optim.AdamW(trained.parameters())
@@ -253,9 +256,9 @@ def loop() -> None:
         dist.all_reduce(torch.ones(1))
     torch.save(trained.state_dict(), os.devnull)
     gc.collect()
-    say("done")
+    announce("done")
     wait()
-    # As the interpreter would end, but for gloo's threads.
+    # Ends like the interpreter, but without waiting for gloo's threads.
     import atexit
 
     atexit._run_exitfuncs()
@@ -263,7 +266,7 @@ def loop() -> None:
 
 
 def trains() -> None:
-    """Train without end; once let go after a few steps, the rank named by PARTS reduces more than the others."""
+    """Train without end; after `wait`, the rank named by PARTS reduces more than the others."""
     dist.init_process_group("gloo")
     monitor.attach()
     trained = nn.parallel.DistributedDataParallel(model())
@@ -271,7 +274,7 @@ def trains() -> None:
     for _ in range(5):
         train(trained)
         dist.all_reduce(torch.ones(4))
-    say("ready")
+    announce("ready")
     wait()
     while True:
         train(trained)

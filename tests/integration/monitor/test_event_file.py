@@ -1,4 +1,4 @@
-"""The event file where it cannot be written, and where somebody moves it away."""
+"""Claims about the event file when it cannot be written, or is renamed by another program."""
 
 import asyncio
 import errno
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.monitor.daemon.daemon import DaemonComponents
+from keepstep.monitor.daemon.settings import DaemonComponents
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.views.events import EventFile
 from keepstep.monitor.watch.verdict_log import VerdictEntry
-from tests.integration.monitor.parts import PLAN, Probe, Says, settings
+from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import get, running, until
 from tests.integration.monitor.sample import SampleReader, verdict
 
@@ -25,24 +25,24 @@ def names(path: Path) -> list[str]:
     return [json.loads(line)["event_name"] for line in path.read_text().splitlines()]
 
 
-def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(
+def test_failure_to_write_events_is_counted_and_the_daemon_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def check() -> None:
-        says = Says(verdict(2, since_s=time.monotonic() - 4))
+        diagnosis = FixedDiagnosis(verdict(2, since_s=time.monotonic() - 4))
         parts = DaemonComponents(
-            Probe(),
-            SampleReader(PLAN, time.monotonic() - 5),
-            says,
+            probe=Probe(),
+            reader=SampleReader(PLAN, time.monotonic() - 5),
+            diagnosis=diagnosis,
             policy=EnforcementPolicy(sustained_s=0.0),
         )
         async with running(settings(events=Path("/dev/full")), parts) as url:
 
             async def has_tried_all() -> bool:
-                told = await (await get(url, "/v1/overview")).json()
-                # Its opening, what was done about it, and its stacks.
-                return told["faults"].get("event file", 0) >= 3 and bool(
-                    told["verdicts"][0]["stacks"]
+                overview = await (await get(url, "/v1/overview")).json()
+                # The verdict's opening, the action, and its stacks.
+                return overview["faults"].get("event file", 0) >= 3 and bool(
+                    overview["verdicts"][0]["stacks"]
                 )
 
             await until(has_tried_all)
@@ -52,7 +52,7 @@ def test_a_daemon_whose_events_cannot_be_written_goes_on_and_counts_that(
     assert "Traceback" not in caplog.text
 
 
-def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(
+def test_event_after_a_rename_begins_a_new_file(
     tmp_path: Path,
 ) -> None:
     path, moved = tmp_path / "events.jsonl", tmp_path / "events.jsonl-20260101"
@@ -61,7 +61,7 @@ def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(
     path.rename(moved)
     events.closed(ENTRY)
     assert (names(moved), names(path)) == (["keepstep.verdict.opened"], ["keepstep.verdict.closed"])
-    # Renamed and made anew, as logrotate's `create` does.
+    # Renamed and created again, as logrotate's `create` does.
     path.unlink()
     path.touch()
     events.opened(ENTRY)
@@ -69,7 +69,7 @@ def test_events_go_to_the_file_of_that_name_though_the_old_one_was_moved_away(
     events.close()
 
 
-def test_a_file_that_has_grown_to_its_limit_is_set_aside(tmp_path: Path) -> None:
+def test_file_that_has_grown_to_its_limit_is_renamed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     events = EventFile(path, "run7", "node-a", limit_nbytes=1)
     events.opened(ENTRY)
@@ -79,7 +79,7 @@ def test_a_file_that_has_grown_to_its_limit_is_set_aside(tmp_path: Path) -> None
     assert names(path) == ["keepstep.verdict.closed"]
 
 
-def test_half_a_line_does_not_take_the_next_one_along(
+def test_event_after_a_torn_line_is_a_line_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "events.jsonl"
@@ -101,6 +101,6 @@ def test_half_a_line_does_not_take_the_next_one_along(
 
 
 @pytest.mark.parametrize("path", ["/tmp", "/proc/none/events.jsonl"])
-def test_a_place_where_no_file_can_be_is_refused(path: str) -> None:
+def test_path_that_cannot_be_opened_is_refused(path: str) -> None:
     with pytest.raises(MonitorError, match=path):
         EventFile(Path(path), "run7", "node-a")

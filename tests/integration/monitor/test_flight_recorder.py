@@ -1,4 +1,4 @@
-"""The import of dumps that this PyTorch really writes."""
+"""Claims about dumps that the installed PyTorch writes."""
 
 import json
 import subprocess
@@ -17,7 +17,8 @@ CODE = """
 import os, sys, torch, torch.distributed as dist
 import torch._C._distributed_c10d as c10d
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-dist.all_reduce(torch.ones(4)); dist.barrier(); dist.broadcast(torch.ones(2, dtype=torch.float16), 0)
+dist.all_reduce(torch.ones(4)); dist.barrier()
+dist.broadcast(torch.ones(2, dtype=torch.float16), 0)
 for name, dump in (("json", c10d._dump_fr_trace_json()), ("pickle", c10d._dump_fr_trace())):
     with open(os.path.join(sys.argv[1], name + "_0"), "wb") as file:
         file.write(dump)
@@ -25,13 +26,13 @@ os._exit(0)
 """
 
 
-def test_both_forms_of_a_real_dump_tell_the_same(tmp_path: Path) -> None:
+def test_both_formats_of_a_real_dump_have_the_same_content(tmp_path: Path) -> None:
     environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin"}
     subprocess.run([sys.executable, "-c", CODE, str(tmp_path)], env=environment, check=True)
-    one, other = (read_dumps([tmp_path / name]) for name in ("json_0", "pickle_0"))
-    assert one.communicators == other.communicators
-    assert np.array_equal(one.ranks[0].records, other.ranks[0].records)
-    assert one.ranks[0].records[["code", "nbytes", "number"]].tolist() == [
+    from_json, from_pickle = (read_dumps([tmp_path / name]) for name in ("json_0", "pickle_0"))
+    assert from_json.communicators == from_pickle.communicators
+    assert np.array_equal(from_json.ranks[0].records, from_pickle.ranks[0].records)
+    assert from_json.ranks[0].records[["code", "nbytes", "number"]].tolist() == [
         (Operation.ALL_REDUCE, 16, 1), (Operation.BARRIER, 0, 2), (Operation.BROADCAST, 4, 3),
     ]  # fmt: skip
 
@@ -51,8 +52,10 @@ if fault == "none":
     work.wait()
 while True:
     dump = c10d._dump_fr_trace_json()
-    # gloo's threads note an end a moment after it is waited for.
-    if all(entry["retired"] for entry in json.loads(dump)["entries"] if fault == "none" or entry["collective_seq_id"] < 3):
+    # gloo's threads record an end a moment after `wait` returns.
+    entries = json.loads(dump)["entries"]
+    waited = [entry for entry in entries if fault == "none" or entry["collective_seq_id"] < 3]
+    if all(entry["retired"] for entry in waited):
         break
 with open(os.path.join(place, "dumps", f"rank_{rank}"), "wb") as file:
     file.write(dump)
@@ -64,18 +67,23 @@ os._exit(0)
 
 
 @pytest.mark.parametrize(
-    ("fault", "world", "status", "told"),
+    ("fault", "world", "status", "sentences"),
     [
         ("none", 2, 0, ["nothing found"]),
         ("absent", 3, 1, [
-            "non-communication hang: rank 1", "rank 1 never came to operation 3 of group 0 (default_pg), all_reduce of 4000 bytes of float32",
+            "non-communication hang: rank 1",
+            "rank 1 never came to operation 3 of group 0 (default_pg), "
+            "all_reduce of 4000 bytes of float32",
             "ranks 0, 2 waited in it", "operation 2 of group 0 (default_pg), barrier",
         ]),
-        ("another", 3, 1, ["mismatched collectives: rank 1", "operation 3: broadcast of 4000 bytes of float32 at rank 1"]),
+        ("another", 3, 1, [
+            "mismatched collectives: rank 1",
+            "operation 3: broadcast of 4000 bytes of float32 at rank 1",
+        ]),
     ],
 )  # fmt: skip
-def test_command_names_the_culprit_in_dumps_of_real_processes(
-    tmp_path: Path, fault: str, world: int, status: int, told: list[str]
+def test_command_identifies_the_faulty_rank_in_dumps_of_real_processes(
+    tmp_path: Path, fault: str, world: int, status: int, sentences: list[str]
 ) -> None:
     (tmp_path / "dumps").mkdir()
     environment = {"TORCH_FR_BUFFER_SIZE": "100", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
@@ -92,7 +100,7 @@ def test_command_names_the_culprit_in_dumps_of_real_processes(
             rank.wait()
     done = analyze(str(tmp_path / "dumps"))
     assert done.exit_code == status, done.output
-    for sentence in told:
+    for sentence in sentences:
         assert sentence in done.output
     as_json = json.loads(analyze(str(tmp_path / "dumps"), "--json").stdout)
     assert as_json["ranks"] == list(range(world))
@@ -106,7 +114,7 @@ def test_command_names_the_culprit_in_dumps_of_real_processes(
         assert "no dump of rank 1" in analyze(str(tmp_path / "dumps")).output
 
 
-def test_command_refuses_what_is_no_dump_in_one_line(tmp_path: Path) -> None:
+def test_file_that_is_not_a_dump_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_text("no dump")
     for place in (tmp_path, tmp_path / "rank_1"):
         done = analyze(str(place))

@@ -1,4 +1,4 @@
-"""A real keepstep job, watched by a real monitor: the page's job status is the coordinator's."""
+"""Claims about a real keepstep job with a real monitor, which shows the coordinator's status."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ from tests.integration.monitor.running import get, until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
-import functools, torch, keepstep
+import functools, keepstep, torch
 def build(world):
     return keepstep.State(torch.nn.Linear(4, 4), functools.partial(torch.optim.SGD, lr=0.1))
 with keepstep.join(build) as job:
@@ -29,7 +29,7 @@ with keepstep.join(build) as job:
 """
 
 
-def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
+def test_overview_of_a_keepstep_job_has_members_snapshots_and_goodput(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "train.py"
@@ -59,34 +59,35 @@ def test_page_of_a_keepstep_job_tells_members_snapshots_and_goodput(
         )
         try:
             assert monitor.stdout is not None
-            found = re.search(r"http://\S+", monitor.stdout.readline())
-            assert found
-            told = asyncio.run(story_at(found[0].rstrip("/")))
+            address = re.search(r"http://\S+", monitor.stdout.readline())
+            assert address
+            status = asyncio.run(job_status_at(address[0].rstrip("/")))
             monitor.send_signal(signal.SIGTERM)
             assert monitor.wait(20) == 0
         finally:
             monitor.kill()
             monitor.communicate()
-        assert told["generation"] == 1
-        assert [member["ranks"] for member in told["members"]] == [[0, 1]]
-        assert 0 <= told["goodput"]["share"] <= 1
-        assert sum(told["goodput"]["parts"].values()) == pytest.approx(told["goodput"]["wall_s"])
-        assert told["goodput"]["wall_s"] > 0
-        # The job never knew.
+        assert status["generation"] == 1
+        assert [member["ranks"] for member in status["members"]] == [[0, 1]]
+        goodput = status["goodput"]
+        assert 0 <= goodput["share"] <= 1
+        assert sum(goodput["parts"].values()) == pytest.approx(goodput["wall_s"])
+        assert goodput["wall_s"] > 0
+        # The monitor has not disturbed the job.
         assert cluster.agents["node-a"].poll() is None
 
 
-async def story_at(url: str) -> dict[str, Any]:
-    """Return what a monitor tells of its job once it tells of a snapshot."""
-    told: dict[str, Any] = {}
+async def job_status_at(url: str) -> dict[str, Any]:
+    """Return the job's status from a monitor once it includes a snapshot."""
+    status: dict[str, Any] = {}
 
-    async def tells_of_a_snapshot() -> bool:
-        told.update((await (await get(url, "/v1/overview")).json())["job_status"] or {})
-        return bool(told.get("snapshot_step"))
+    async def has_snapshot() -> bool:
+        status.update((await (await get(url, "/v1/overview")).json())["job_status"] or {})
+        return bool(status.get("snapshot_step"))
 
-    await until(tells_of_a_snapshot)
-    return told
+    await until(has_snapshot)
+    return status
 
 
-def test_job_without_a_generation_has_no_story() -> None:
+def test_job_without_a_generation_has_no_status() -> None:
     assert job_status_of(View()) is None

@@ -1,4 +1,4 @@
-"""What Prometheus is given: named as it wants, in base units; and that rules and dashboard speak of series there are."""
+"""Claims about the Prometheus series: their names and units, and the rules that use them."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
+from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from keepstep.monitor.node.node_series import (
     GPU_SERIES,
@@ -22,8 +22,8 @@ from keepstep.monitor.node.node_series import (
 )
 from keepstep.monitor.verdicts import Syndrome
 from tests.integration.monitor.running import SECRET, get, running, until
-from tests.integration.monitor.sample import Plan, SampleReader, SampleTeller, verdict
-from tests.integration.monitor.test_daemon import Says
+from tests.integration.monitor.sample import Plan, SampleJobStatus, SampleReader, verdict
+from tests.integration.monitor.test_daemon import FixedDiagnosis
 
 ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "ops" / "prometheus"
@@ -48,17 +48,22 @@ def scraped() -> str:
     async def scrape() -> str:
         reader = SampleReader(Plan(), time.monotonic() - 8)
         parts = DaemonComponents(
-            FullProbe(), reader, Says(verdict(3)), job_status_source=SampleTeller(time.time() - 100)
+            probe=FullProbe(),
+            reader=reader,
+            diagnosis=FixedDiagnosis(verdict(3)),
+            job_status_source=SampleJobStatus(time.time() - 100),
         )
-        async with running(Settings("run7", "node-a", SECRET, read_every_s=0.05), parts) as url:
+        async with running(
+            Settings(job="run7", node="node-a", secret=SECRET, read_every_s=0.05), parts
+        ) as url:
             text = ""
 
-            async def told() -> bool:
+            async def is_complete() -> bool:
                 nonlocal text
                 text = await (await get(url, "/metrics")).text()
                 return "keepstep_job_goodput_ratio" in text and "keepstep_verdict_active{" in text
 
-            await until(told)
+            await until(is_complete)
             return text
 
     return asyncio.run(scrape())
@@ -79,7 +84,7 @@ def test_names_end_in_base_units_and_counters_in_total(scraped: str) -> None:
             assert family.name.endswith(UNITS + UNITLESS), family.name
 
 
-def test_every_rank_and_verdict_is_there_once(scraped: str) -> None:
+def test_every_rank_and_verdict_is_exported_once(scraped: str) -> None:
     samples = [
         sample for family in text_string_to_metric_families(scraped) for sample in family.samples
     ]
@@ -96,25 +101,25 @@ def test_every_rank_and_verdict_is_there_once(scraped: str) -> None:
     assert opened[Syndrome.LOSS_SPIKE] == 0
 
 
-def test_measures_survive_the_way_up_the_tree_and_every_series_names_a_field() -> None:
+def test_measures_survive_encoding_and_every_series_names_a_field() -> None:
     assert metrics_from_json(json.loads(json.dumps(metrics_to_json(FULL)))) == FULL
-    assert {one.field for one in NODE_SERIES} <= set(NodeMetrics.__dataclass_fields__)
-    assert {one.field for one in GPU_SERIES} <= set(GpuMetrics.__dataclass_fields__)
+    assert {series.field for series in NODE_SERIES} <= set(NodeMetrics.__dataclass_fields__)
+    assert {series.field for series in GPU_SERIES} <= set(GpuMetrics.__dataclass_fields__)
 
 
-def test_rules_and_dashboard_ask_only_for_series_that_are_exported(scraped: str) -> None:
+def test_rules_and_dashboard_use_only_series_that_are_exported(scraped: str) -> None:
     exported = {
         sample.name
         for family in text_string_to_metric_families(scraped)
         for sample in family.samples
     }
-    # Without faults there is no series of them.
+    # There is no series of faults while there are no faults.
     exported |= {"keepstep_monitor_faults_total"}
     dashboard = json.loads((ROOT / "ops" / "grafana" / "keepstep.json").read_text())
-    asked = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
-    asked |= {note["expr"] for note in dashboard["annotations"]["list"]}
-    asked.add((PROMETHEUS / "keepstep-rules.yml").read_text())
-    names = {name for text in asked for name in re.findall(r"\bkeepstep_[a-z0-9_]+", text)}
+    queries = {target["expr"] for panel in dashboard["panels"] for target in panel["targets"]}
+    queries |= {note["expr"] for note in dashboard["annotations"]["list"]}
+    queries.add((PROMETHEUS / "keepstep-rules.yml").read_text())
+    names = {name for text in queries for name in re.findall(r"\bkeepstep_[a-z0-9_]+", text)}
     assert len(names) > 15
     assert names <= exported
     places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
@@ -128,11 +133,12 @@ def test_alerts_cover_every_syndrome(scraped: str) -> None:
         assert sum(bool(re.fullmatch(pattern, syndrome)) for pattern in patterns) == 1, syndrome
 
 
-def test_promtool_finds_nothing_to_complain_of(scraped: str) -> None:
+def test_promtool_reports_no_problem(scraped: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip(
-            "promtool is not installed (Debian: apt-get install prometheus); naming is checked above"
+            "promtool is not installed (Debian: apt-get install prometheus); "
+            "the tests above check the names"
         )
     metrics = subprocess.run(
         [promtool, "check", "metrics"], input=scraped, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Trees of real daemons over HTTP: who hears what of whom, and in whose time."""
+"""Claims about trees of real daemons over HTTP: summaries, digests, stacks and clock offsets."""
 
 import asyncio
 import subprocess
@@ -16,59 +16,72 @@ import pytest
 from aiohttp import web
 
 from keepstep.monitor.daemon.assembly import diagnose
-from keepstep.monitor.daemon.daemon import DaemonComponents, Settings
+from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import bearer_token
-from keepstep.monitor.telemetry.clocks import align
-from keepstep.monitor.tree.node_clocks import NodeClock, encode_clocks
+from keepstep.monitor.telemetry.clocks import ClockOffset, align
+from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.verdicts import Syndrome
 from keepstep.monitor.watch.watch import Watch
-from tests.integration.monitor.parts import PLAN, Probe, Says, settings
+from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, verdict
 
 
-def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_only() -> None:
+def test_root_of_racks_of_nodes_receives_every_rank_and_alone_diagnoses() -> None:
     async def check() -> None:
         begin_s = time.monotonic() - 5
-        says = Says(verdict(5))
+        diagnosis = FixedDiagnosis(verdict(5))
         async with (
             running(
                 settings("n0"),
-                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1, 2])),
+                DaemonComponents(
+                    probe=Probe(), reader=SampleReader(PLAN, begin_s, "n0", [0, 1, 2])
+                ),
             ) as n0,
             running(
-                settings("n1"), DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n1", [3, 4]))
+                settings("n1"),
+                DaemonComponents(probe=Probe(), reader=SampleReader(PLAN, begin_s, "n1", [3, 4])),
             ) as n1,
             running(
                 settings("n2"),
-                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n2", [5, 6, 7])),
+                DaemonComponents(
+                    probe=Probe(), reader=SampleReader(PLAN, begin_s, "n2", [5, 6, 7])
+                ),
             ) as n2,
             running(
-                settings("rack0"), DaemonComponents(Probe(), children=lambda: (n0, n1))
+                settings("rack0"), DaemonComponents(probe=Probe(), children=lambda: (n0, n1))
             ) as rack0,
-            running(settings("rack1"), DaemonComponents(Probe(), children=lambda: (n2,))) as rack1,
+            running(
+                settings("rack1"), DaemonComponents(probe=Probe(), children=lambda: (n2,))
+            ) as rack1,
             running(
                 settings("root"),
-                DaemonComponents(Probe(), diagnosis=says, children=lambda: (rack0, rack1)),
+                DaemonComponents(
+                    probe=Probe(), diagnosis=diagnosis, children=lambda: (rack0, rack1)
+                ),
             ) as root,
         ):
 
             async def complete() -> bool:
-                digested = {int(rank) for told in says.told for rank in told.ranks["rank"]}
-                return digested == set(range(8)) and len(says.metrics[-1]) == 6
+                digested = {
+                    int(rank) for digest in diagnosis.digests for rank in digest.ranks["rank"]
+                }
+                return digested == set(range(8)) and len(diagnosis.metrics[-1]) == 6
 
             await until(complete)
-            assert [says.nodes[rank] for rank in range(8)] == ["n0"] * 3 + ["n1"] * 2 + ["n2"] * 3
-            assert says.communicators[7].ranks == tuple(range(8))
-            assert says.metrics[-1]["n0"].load == 3.0
-            told = await (await get(root, "/v1/overview")).json()
-            assert told["verdicts"][0]["verdict"]["subject"]["ranks"] == [5]
+            assert [diagnosis.nodes[rank] for rank in range(8)] == ["n0"] * 3 + ["n1"] * 2 + [
+                "n2"
+            ] * 3
+            assert diagnosis.communicators[7].ranks == tuple(range(8))
+            assert diagnosis.metrics[-1]["n0"].load == 3.0
+            overview = await (await get(root, "/v1/overview")).json()
+            assert overview["verdicts"][0]["verdict"]["subject"]["ranks"] == [5]
             assert (await (await get(rack0, "/v1/overview")).json())["verdicts"] == []
 
             async def steps_arrive() -> bool:
-                found = await (await get(root, "/v1/overview")).json()
-                return all(rank["last_step"] > 40 for rank in found["ranks"])
+                overview = await (await get(root, "/v1/overview")).json()
+                return all(rank["last_step"] > 40 for rank in overview["ranks"])
 
             await until(steps_arrive)
 
@@ -86,41 +99,45 @@ def test_root_over_racks_over_nodes_sees_every_rank_and_diagnoses_at_the_root_on
         ),
     ],
 )
-def test_root_names_the_rank_from_digests_of_digests(
+def test_root_identifies_the_rank_from_merged_digests(
     plan: Plan, syndrome: Syndrome, rank: int
 ) -> None:
     async def check() -> None:
         begin_s = time.monotonic() - 2
         async with (
             running(
-                settings("n0"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n0", [0, 1]))
+                settings("n0"),
+                DaemonComponents(probe=Probe(), reader=SampleReader(plan, begin_s, "n0", [0, 1])),
             ) as n0,
             running(
-                settings("n1"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n1", [2, 3]))
+                settings("n1"),
+                DaemonComponents(probe=Probe(), reader=SampleReader(plan, begin_s, "n1", [2, 3])),
             ) as n1,
             running(
-                settings("n2"), DaemonComponents(Probe(), SampleReader(plan, begin_s, "n2", [4, 5]))
+                settings("n2"),
+                DaemonComponents(probe=Probe(), reader=SampleReader(plan, begin_s, "n2", [4, 5])),
             ) as n2,
-            running(settings("rack"), DaemonComponents(Probe(), children=lambda: (n0, n1))) as rack,
+            running(
+                settings("rack"), DaemonComponents(probe=Probe(), children=lambda: (n0, n1))
+            ) as rack,
             running(
                 settings("root"),
-                DaemonComponents(Probe(), diagnosis=diagnose, children=lambda: (rack, n2)),
+                DaemonComponents(probe=Probe(), diagnosis=diagnose, children=lambda: (rack, n2)),
             ) as root,
         ):
 
-            async def named() -> bool:
-                told = (await (await get(root, "/v1/overview")).json())["verdicts"]
-                assert not [one for one in told if one["verdict"]["subject"]["ranks"] != [rank]], (
-                    told
-                )
-                return [one["verdict"]["syndrome"] for one in told] == [syndrome]
+            async def is_identified() -> bool:
+                entries = (await (await get(root, "/v1/overview")).json())["verdicts"]
+                verdicts = [entry["verdict"] for entry in entries]
+                assert all(verdict["subject"]["ranks"] == [rank] for verdict in verdicts), entries
+                return [verdict["syndrome"] for verdict in verdicts] == [syndrome]
 
-            await until(named, timeout_s=40)
+            await until(is_identified, timeout_s=40)
 
     asyncio.run(check())
 
 
-def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
+def test_rank_that_moved_to_another_node_is_shown_on_that_node() -> None:
     class Dead(SampleReader):
         def read(self) -> Any:
             return [
@@ -129,46 +146,47 @@ def test_rank_that_moved_to_another_node_is_known_where_it_lives() -> None:
 
     async def check() -> None:
         begin_s = time.monotonic() - 5
-        says = Says()
+        diagnosis = FixedDiagnosis()
         async with (
             running(
-                settings("old"), DaemonComponents(Probe(), Dead(PLAN, begin_s, "old", [0, 1]))
+                settings("old"),
+                DaemonComponents(probe=Probe(), reader=Dead(PLAN, begin_s, "old", [0, 1])),
             ) as old,
             running(
                 settings("new"),
-                DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "new", [1, 2])),
+                DaemonComponents(probe=Probe(), reader=SampleReader(PLAN, begin_s, "new", [1, 2])),
             ) as new,
             running(
                 settings("root"),
-                DaemonComponents(Probe(), diagnosis=says, children=lambda: (old, new)),
+                DaemonComponents(probe=Probe(), diagnosis=diagnosis, children=lambda: (old, new)),
             ) as root,
         ):
 
             async def settled() -> bool:
-                found = await (await get(root, "/v1/overview")).json()
-                return [(r["node"], r["is_alive"]) for r in found["ranks"]] == [
+                overview = await (await get(root, "/v1/overview")).json()
+                return [(r["node"], r["is_alive"]) for r in overview["ranks"]] == [
                     ("old", False), ("new", True), ("new", True),
                 ]  # fmt: skip
 
             await until(settled)
-            count = len(says.told)
+            count = len(diagnosis.digests)
 
-            async def told_more() -> bool:
-                return len(says.told) > count + 6
+            async def has_more_digests() -> bool:
+                return len(diagnosis.digests) > count + 6
 
-            await until(told_more)
+            await until(has_more_digests)
             assert await settled()
             alive = [
-                {int(row["rank"]): bool(row["alive"]) for row in told.ranks}
-                for told in says.told[count + 2 :]
+                {int(row["rank"]): bool(row["alive"]) for row in digest.ranks}
+                for digest in diagnosis.digests[count + 2 :]
             ]
             assert all(rows.get(1, True) for rows in alive)
 
     asyncio.run(check())
 
 
-def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhere() -> None:
-    """The next launch is on one node of the two, of half as many ranks, and of fewer steps."""
+def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
+    """The next launch is on one of the two nodes, with half as many ranks and fewer steps."""
 
     class Launched(SampleReader):
         def __init__(self, plan: Plan, begin_s: float, node: str, ranks: list[int]) -> None:
@@ -185,15 +203,16 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhe
             ]  # fmt: skip
 
     now_s = time.monotonic()
-    whole = Plan(ranks=4, steps=400, step_s=0.1)
+    plan = Plan(ranks=4, steps=400, step_s=0.1)
     old = [
-        Launched(whole, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))
+        Launched(plan, now_s - 60, node, ranks) for node, ranks in (("a", [0, 1]), ("b", [2, 3]))
     ]
     new = Launched(Plan(ranks=2, steps=400, step_s=0.1), now_s - 5, "a", [0, 1])
-    below = {one.node: Watch(one.node, one, Probe(), None) for one in old}
+    below = {reader.node: Watch(reader.node, reader, Probe(), None) for reader in old}
     root = Watch("root", None, Probe(), diagnose)
 
-    def told(readers: Sequence[Launched], order: Sequence[str]) -> tuple[list[int], int]:
+    def diagnosed(readers: Sequence[Launched], order: Sequence[str]) -> tuple[list[int], int]:
+        """Return the ranks and the newest step at the root after a round of new readers."""
         for reader in readers:
             below[reader.node] = Watch(reader.node, reader, Probe(), None)
         for node in order:
@@ -204,75 +223,86 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_forgotten_everywhe
         turn = root.diagnose()
         assert turn is not None
         assert turn.verdicts == ()
-        return [kept.state.rank for kept in root.ranks()], root.heat(40, 64, Phase.STEP).steps[-1]
+        ranks = [history.state.rank for history in root.ranks()]
+        return ranks, root.heat(40, 64, Phase.STEP).steps[-1]
 
-    ranks, newest = told(old, "ab")
+    ranks, newest = diagnosed(old, "ab")
     assert (ranks, newest > 100) == ([0, 1, 2, 3], True)
-    for one in old:
-        one.alive = False
+    for reader in old:
+        reader.alive = False
     for order in ("ab", "ba"):
-        ranks, newest = told([new], order)
+        ranks, newest = diagnosed([new], order)
         assert (ranks, newest < 300) == ([0, 1], True)
         assert set(root.tables) == {0, 1}
-    # Nor do they come back when all ranks of the new launch have died.
+    # They do not reappear when all ranks of the new launch have died.
     new.alive = False
     below["a"].read()
     root.receive("a", below["a"].summary(*root.child_registry.cursor("a"), 256))
     root.receive("b", below["b"].summary(*root.child_registry.cursor("b"), 256))
-    assert [kept.state.rank for kept in root.ranks()] == [0, 1]
+    assert [history.state.rank for history in root.ranks()] == [0, 1]
 
 
-def test_daemon_that_reads_what_its_child_reads_says_so() -> None:
+def test_rank_that_daemon_and_child_both_read_is_reported_with_the_remedy() -> None:
     async def check() -> None:
         begin_s = time.monotonic() - 5
         async with (
             running(
-                settings("n0"), DaemonComponents(Probe(), SampleReader(PLAN, begin_s, "n0", [0, 1]))
+                settings("n0"),
+                DaemonComponents(probe=Probe(), reader=SampleReader(PLAN, begin_s, "n0", [0, 1])),
             ) as n0,
             running(
                 settings("n0"),
                 DaemonComponents(
-                    Probe(), SampleReader(PLAN, begin_s, "n0", [0]), Says(), children=lambda: (n0,)
+                    probe=Probe(),
+                    reader=SampleReader(PLAN, begin_s, "n0", [0]),
+                    diagnosis=FixedDiagnosis(),
+                    children=lambda: (n0,),
                 ),
             ) as root,
         ):
 
             async def noticed() -> bool:
-                found = await (await get(root, "/v1/overview")).json()
-                return "--gather-only" in found["missing"].get(n0, "") and found["ranks_total"] == 2
+                overview = await (await get(root, "/v1/overview")).json()
+                return (
+                    "--gather-only" in overview["missing"].get(n0, "")
+                    and overview["ranks_total"] == 2
+                )
 
             await until(noticed)
 
     asyncio.run(check())
 
 
-def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None:
+def test_child_that_is_gone_is_listed_as_missing_and_one_of_another_job_refuses() -> None:
     async def check() -> None:
         reader = SampleReader(PLAN, time.monotonic() - 5, "n0", [0, 1])
-        other = Settings("run8", "n1", b"another secret", read_every_s=0.05)
+        other = Settings(job="run8", node="n1", secret=b"another secret", read_every_s=0.05)
         urls: list[str] = []
         async with running(
             settings("root"),
-            DaemonComponents(Probe(), diagnosis=Says(), children=lambda: tuple(urls)),
+            DaemonComponents(
+                probe=Probe(), diagnosis=FixedDiagnosis(), children=lambda: tuple(urls)
+            ),
         ) as root:
             async with (
-                running(settings("n0"), DaemonComponents(Probe(), reader)) as n0,
-                running(other, DaemonComponents(Probe())) as n1,
+                running(settings("n0"), DaemonComponents(probe=Probe(), reader=reader)) as n0,
+                running(other, DaemonComponents(probe=Probe())) as n1,
             ):
                 urls += [n0, n1]
 
-                async def heard() -> bool:
-                    told = await (await get(root, "/v1/overview")).json()
-                    return told["ranks_total"] == 2 and "refused our token" in told["missing"].get(
-                        n1, ""
-                    )
+                async def has_ranks() -> bool:
+                    overview = await (await get(root, "/v1/overview")).json()
+                    return overview["ranks_total"] == 2 and "refused our token" in overview[
+                        "missing"
+                    ].get(n1, "")
 
-                await until(heard)
+                await until(has_ranks)
 
             async def missed() -> bool:
-                told = await (await get(root, "/v1/overview")).json()
+                overview = await (await get(root, "/v1/overview")).json()
                 return (
-                    "no monitor answers" in told["missing"].get(n0, "") and told["ranks_total"] == 2
+                    "no monitor answers" in overview["missing"].get(n0, "")
+                    and overview["ranks_total"] == 2
                 )
 
             await until(missed)
@@ -281,16 +311,26 @@ def test_child_that_is_gone_is_named_and_one_of_another_job_is_refused() -> None
 
 
 def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
-    program = "import time\ndef waits_for_nobody():\n    print('ready', flush=True)\n    time.sleep(1000)\nwaits_for_nobody()"
+    program = (
+        "import time\n"
+        "def sleeping_function():\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(1000)\n"
+        "sleeping_function()"
+    )
 
     async def check(pid: int) -> None:
         reader = SampleReader(PLAN, time.monotonic() - 2, "n0", [0], pids={0: pid})
         async with (
-            running(settings("n0"), DaemonComponents(Probe(), reader)) as n0,
-            running(settings("rack"), DaemonComponents(Probe(), children=lambda: (n0,))) as rack,
+            running(settings("n0"), DaemonComponents(probe=Probe(), reader=reader)) as n0,
+            running(
+                settings("rack"), DaemonComponents(probe=Probe(), children=lambda: (n0,))
+            ) as rack,
             running(
                 settings("root"),
-                DaemonComponents(Probe(), diagnosis=Says(), children=lambda: (rack,)),
+                DaemonComponents(
+                    probe=Probe(), diagnosis=FixedDiagnosis(), children=lambda: (rack,)
+                ),
             ) as root,
         ):
 
@@ -298,13 +338,11 @@ def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
                 return (await (await get(root, "/v1/overview")).json())["ranks_total"] == 1
 
             await until(known)
-            told = await (await get(root, "/v1/stacks/0")).json()
-            frames = [frame for thread in told["threads"] for frame in thread["frames"]]
-            assert any("waits_for_nobody" in frame for frame in frames)
-            assert (
-                "no daemon below knows rank 9"
-                in (await (await get(root, "/v1/stacks/9")).json())["error"]
-            )
+            stacks = await (await get(root, "/v1/stacks/0")).json()
+            frames = [frame for thread in stacks["threads"] for frame in thread["frames"]]
+            assert any("sleeping_function" in frame for frame in frames)
+            unknown = await (await get(root, "/v1/stacks/9")).json()
+            assert "rank 9 is not known" in unknown["error"]
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         try:
@@ -316,7 +354,7 @@ def test_stacks_of_a_rank_two_daemons_away_are_those_of_its_process() -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_digests_are_made_in_the_jobs_time_however_nodes_clocks_differ(levels: int) -> None:
+def test_digests_are_in_the_jobs_time_though_nodes_clocks_differ(levels: int) -> None:
     ahead_s = {"n0": 500.0, "n1": -2000.0}
 
     def reader(node: str, rank: int) -> SampleReader:
@@ -331,35 +369,35 @@ def test_digests_are_made_in_the_jobs_time_however_nodes_clocks_differ(levels: i
     begin_s = time.monotonic() - 5
 
     async def check() -> None:
-        says = Says()
+        diagnosis = FixedDiagnosis()
         async with AsyncExitStack() as stack:
-            below = tuple([
-                await stack.enter_async_context(running(settings(node), DaemonComponents(Probe(), reader(node, rank))))
-                for rank, node in enumerate(ahead_s)
-            ])  # fmt: skip
+            below: tuple[str, ...] = ()
+            for rank, node in enumerate(ahead_s):
+                leaf = DaemonComponents(probe=Probe(), reader=reader(node, rank))
+                below += (await stack.enter_async_context(running(settings(node), leaf)),)
             for level in range(1, levels):
-                rack = DaemonComponents(Probe(), children=partial(tuple, below))
+                rack = DaemonComponents(probe=Probe(), children=partial(tuple, below))
                 below = (await stack.enter_async_context(running(settings(f"rack{level}"), rack)),)
             root = DaemonComponents(
-                Probe(), diagnosis=says, alignment=align, children=lambda: below
+                probe=Probe(), diagnosis=diagnosis, alignment=align, children=lambda: below
             )
             await stack.enter_async_context(running(settings("root"), root))
 
             async def is_aligned() -> bool:
-                ranks = [told.ranks for told in says.told if len(told.ranks) == 2]
+                ranks = [digest.ranks for digest in diagnosis.digests if len(digest.ranks) == 2]
                 return bool(ranks) and bool(np.isfinite(ranks[-1]["offset_error_s"]).all())
 
             await until(is_aligned)
-            rows = [told.ranks for told in says.told if len(told.ranks) == 2][-1]
+            rows = [digest.ranks for digest in diagnosis.digests if len(digest.ranks) == 2][-1]
             assert rows["offset_s"][1] - rows["offset_s"][0] == pytest.approx(2500.0, abs=0.1)
             assert rows["offset_error_s"].max() < 0.1
-            # The root's clock is the job's, though it runs no ranks and knows only how late news come.
+            # The root's clock is the job's, though it runs no ranks and only knows report delays.
             assert rows["offset_s"][0] == pytest.approx(-500.0, abs=2.0)
 
     asyncio.run(check())
 
 
-def test_root_outlives_a_child_that_is_something_else() -> None:
+def test_root_survives_a_child_that_is_another_program() -> None:
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text="Please log in. " * 10_000)
 
@@ -376,31 +414,37 @@ def test_root_outlives_a_child_that_is_something_else() -> None:
             async with (
                 running(
                     settings("n1"),
-                    DaemonComponents(Probe(), SampleReader(PLAN, time.monotonic() - 5, "n1", [1])),
+                    DaemonComponents(
+                        probe=Probe(), reader=SampleReader(PLAN, time.monotonic() - 5, "n1", [1])
+                    ),
                 ) as other,
                 running(
                     settings("root", align_every_s=0.1),
                     DaemonComponents(
-                        Probe(), reader, Says(), align, children=lambda: (*below, other)
+                        probe=Probe(),
+                        reader=reader,
+                        diagnosis=FixedDiagnosis(),
+                        alignment=align,
+                        children=lambda: (*below, other),
                     ),
                 ) as root,
             ):
-                asked = 0
+                rounds = 0
 
-                async def is_asked_on() -> bool:
-                    nonlocal asked
-                    told = await (await get(root, "/v1/overview")).json()
-                    asked += "no monitor's summary" in told["missing"].get(below[0], "")
-                    return asked >= 10
+                async def is_polled_further() -> bool:
+                    nonlocal rounds
+                    overview = await (await get(root, "/v1/overview")).json()
+                    rounds += "no monitor's summary" in overview["missing"].get(below[0], "")
+                    return rounds >= 10
 
-                await until(is_asked_on)
+                await until(is_polled_further)
         finally:
             await runner.cleanup()
 
     asyncio.run(check())
 
 
-def test_clocks_that_are_none_are_refused_and_pages_without_token_may_not_set_them() -> None:
+def test_invalid_clock_offsets_are_refused_and_setting_them_requires_the_token() -> None:
     async def post(url: str, body: bytes, token: str) -> int:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         async with (
@@ -410,8 +454,10 @@ def test_clocks_that_are_none_are_refused_and_pages_without_token_may_not_set_th
             return answer.status
 
     async def check() -> None:
-        async with running(settings(opens_to_loopback=True), DaemonComponents(Probe())) as url:
-            good = encode_clocks({"n0": NodeClock(1.0, 0.1)})
+        async with running(
+            settings(opens_to_loopback=True), DaemonComponents(probe=Probe())
+        ) as url:
+            good = encode_clocks({"n0": ClockOffset(1.0, 0.1)})
             assert await post(f"{url}/v1/clocks", good, "") == 401
             assert await post(f"{url}/v1/clocks", good, bearer_token(SECRET)) == 204
             for bad in (

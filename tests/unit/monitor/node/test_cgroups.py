@@ -1,4 +1,4 @@
-"""Both versions of cgroups, and mounts as containers see them."""
+"""Claims about reading cgroups: both versions, and mounts within containers."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
     assert cgroups.memory_held_nbytes(files) == 700
 
 
-def test_path_outside_of_what_a_container_sees_is_the_mounts_top(tmp_path: Path) -> None:
+def test_path_outside_of_a_containers_mount_is_the_root_of_the_mount(tmp_path: Path) -> None:
     proc, mount = tmp_path / "proc", tmp_path / "cgroup"
     write(proc / "self" / "cgroup", "0::/../../elsewhere/pod\n")
     write(mount / "cgroup.controllers", "cpu\n")
@@ -49,7 +49,7 @@ def test_path_outside_of_what_a_container_sees_is_the_mounts_top(tmp_path: Path)
     assert cgroups.memory_limit_nbytes(files) is None
 
 
-def test_nothing_mounted_or_process_gone_is_unknown(tmp_path: Path) -> None:
+def test_missing_mount_or_process_gives_no_values(tmp_path: Path) -> None:
     files = cgroups.find(2**22 - 1, tmp_path / "proc", tmp_path / "cgroup")
     assert cgroups.throttled_s(files) is None
     assert cgroups.memory_held_nbytes(files) is None

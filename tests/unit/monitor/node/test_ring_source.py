@@ -1,4 +1,4 @@
-"""The daemon reads little of a ring at a time, and misses nothing of it."""
+"""Claims about incremental reading of rings: few records at a time, and none is missed."""
 
 import time
 from collections.abc import Iterator
@@ -25,11 +25,16 @@ def operations(ring: Ring, count: int, first: int = 1, ended: bool = True) -> li
     now_s = time.monotonic()
     return [
         ring.operations.begin(
-            Kind.OPERATION, Operation.ALL_REDUCE, number=number, step=1, enqueued_s=now_s, communicator=7,
+            Kind.OPERATION,
+            Operation.ALL_REDUCE,
+            number=number,
+            step=1,
+            enqueued_s=now_s,
+            communicator=7,
             ended_s=now_s + 1e-6 if ended else 0.0,
         )
         for number in range(first, first + count)
-    ]  # fmt: skip
+    ]
 
 
 def numbers(source: RingSource) -> set[int]:
@@ -42,21 +47,21 @@ def numbers(source: RingSource) -> set[int]:
     )
 
 
-def test_later_readings_are_small_and_a_burst_is_read_whole(ring: Ring) -> None:
+def test_later_readings_are_small_and_a_burst_is_read_completely(ring: Ring) -> None:
     source = RingSource(job_directory("run7"))
     operations(ring, 3000)
     assert numbers(source) == set(range(1, 3001))
     operations(ring, 10, 3001)
-    told = numbers(source)
-    assert set(range(3001, 3011)) <= told
-    assert len(told) < 500
-    # Far more than last time: what is there is read all the same.
+    second_reading = numbers(source)
+    assert set(range(3001, 3011)) <= second_reading
+    assert len(second_reading) < 500
+    # Far more than in the previous reading.
     operations(ring, 5000, 3011)
     assert set(range(3011, 8011)) <= numbers(source)
     source.close()
 
 
-def test_what_is_under_way_is_looked_at_again_however_far_back(ring: Ring) -> None:
+def test_open_operation_is_read_again_however_far_back_it_lies(ring: Ring) -> None:
     source = RingSource(job_directory("run7"))
     (waiting,) = operations(ring, 1, ended=False)
     for turn in range(6):
@@ -69,7 +74,7 @@ def test_what_is_under_way_is_looked_at_again_however_far_back(ring: Ring) -> No
     source.close()
 
 
-def test_phases_and_a_new_writer_are_seen(ring: Ring) -> None:
+def test_phases_and_a_new_writer_are_read(ring: Ring) -> None:
     source = RingSource(job_directory("run7"))
     operations(ring, 600)
     first = source.read()[0].incarnation
@@ -85,7 +90,7 @@ def test_phases_and_a_new_writer_are_seen(ring: Ring) -> None:
     source.close()
 
 
-def test_rings_are_read_where_those_of_the_dead_cannot_be_removed(
+def test_rings_are_read_if_rings_of_dead_processes_cannot_be_removed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Dumps of Flight Recorder as NCCL's process group writes them."""
+"""Makes dumps of Flight Recorder as NCCL's process group writes them."""
 
 import json
 import pickle
@@ -9,24 +9,38 @@ from typing import Any
 Write = Callable[[Path, Any], None]
 
 
-def as_json(path: Path, told: Any) -> None:
-    path.write_text(json.dumps(told))
+def as_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content))
 
 
-def as_pickle(path: Path, told: Any) -> None:
-    path.write_bytes(pickle.dumps(told, protocol=2))
+def as_pickle(path: Path, content: Any) -> None:
+    path.write_bytes(pickle.dumps(content, protocol=2))
 
 
 def entry(number: int, name: str, **changes: Any) -> dict[str, Any]:
     """Return an entry as NCCL's process group writes them."""
+    created_ns = 10**18 + number * 10**9
     return {
-        "record_id": number - 1, "pg_id": 1, "process_group": ("7", "mesh_pp"), "collective_seq_id": number, "p2p_seq_id": 0,
-        "op_id": number, "profiling_name": f"nccl:{name}", "time_created_ns": 10**18 + number * 10**9,
-        "input_sizes": [[3, 4]], "input_dtypes": ["BFloat16"], "output_sizes": [[6, 4]], "output_dtypes": ["BFloat16"],
-        "state": "completed", "time_discovered_started_ns": 10**18 + number * 10**9 + 125 * 10**6,
-        "time_discovered_completed_ns": 10**18 + number * 10**9 + 250 * 10**6,
-        "retired": True, "timeout_ms": 600000, "is_p2p": False, **changes,
-    }  # fmt: skip
+        "record_id": number - 1,
+        "pg_id": 1,
+        "process_group": ("7", "mesh_pp"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": created_ns,
+        "input_sizes": [[3, 4]],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [[6, 4]],
+        "output_dtypes": ["BFloat16"],
+        "state": "completed",
+        "time_discovered_started_ns": created_ns + 125 * 10**6,
+        "time_discovered_completed_ns": created_ns + 250 * 10**6,
+        "retired": True,
+        "timeout_ms": 600000,
+        "is_p2p": False,
+        **changes,
+    }
 
 
 def dump(*entries: dict[str, Any], version: str = "2.10") -> dict[str, Any]:

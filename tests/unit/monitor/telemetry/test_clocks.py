@@ -1,4 +1,4 @@
-"""Claims about the alignment of clocks, on simulated nodes whose true offsets are known."""
+"""Claims about the estimated offsets of clocks, on simulated nodes with known true offsets."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ START_S = 500_000.0
 
 @dataclass(frozen=True)
 class Group:
-    """A communicator with what its ranks do again and again."""
+    """A communicator, and the operation that its ranks repeat."""
 
     identity: int
     ranks: tuple[int, ...]
@@ -36,9 +36,11 @@ def simulate(
     drift: Mapping[str, float] | None = None,
     laggard: Callable[[int], int | None] = lambda number: None,
 ) -> dict[int, RankRecords]:
-    """Rank r is on nodes[r]; a node's clock is ahead of true time by `ahead_s`, and gains `drift` seconds a second.
+    """Return the records of ranks on nodes whose clocks differ; rank r is on nodes[r].
 
-    Each rank enters when it likes, all leave when the last has entered and the network has done its part, and some a bit later.
+    A node's clock is ahead of true time by `ahead_s`, and gains `drift` seconds a second. Each rank
+    enters at a random time. All leave a network latency after the last has entered, some a little
+    later.
     """
     records: dict[int, list[tuple[object, ...]]] = {rank: [] for rank in range(len(nodes))}
 
@@ -46,7 +48,7 @@ def simulate(
         node = nodes[rank]
         return round((at_s + ahead_s[node] + (drift or {}).get(node, 0.0) * at_s) / GRID_S) * GRID_S
 
-    def tell(
+    def record(
         rank: int, code: int, group: Group, number: int, peer: int, entered_s: float, left_s: float
     ) -> None:
         late = (
@@ -68,21 +70,26 @@ def simulate(
             if (last := laggard(number)) is not None:
                 entered[last] = max(entered.values()) + 1e-3
             if group.operation == Operation.SEND:
-                # There and back, as activations and gradients go.
+                # In both directions, like activations and gradients.
                 for turn, (source, target) in enumerate((group.ranks, group.ranks[::-1])):
-                    sent, wanted = entered[source] + turn * 0.01, entered[target] + turn * 0.01
-                    received = max(sent, wanted) + LATENCY_S
-                    # A send is over when it is buffered, whether or not anybody wants it yet.
-                    tell(source, Operation.SEND, group, number, target, sent, sent + 10e-6)
-                    tell(target, Operation.RECEIVE, group, number, source, wanted, received)
+                    sent, requested = entered[source] + turn * 0.01, entered[target] + turn * 0.01
+                    received = max(sent, requested) + LATENCY_S
+                    # A send ends when it is buffered, whether or not the receive has begun.
+                    record(source, Operation.SEND, group, number, target, sent, sent + 10e-6)
+                    record(target, Operation.RECEIVE, group, number, source, requested, received)
             else:
                 left_s = max(entered.values()) + LATENCY_S
                 for rank in group.ranks:
-                    tell(rank, group.operation, group, number, -1, entered[rank], left_s)
+                    record(rank, group.operation, group, number, -1, entered[rank], left_s)
             now_s += 0.02
     return {
-        rank: RankRecords(rank, nodes[rank], np.array(told, RECORD), clock(rank, now_s))
-        for rank, told in records.items()
+        rank: RankRecords(
+            rank=rank,
+            node=nodes[rank],
+            records=np.array(rows, RECORD),
+            read_at_s=clock(rank, now_s),
+        )
+        for rank, rows in records.items()
     }
 
 
@@ -91,11 +98,11 @@ def true_offsets(ahead_s: Mapping[str, float], reference: str) -> dict[str, floa
 
 
 def check(
-    found: Mapping[str, ClockOffset], ahead_s: Mapping[str, float], reference: str, within_s: float
+    clocks: Mapping[str, ClockOffset], ahead_s: Mapping[str, float], reference: str, within_s: float
 ) -> None:
     for node, true_s in true_offsets(ahead_s, reference).items():
-        assert abs(found[node].offset_s - true_s) <= found[node].error_s + 1e-9
-        assert abs(found[node].offset_s - true_s) <= within_s
+        assert abs(clocks[node].offset_s - true_s) <= clocks[node].error_s + 1e-9
+        assert abs(clocks[node].offset_s - true_s) <= within_s
 
 
 FOUR = ("a", "a", "b", "c")
@@ -113,20 +120,20 @@ def test_true_offset_lies_within_the_stated_error_and_near_the_estimate(
     seed: int, ahead: list[float]
 ) -> None:
     ahead_s = dict(zip("abc", ahead, strict=True))
-    found = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, ahead_s, [ALL]))
-    check(found, ahead_s, "a", within_s=100e-6)
-    assert found["a"] == ClockOffset(0.0, 0.0)
-    assert max(one.error_s for one in found.values()) < 3e-3
+    clocks = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, ahead_s, [ALL]))
+    check(clocks, ahead_s, "a", within_s=100e-6)
+    assert clocks["a"] == ClockOffset(0.0, 0.0)
+    assert max(clock.error_s for clock in clocks.values()) < 3e-3
 
 
 @settings(deadline=None)
 @given(seed=seeds)
-def test_node_that_leaves_late_does_not_draw_the_estimate(seed: int) -> None:
+def test_node_that_leaves_late_does_not_bias_the_estimate(seed: int) -> None:
     late = {3: 2e-3}
-    found = estimate_clocks(
+    clocks = estimate_clocks(
         simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL], 200, leave_jitter_s=late)
     )
-    check(found, AHEAD, "a", within_s=1e-3)
+    check(clocks, AHEAD, "a", within_s=1e-3)
 
 
 @settings(deadline=None, max_examples=30)
@@ -135,12 +142,12 @@ def test_shifting_a_clock_shifts_its_offset_and_nothing_else(seed: int, shift: f
     ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
     before = estimate_clocks(ranks)
     shifted = {}
-    for rank, one in ranks.items():
-        records = one.records.copy()
-        if one.node == "b":
+    for rank, rank_records in ranks.items():
+        records = rank_records.records.copy()
+        if rank_records.node == "b":
             for field in ("enqueued_s", "started_s", "ended_s"):
                 records[field] += shift
-        shifted[rank] = replace(one, records=records)
+        shifted[rank] = replace(rank_records, records=records)
     after = estimate_clocks(shifted)
     for node in "abc":
         moved = shift if node == "b" else 0.0
@@ -150,11 +157,11 @@ def test_shifting_a_clock_shifts_its_offset_and_nothing_else(seed: int, shift: f
 
 @settings(deadline=None, max_examples=30)
 @given(seed=seeds, order=st.permutations(range(4)))
-def test_numbering_the_ranks_otherwise_changes_no_nodes_clock(seed: int, order: list[int]) -> None:
+def test_permuting_the_ranks_changes_no_offset(seed: int, order: list[int]) -> None:
     ranks = simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL])
     before = estimate_clocks(ranks)
     after = estimate_clocks(
-        {order[rank]: replace(one, rank=order[rank]) for rank, one in ranks.items()}
+        {order[rank]: replace(records, rank=order[rank]) for rank, records in ranks.items()}
     )
     for node in "abc":
         assert after[node].offset_s == pytest.approx(before[node].offset_s, abs=1e-9)
@@ -163,9 +170,9 @@ def test_numbering_the_ranks_otherwise_changes_no_nodes_clock(seed: int, order: 
 
 @settings(deadline=None, max_examples=30)
 @given(seed=seeds, reference=st.sampled_from("abc"))
-def test_reference_is_whom_one_asks_for(seed: int, reference: str) -> None:
-    found = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL]), reference)
-    check(found, AHEAD, reference, within_s=100e-6)
+def test_offsets_refer_to_the_given_reference(seed: int, reference: str) -> None:
+    clocks = estimate_clocks(simulate(np.random.default_rng(seed), FOUR, AHEAD, [ALL]), reference)
+    check(clocks, AHEAD, reference, within_s=100e-6)
 
 
 @settings(deadline=None, max_examples=30)
@@ -178,55 +185,63 @@ def test_nodes_that_share_no_communicator_are_aligned_through_others(seed: int) 
         Group(2, (1, 2), Operation.SEND),
         Group(3, (2, 3), Operation.BARRIER),
     ]
-    found = estimate_clocks(simulate(np.random.default_rng(seed), tuple("abcd"), ahead_s, groups))
-    check(found, ahead_s, "a", within_s=2e-3)
-    assert found["d"].error_s >= found["c"].error_s
+    clocks = estimate_clocks(simulate(np.random.default_rng(seed), tuple("abcd"), ahead_s, groups))
+    check(clocks, ahead_s, "a", within_s=2e-3)
+    assert clocks["d"].error_s >= clocks["c"].error_s
 
 
 @settings(deadline=None, max_examples=30)
 @given(seed=seeds, rate=st.sampled_from([5e-5, -5e-5]))
 def test_stated_error_allows_for_drift(seed: int, rate: float) -> None:
-    """Ten seconds of records, and what bounds from one side is all from their first half. The offset asked for is the latest."""
+    """Of ten seconds of records, all bounds from one side come from the first half.
+
+    The requested offset is that at the end.
+    """
     ranks = simulate(
-        np.random.default_rng(seed), ("a", "b"), {"a": 0.0, "b": 0.0}, [Group(1, (0, 1), Operation.REDUCE_SCATTER)], 500,
-        drift={"b": rate}, laggard=lambda number: 1 if number < 250 else 0,
-    )  # fmt: skip
-    found = estimate_clocks(ranks)["b"]
+        np.random.default_rng(seed),
+        ("a", "b"),
+        {"a": 0.0, "b": 0.0},
+        [Group(1, (0, 1), Operation.REDUCE_SCATTER)],
+        500,
+        drift={"b": rate},
+        laggard=lambda number: 1 if number < 250 else 0,
+    )
+    clocks = estimate_clocks(ranks)["b"]
     end_s = START_S + 500 * 0.02
-    assert abs(found.offset_s + rate * end_s) <= found.error_s
+    assert abs(clocks.offset_s + rate * end_s) <= clocks.error_s
 
 
-def test_node_of_which_nothing_is_known_is_infinitely_uncertain() -> None:
+def test_node_without_shared_operations_has_an_infinite_error() -> None:
     ranks = simulate(np.random.default_rng(0), FOUR, AHEAD, [Group(1, (0, 2))])
-    found = estimate_clocks(ranks)
-    assert found["c"] == ClockOffset(0.0, math.inf)
-    assert found["b"].error_s < 1e-2
+    clocks = estimate_clocks(ranks)
+    assert clocks["c"] == ClockOffset(0.0, math.inf)
+    assert clocks["b"].error_s < 1e-2
     assert estimate_clocks({}) == {}
 
 
 def test_broadcast_bounds_from_one_side_only() -> None:
-    """One root tells when others leave at the earliest; nothing tells how late they are."""
+    """A single root bounds when the others leave at the earliest, but not at the latest."""
     ranks = simulate(
         np.random.default_rng(0),
         ("a", "b"),
         {"a": 0.0, "b": 5.0},
         [Group(1, (0, 1), Operation.BROADCAST)],
     )
-    for one in ranks.values():
-        one.records["peer"] = 0
+    for rank_records in ranks.values():
+        rank_records.records["peer"] = 0
     assert estimate_clocks(ranks)["b"].error_s == math.inf
 
 
 @pytest.mark.parametrize("flag", [Flag.FAILED, Flag.UNOBSERVED])
-def test_ends_that_are_none_bound_nothing(flag: Flag) -> None:
+def test_failed_or_unobserved_ends_give_no_bound(flag: Flag) -> None:
     ranks = simulate(np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))])
-    for one in ranks.values():
-        one.records["ended_s"] = one.records["enqueued_s"]
-        one.records["flags"] |= np.uint8(flag)
+    for rank_records in ranks.values():
+        rank_records.records["ended_s"] = rank_records.records["enqueued_s"]
+        rank_records.records["flags"] |= np.uint8(flag)
     assert estimate_clocks(ranks)["b"].error_s == math.inf
 
 
-def test_operations_out_of_step_and_under_way_are_passed_over() -> None:
+def test_mismatched_and_open_operations_are_ignored() -> None:
     ranks = simulate(
         np.random.default_rng(0), ("a", "b"), {"a": 0.0, "b": 5.0}, [Group(1, (0, 1))], 20
     )
@@ -238,30 +253,29 @@ def test_operations_out_of_step_and_under_way_are_passed_over() -> None:
         21,
         64,
     )
-    odd = {}
-    for rank, one in ranks.items():
+    with_others = {}
+    for rank, rank_records in ranks.items():
         extra["code"] = (Operation.ALL_REDUCE, Operation.ALL_GATHER)[rank]
         extra["enqueued_s"], extra["ended_s"] = 1e9 * (rank + 1), 1e9 * (rank + 1)
         waiting = extra.copy()
         waiting["number"], waiting["code"], waiting["ended_s"] = 22, Operation.BARRIER, 0.0
-        odd[rank] = replace(one, records=np.concatenate([one.records, extra, waiting]))
-    after = estimate_clocks(odd)
+        records = np.concatenate([rank_records.records, extra, waiting])
+        with_others[rank] = replace(rank_records, records=records)
+    after = estimate_clocks(with_others)
     assert after["b"].offset_s == before["b"].offset_s
 
 
-def test_records_are_given_their_nodes_offset() -> None:
+def test_aligned_records_have_their_nodes_offset() -> None:
     ranks = simulate(np.random.default_rng(0), FOUR, AHEAD, [ALL])
-    told = align(JobRecords(ranks, {}))
-    found = estimate_clocks(ranks)
-    for rank, one in told.ranks.items():
-        assert (one.offset_s, one.offset_error_s) == (
-            found[FOUR[rank]].offset_s,
-            found[FOUR[rank]].error_s,
-        )
+    aligned = align(JobRecords(ranks, {}))
+    clocks = estimate_clocks(ranks)
+    for rank, records in aligned.ranks.items():
+        clock = clocks[FOUR[rank]]
+        assert (records.offset_s, records.offset_error_s) == (clock.offset_s, clock.error_s)
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=1))
-def test_crowd_turns_and_shifts_with_the_values(values: list[int]) -> None:
+def test_half_sample_mode_is_negated_and_shifted_with_the_values(values: list[int]) -> None:
     array = np.array(values, float)
     assert half_sample_mode(-array) == -half_sample_mode(array)
     assert half_sample_mode(array + 512.0) == half_sample_mode(array) + 512.0
@@ -269,11 +283,11 @@ def test_crowd_turns_and_shifts_with_the_values(values: list[int]) -> None:
 
 
 @given(seeds)
-def test_crowd_is_where_a_one_sided_tail_begins(seed: int) -> None:
-    found = [
+def test_half_sample_mode_is_near_the_beginning_of_a_one_sided_tail(seed: int) -> None:
+    modes = [
         half_sample_mode(np.random.default_rng([seed, draw]).exponential(1.0, 400))
         for draw in range(25)
     ]
-    assert min(found) > 0
-    # The middle of the tail is at 0.69.
-    assert np.median(found) < 0.3
+    assert min(modes) > 0
+    # The median of the distribution is 0.69.
+    assert np.median(modes) < 0.3

@@ -15,7 +15,7 @@ from tests.unit.monitor.telemetry.dumps import Write, as_json, as_pickle, dump, 
 
 
 @pytest.mark.parametrize("write", [as_json, as_pickle])
-def test_hang_is_found_in_dumps_of_either_form(tmp_path: Path, write: Write) -> None:
+def test_dumps_of_both_formats_are_read(tmp_path: Path, write: Write) -> None:
     write(tmp_path / "nccl_trace_rank_4", dump(entry(1, "_all_gather_base"), hung(2, "all_reduce")))
     write(tmp_path / "nccl_trace_rank_6", dump(entry(1, "_all_gather_base")))
     job = read_dumps([tmp_path])
@@ -23,7 +23,8 @@ def test_hang_is_found_in_dumps_of_either_form(tmp_path: Path, write: Write) -> 
     assert job.communicators == {group.identity: group}
     first, second = job.ranks[4].records
     assert first.tolist()[1:] == (
-        1, Operation.ALL_GATHER, DTYPES.index("bfloat16"), 0, group.identity, 1, 24, -1, 0, 1e9 + 1, 1e9 + 1.125, 1e9 + 1.25,
+        1, Operation.ALL_GATHER, DTYPES.index("bfloat16"), 0, group.identity, 1, 24, -1, 0,
+        1e9 + 1, 1e9 + 1.125, 1e9 + 1.25,
     )  # fmt: skip
     assert (second["code"], second["ended_s"], second["started_s"]) == (
         Operation.ALL_REDUCE,
@@ -34,7 +35,7 @@ def test_hang_is_found_in_dumps_of_either_form(tmp_path: Path, write: Write) -> 
     assert job.ranks[4].node != job.ranks[6].node
 
 
-def test_entries_are_put_in_the_order_of_the_calls(tmp_path: Path) -> None:
+def test_entries_are_sorted_by_the_order_of_the_calls(tmp_path: Path) -> None:
     as_json(
         tmp_path / "rank4.json",
         dump(entry(3, "barrier"), entry(1, "broadcast"), entry(2, "all_reduce_barrier")),
@@ -44,7 +45,7 @@ def test_entries_are_put_in_the_order_of_the_calls(tmp_path: Path) -> None:
     assert records["nbytes"].tolist() == [24, 0, 0]
 
 
-def test_sends_and_receives_name_the_global_rank_and_count_by_pair(tmp_path: Path) -> None:
+def test_sends_and_receives_have_a_global_peer_and_are_numbered_by_pair(tmp_path: Path) -> None:
     names = ["send 0->1", "recv 0<-1", "send 0->1"]
     as_json(
         tmp_path / "r4", dump(*(entry(i, name, is_p2p=True) for i, name in enumerate(names, 1)))
@@ -55,7 +56,7 @@ def test_sends_and_receives_name_the_global_rank_and_count_by_pair(tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_end_that_is_not_told_is_marked(tmp_path: Path) -> None:
+def test_end_that_is_not_recorded_is_flagged_as_unobserved(tmp_path: Path) -> None:
     retired = entry(
         1, "x", state="scheduled", time_discovered_started_ns=0, time_discovered_completed_ns=0
     )
@@ -66,11 +67,11 @@ def test_end_that_is_not_told_is_marked(tmp_path: Path) -> None:
     assert record["flags"] == Flag.UNOBSERVED
 
 
-def test_group_that_no_dump_describes_is_who_uses_it(tmp_path: Path) -> None:
+def test_group_that_no_dump_describes_consists_of_the_ranks_that_use_it(tmp_path: Path) -> None:
     for rank in (2, 5):
-        as_json(tmp_path / f"r{rank}", dump(entry(1, "barrier", process_group=["9", "mine"])))
+        as_json(tmp_path / f"r{rank}", dump(entry(1, "barrier", process_group=["9", "extra"])))
     (group,) = read_dumps([tmp_path]).communicators.values()
-    assert (group.name, group.ranks) == ("9 (mine)", (2, 5))
+    assert (group.name, group.ranks) == ("9 (extra)", (2, 5))
 
 
 class Trap:
@@ -78,7 +79,7 @@ class Trap:
         return os.mkdir, ("trapped",)  # type: ignore[return-value]
 
 
-def test_pickle_that_asks_to_run_something_is_refused_and_does_not_run(
+def test_pickle_that_would_run_code_is_refused_and_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,8 +119,8 @@ def test_file_without_a_rank_and_two_of_one_rank_are_refused(tmp_path: Path) -> 
         read_dumps([tmp_path / "a4", tmp_path / "b4"])
 
 
-def test_groups_without_a_common_rank_may_bear_one_name(tmp_path: Path) -> None:
-    """As those of a device mesh do, which `split_group` makes."""
+def test_groups_without_a_common_rank_may_have_one_name(tmp_path: Path) -> None:
+    """The groups of a device mesh, which `split_group` creates, have one name."""
     for rank, ranks in ((0, "[0, 1]"), (1, "[0, 1]"), (2, "[2, 3]"), (3, "[2, 3]")):
         as_pickle(
             tmp_path / f"r{rank}",
@@ -130,27 +131,29 @@ def test_groups_without_a_common_rank_may_bear_one_name(tmp_path: Path) -> None:
     assert job.ranks[0].records["communicator"] != job.ranks[2].records["communicator"]
 
 
-def test_parts_of_what_was_coalesced_progress_as_the_whole(tmp_path: Path) -> None:
+def test_parts_of_a_coalesced_operation_have_its_progress(tmp_path: Path) -> None:
     names = ["send 0->1", "recv 0<-1"]
     parts = [
         hung(i, name, is_p2p=True, p2p_seq_id=1, collective_seq_id=0)
         for i, name in enumerate(names, 1)
     ]
-    whole = entry(3, "coalesced", is_p2p=True, p2p_seq_id=1, collective_seq_id=0)
+    coalesced = entry(3, "coalesced", is_p2p=True, p2p_seq_id=1, collective_seq_id=0)
     collectives = [hung(i, "_all_gather_base", collective_seq_id=1) for i in (4, 5)]
     end = entry(6, "coalesced", collective_seq_id=1)
     as_pickle(
         tmp_path / "r4",
-        dump(*parts, whole, *collectives, end, hung(7, "all_reduce", collective_seq_id=2)),
+        dump(*parts, coalesced, *collectives, end, hung(7, "all_reduce", collective_seq_id=2)),
     )
     records = read_dumps([tmp_path / "r4"]).ranks[4].records
     assert records[["code", "number", "ended_s"]].tolist() == [
-        (Operation.SEND, 1, 1e9 + 3.25), (Operation.RECEIVE, 1, 1e9 + 3.25), (Operation.ALL_GATHER, 1, 1e9 + 6.25),
+        (Operation.SEND, 1, 1e9 + 3.25),
+        (Operation.RECEIVE, 1, 1e9 + 3.25),
+        (Operation.ALL_GATHER, 1, 1e9 + 6.25),
         (Operation.ALL_REDUCE, 2, 0.0),
-    ]  # fmt: skip
+    ]
 
 
-def test_messages_are_matched_though_buffers_went_round(tmp_path: Path) -> None:
+def test_messages_are_matched_though_buffers_wrapped_around(tmp_path: Path) -> None:
     sends = [entry(number, "send 0->1", is_p2p=True) for number in range(90, 94)]
     receives = [entry(number, "recv 1<-0", is_p2p=True) for number in range(1, 10)]
     as_pickle(tmp_path / "r4", dump(*sends, hung(94, "send 0->1", is_p2p=True)))
@@ -160,7 +163,7 @@ def test_messages_are_matched_though_buffers_went_round(tmp_path: Path) -> None:
     assert job.ranks[6].records["number"].tolist() == list(range(1, 11))
 
 
-def test_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_error_names_the_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DumpUnreadable, match="r7 cannot be read: No such file"):
         read_dumps([tmp_path / "r7"])
     with pytest.raises(DumpUnreadable, match="no dump"):

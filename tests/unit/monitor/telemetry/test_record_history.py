@@ -1,4 +1,4 @@
-"""What a monitor remembers: everything once, nothing twice, and the same operations on all ranks when it must leave some out."""
+"""Claims about the record history: changes are reported once, and samples agree on all ranks."""
 
 from dataclasses import replace
 
@@ -13,7 +13,16 @@ from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, 
 from keepstep.monitor.tree.digest_relay import Outbox
 from keepstep.monitor.tree.summary import NodeFacts, decode, encode, summarize
 
-STATE = RankState(3, "node-a", 41, "first", True, Ending.NONE, 10.0, 0.0)
+STATE = RankState(
+    rank=3,
+    node="node-a",
+    pid=41,
+    incarnation="first",
+    is_alive=True,
+    ending=Ending.NONE,
+    read_at_s=10.0,
+    progress_at_s=0.0,
+)
 
 
 def operations(count: int, first: int = 1, ended: bool = True, communicator: int = 7) -> np.ndarray:
@@ -36,15 +45,15 @@ def phases(count: int) -> np.ndarray:
     return records
 
 
-def test_what_was_known_is_not_new_and_an_end_makes_it_new_again() -> None:
+def test_known_record_is_no_change_and_its_end_is_a_change() -> None:
     history = RecordHistory(100)
     history.begin()
-    open_ones = operations(3, ended=False)
-    assert len(history.merge(STATE, open_ones)) == 3
+    open_records = operations(3, ended=False)
+    assert len(history.merge(STATE, open_records)) == 3
     history.begin()
-    assert len(history.merge(STATE, open_ones)) == 0
+    assert len(history.merge(STATE, open_records)) == 0
     history.begin()
-    ended = open_ones.copy()
+    ended = open_records.copy()
     ended["ended_s"][1] = 9.0
     changed = history.merge(STATE, ended)
     assert changed.records["number"].tolist() == [2]
@@ -61,7 +70,7 @@ def test_lanes_with_the_same_stamps_do_not_overwrite_each_other() -> None:
     assert (np.diff(records["enqueued_s"]) >= 0).all()
 
 
-def test_a_phase_that_is_prolonged_tells_from_where() -> None:
+def test_prolonged_phase_is_reported_with_its_previous_end() -> None:
     history = RecordHistory(100)
     history.begin()
     once = phases(1)
@@ -74,7 +83,7 @@ def test_a_phase_that_is_prolonged_tells_from_where() -> None:
     assert changed.ended_before_s.tolist() == [2.0]
 
 
-def test_new_incarnation_begins_with_nothing() -> None:
+def test_new_incarnation_begins_with_an_empty_history() -> None:
     history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(5))
@@ -83,7 +92,7 @@ def test_new_incarnation_begins_with_nothing() -> None:
     assert len(history.ranks[3].records) == 1
 
 
-def test_a_rank_makes_progress_only_when_its_records_change() -> None:
+def test_rank_makes_progress_only_when_its_records_change() -> None:
     history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(5))
@@ -97,28 +106,28 @@ def test_a_rank_makes_progress_only_when_its_records_change() -> None:
     st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=12),
     st.integers(1, 40),
 )
-def test_asking_for_news_again_and_again_gives_what_reading_at_once_gives(
+def test_repeated_requests_for_changes_give_the_childs_records(
     windows: list[tuple[int, int]], capacity: int
 ) -> None:
-    """However readings overlap, a parent that asks since its last number ends with the child's records."""
+    """Readings may overlap in any way; the parent requests the changes since its last number."""
     child, parent = RecordHistory(capacity), RecordHistory(capacity)
     since = 0
     end = 0
     for first, count in windows:
-        first = max(first, end - count)  # rings do not go back
+        first = max(first, end - count)  # Positions in a ring only grow.
         end = max(end, first + count)
         child.begin()
         child.merge(STATE, operations(count, first + 1))
-        told = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, 10**6)))
-        since = told.number
+        summary = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, 10**6)))
+        since = summary.number
         parent.begin()
-        for state, records in told.ranks:
+        for state, records in summary.ranks:
             parent.merge(state, records)
     assert parent.ranks[3].records.tobytes() == child.ranks[3].records.tobytes()
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 64))
-def test_thinning_keeps_the_same_collectives_on_ranks_that_thin_differently(
+def test_samples_of_different_strides_contain_the_same_collectives(
     a: int, b: int, budget: int
 ) -> None:
     one, other = sample_operations(operations(a), budget), sample_operations(operations(b), budget)
@@ -126,38 +135,40 @@ def test_thinning_keeps_the_same_collectives_on_ranks_that_thin_differently(
     shorter, longer = sorted(
         (one, other), key=lambda kept: len(operations(a)) if kept is one else len(operations(b))
     )
-    # Of what the longer kept, all that the shorter ever had it kept too, but for each one's newest.
-    had = set(range(1, min(a, b) + 1))
-    assert set(longer["number"][:-1].tolist()) & had <= set(shorter["number"].tolist())
+    # The shorter sample contains all common operations of the longer one, except the newest of it.
+    common = set(range(1, min(a, b) + 1))
+    assert set(longer["number"][:-1].tolist()) & common <= set(shorter["number"].tolist())
 
 
-def test_thinning_leaves_what_is_under_way_and_all_phases() -> None:
+def test_sample_contains_open_operations_and_all_phases() -> None:
     records = np.concatenate([operations(500), operations(3, 501, ended=False), phases(20)])
     kept = sample_operations(records, 10)
     assert (kept["ended_s"][kept["kind"] == Kind.OPERATION] == 0).sum() == 3
     assert (kept["kind"] == Kind.PHASE).sum() == 20
 
 
-def test_summary_survives_the_wire() -> None:
+def test_summary_survives_encoding() -> None:
     history = RecordHistory(100)
     history.begin()
     history.merge(STATE, np.concatenate([operations(9), phases(2)]))
     history.learn([Communicator(7, "world", (3, 4))])
-    facts = NodeFacts("node-a", {"load": 1.5}, 1000.0, 10.0, 0.25)
-    told = decode(
+    facts = NodeFacts(
+        node="node-a", metrics={"load": 1.5}, wall_s=1000.0, monotonic_s=10.0, monitor_cpu_s=0.25
+    )
+    summary = decode(
         encode(
             summarize(history, Outbox(), {"node-a": facts}, {"http://x": "silent"}, "x", 0, 1000)
         )
     )
-    assert told.ranks[0][0] == history.ranks[3].state
-    assert told.ranks[0][1].tobytes() == history.ranks[3].since(0).tobytes()
-    assert told.communicators == (Communicator(7, "world", (3, 4)),)
-    assert told.nodes == (facts,)
-    assert told.missing == {"http://x": "silent"}
+    assert summary.ranks[0][0] == history.ranks[3].state
+    assert summary.ranks[0][1].tobytes() == history.ranks[3].since(0).tobytes()
+    assert summary.communicators == (Communicator(7, "world", (3, 4)),)
+    assert summary.nodes == (facts,)
+    assert summary.missing == {"http://x": "silent"}
 
 
 @given(st.binary(max_size=200), st.integers(0, 500), st.integers(0, 255))
-def test_damaged_summary_is_refused_and_nothing_else_happens(
+def test_damaged_summary_is_refused_without_another_error(
     noise: bytes, place: int, value: int
 ) -> None:
     history = RecordHistory(100)

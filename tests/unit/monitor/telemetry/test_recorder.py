@@ -1,4 +1,7 @@
-"""Claims about steps and phases, with real loops in this process; operations are in tests/integration/monitor."""
+"""Claims about recorded steps and phases, with real loops in this process.
+
+Operations are tested in tests/integration/monitor.
+"""
 
 import gc
 import struct
@@ -41,7 +44,7 @@ def marks(recorder: Recorder) -> Records:
     return RingReader(recorder.ring.path).marks.last(1000)
 
 
-def told(recorder: Recorder) -> list[tuple[str, int]]:
+def phases_of(recorder: Recorder) -> list[tuple[str, int]]:
     return [
         (Phase(mark["code"]).name, int(mark["step"]))
         for mark in marks(recorder)
@@ -66,25 +69,29 @@ def test_step_consists_of_its_phases(watched: Recorder) -> None:
     train(optimizer, model=model)
     train(optimizer, model=model)
     names = ["STEP", "FORWARD", "BACKWARD", "OPTIMIZER"]
-    assert told(watched) == [(name, step) for step in (1, 2) for name in names]
-    found = marks(watched)
-    assert (found["ended_s"] >= found["enqueued_s"]).all()
-    assert found["ended_s"][0] == found["enqueued_s"][4]
+    assert phases_of(watched) == [(name, step) for step in (1, 2) for name in names]
+    records = marks(watched)
+    assert (records["ended_s"] >= records["enqueued_s"]).all()
+    assert records["ended_s"][0] == records["enqueued_s"][4]
 
 
 def test_accumulated_batches_belong_to_one_step(watched: Recorder) -> None:
     model, optimizer = parts()
     train(optimizer, model=model, batches=3)
-    assert told(watched) == [("STEP", 1), *3 * [("FORWARD", 1), ("BACKWARD", 1)], ("OPTIMIZER", 1)]
+    assert phases_of(watched) == [
+        ("STEP", 1),
+        *3 * [("FORWARD", 1), ("BACKWARD", 1)],
+        ("OPTIMIZER", 1),
+    ]
 
 
-def test_several_optimizers_end_one_step_and_the_last_ends_it(watched: Recorder) -> None:
+def test_step_with_several_optimizers_ends_with_the_last(watched: Recorder) -> None:
     model, optimizer = parts()
     other = torch.optim.SGD(model.parameters())
     train(optimizer, other, model=model)
-    assert told(watched)[-2:] == [("OPTIMIZER", 1), ("OPTIMIZER", 1)]
-    found = marks(watched)
-    assert found["ended_s"][0] >= found["ended_s"][-1]
+    assert phases_of(watched)[-2:] == [("OPTIMIZER", 1), ("OPTIMIZER", 1)]
+    records = marks(watched)
+    assert records["ended_s"][0] >= records["ended_s"][-1]
     train(optimizer, other, model=model)
     assert watched.step == 2
 
@@ -96,10 +103,10 @@ def test_recomputed_activations_are_not_a_forward_pass(watched: Recorder) -> Non
     )
     assert checkpointed is not None
     checkpointed.sum().backward()
-    assert told(watched) == [("STEP", 1), ("FORWARD", 1), ("BACKWARD", 1)]
+    assert phases_of(watched) == [("STEP", 1), ("FORWARD", 1), ("BACKWARD", 1)]
 
 
-def test_model_that_runs_without_gradients_is_evaluated_and_begins_no_step(
+def test_call_without_gradients_is_an_evaluation_and_begins_no_step(
     watched: Recorder,
 ) -> None:
     model, optimizer = parts()
@@ -107,14 +114,19 @@ def test_model_that_runs_without_gradients_is_evaluated_and_begins_no_step(
     with torch.no_grad():
         for _ in range(3):
             model(torch.ones(1, 2))
-    assert told(watched)[4:] == [("EVALUATION", 1)]
+    assert phases_of(watched)[4:] == [("EVALUATION", 1)]
     assert marks(watched)["ended_s"][-1] == 0
     train(optimizer, model=model)
-    assert told(watched)[5:] == [("STEP", 2), ("FORWARD", 2), ("BACKWARD", 2), ("OPTIMIZER", 2)]
+    assert phases_of(watched)[5:] == [
+        ("STEP", 2),
+        ("FORWARD", 2),
+        ("BACKWARD", 2),
+        ("OPTIMIZER", 2),
+    ]
     assert (marks(watched)["ended_s"] > 0).all()
 
 
-def test_each_call_in_an_evaluation_is_a_sign_of_life(
+def test_each_call_in_an_evaluation_is_recorded_as_progress(
     watched: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, _ = parts()
@@ -130,18 +142,18 @@ def test_each_call_in_an_evaluation_is_a_sign_of_life(
             model(torch.ones(1, 2))
         failing.remove()
         model(torch.ones(1, 2))
-    # One for each call of the loop's, whatever modules it consists of and however it ended.
-    assert told(watched) == [("EVALUATION", 0)] * 3
+    # One for each call by the loop, independent of its submodules and of how it ended.
+    assert phases_of(watched) == [("EVALUATION", 0)] * 3
     assert not model._forward_hooks
 
 
-def test_evaluation_goes_on_between_its_batches_and_after_the_last(watched: Recorder) -> None:
+def test_evaluation_continues_between_its_batches_and_after_the_last(watched: Recorder) -> None:
     model, optimizer = parts()
     train(optimizer, model=model)
     with torch.no_grad():
         for batch in torch.utils.data.DataLoader(list(torch.ones(2, 2)), batch_size=1):
             model(batch)
-    names = [name for name, _ in told(watched)[4:]]
+    names = [name for name, _ in phases_of(watched)[4:]]
     assert names == [
         "STEP",
         "DATA_WAIT",
@@ -152,10 +164,10 @@ def test_evaluation_goes_on_between_its_batches_and_after_the_last(watched: Reco
         "EVALUATION",
     ]
     train(optimizer, model=model)
-    assert told(watched)[11:] == [("FORWARD", 2), ("BACKWARD", 2), ("OPTIMIZER", 2)]
+    assert phases_of(watched)[11:] == [("FORWARD", 2), ("BACKWARD", 2), ("OPTIMIZER", 2)]
 
 
-def test_phase_under_way_is_told_as_such(watched: Recorder) -> None:
+def test_open_phase_is_recorded_as_open(watched: Recorder) -> None:
     model, optimizer = parts()
     seen: list[list[tuple[int, bool]]] = []
 
@@ -167,19 +179,19 @@ def test_phase_under_way_is_told_as_such(watched: Recorder) -> None:
     assert seen == [[(Phase.STEP, False), (Phase.FORWARD, True), (Phase.BACKWARD, False)]]
 
 
-def test_backward_pass_that_fails_has_ended(watched: Recorder) -> None:
+def test_failed_backward_pass_has_an_end(watched: Recorder) -> None:
     with pytest.raises(RuntimeError, match="grad"):
         torch.ones(1).sum().backward()
     assert marks(watched)["ended_s"][-1] > 0
-    assert told(watched)[-1] == ("BACKWARD", 1)
+    assert phases_of(watched)[-1] == ("BACKWARD", 1)
 
 
-def test_other_threads_are_not_the_loop(watched: Recorder) -> None:
+def test_phases_of_other_threads_are_not_recorded(watched: Recorder) -> None:
     model, _ = parts()
     thread = threading.Thread(target=lambda: train(model=model))
     thread.start()
     thread.join()
-    assert told(watched) == []
+    assert phases_of(watched) == []
 
 
 def test_collections_of_the_oldest_generation_are_recorded(
@@ -189,10 +201,10 @@ def test_collections_of_the_oldest_generation_are_recorded(
     monkeypatch.setattr("keepstep.monitor.telemetry.phases._SHORT_COLLECTION_S", 60.0)
     gc.collect(0)
     gc.collect(2)
-    assert told(watched) == [("GARBAGE_COLLECTION", 0)]
+    assert phases_of(watched) == [("GARBAGE_COLLECTION", 0)]
 
 
-def test_hooks_leave_no_trace(recorder: Recorder) -> None:
+def test_hooks_are_removed_completely(recorder: Recorder) -> None:
     from torch.nn.modules.module import _global_forward_pre_hooks
     from torch.utils.data import dataloader
 
@@ -213,10 +225,10 @@ def test_hooks_leave_no_trace(recorder: Recorder) -> None:
     assert len(_global_forward_pre_hooks) == hooks
     model, optimizer = parts()
     train(optimizer, model=model)
-    assert told(recorder) == []
+    assert phases_of(recorder) == []
 
 
-def test_steps_have_the_numbers_that_the_loop_gives_them(watched: Recorder) -> None:
+def test_steps_have_the_numbers_given_by_the_loop(watched: Recorder) -> None:
     model, optimizer = parts()
     watched.begin_step(1001)
     train(optimizer, model=model)
@@ -224,35 +236,35 @@ def test_steps_have_the_numbers_that_the_loop_gives_them(watched: Recorder) -> N
     assert watched.step == 1001
     watched.begin_step()
     assert watched.step == 1002
-    found = marks(watched)
-    steps = found[found["code"] == Phase.STEP]
+    records = marks(watched)
+    steps = records[records["code"] == Phase.STEP]
     assert steps["number"].tolist() == [1001, 1002]
     assert steps["ended_s"].tolist() == [steps["enqueued_s"][1], 0.0]
 
 
-def test_between_steps_none_is_under_way(watched: Recorder) -> None:
+def test_no_step_is_open_between_steps(watched: Recorder) -> None:
     watched.begin_step(1)
     watched.end_step()
     ended_s = marks(watched)["ended_s"][-1]
     assert ended_s > 0
     watched.end_step()
     watched.begin_step(2)
-    found = marks(watched)
-    assert found["ended_s"].tolist() == [ended_s, 0.0]
-    assert found["number"].tolist() == [1, 2]
+    records = marks(watched)
+    assert records["ended_s"].tolist() == [ended_s, 0.0]
+    assert records["number"].tolist() == [1, 2]
 
 
 def test_measures_keep_every_bit(recorder: Recorder) -> None:
     for value in (0.1, float("inf"), -0.0, float(2**32 - 1)):
         recorder.measure(Measure.GRADIENT_NORM, value)
     recorder.measure(Measure.LOSS, float("nan"))
-    found = marks(recorder)["nbytes"].view(np.float64)
-    assert found[:4].tolist() == [0.1, float("inf"), 0.0, 2**32 - 1]
-    assert struct.pack("<d", found[2]) == struct.pack("<d", -0.0)
-    assert np.isnan(found[4])
+    records = marks(recorder)["nbytes"].view(np.float64)
+    assert records[:4].tolist() == [0.1, float("inf"), 0.0, 2**32 - 1]
+    assert struct.pack("<d", records[2]) == struct.pack("<d", -0.0)
+    assert np.isnan(records[4])
 
 
-def test_marks_do_nothing_where_nobody_is_attached() -> None:
+def test_marks_do_nothing_without_an_attached_recorder() -> None:
     with monitor.phase(Phase.CHECKPOINT):
         monitor.measure(Measure.LOSS, 1.0)
         monitor.begin_step()
@@ -260,7 +272,7 @@ def test_marks_do_nothing_where_nobody_is_attached() -> None:
 
 
 def test_communicators_identity_depends_on_name_and_order_of_ranks() -> None:
-    told = [
+    groups = [
         ("0", (0, 1)),
         ("1", (0, 1)),
         ("0", (1, 0)),
@@ -268,12 +280,12 @@ def test_communicators_identity_depends_on_name_and_order_of_ranks() -> None:
         ("00", (1,)),
         ("0", (1,)),
     ]
-    assert len({Communicator.of(name, ranks).identity for name, ranks in told}) == len(told)
+    assert len({Communicator.of(name, ranks).identity for name, ranks in groups}) == len(groups)
     assert Communicator.of("0", (0, 1)) == Communicator.of("0", [0, 1])
 
 
 @pytest.mark.parametrize("compiler", ["false", "/no/such/compiler"])
-def test_without_a_compiler_the_error_names_the_remedy(
+def test_error_without_a_compiler_names_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str
 ) -> None:
     monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
@@ -286,17 +298,17 @@ def test_without_a_compiler_the_error_names_the_remedy(
         NativeRecorder()
 
 
-def test_library_that_others_could_have_put_there_is_not_loaded(
+def test_library_that_others_may_write_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
     library_path().write_bytes(b"")
     library_path().chmod(0o666)
-    with pytest.raises(RecorderUnavailable, match="written by others"):
+    with pytest.raises(RecorderUnavailable, match="written by other users"):
         NativeRecorder()
 
 
-def test_failure_of_communication_is_told_from_an_error_of_ones_own() -> None:
+def test_failure_of_communication_is_distinguished_from_other_errors() -> None:
     closed = RuntimeError(
         "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
     )

@@ -1,4 +1,4 @@
-"""Claims about the telemetry ring: what its writer leaves, others find, whatever happens to the writer."""
+"""Claims about the telemetry ring: readers get what the writer wrote, whatever happens to it."""
 
 import multiprocessing
 import os
@@ -40,7 +40,7 @@ from keepstep.monitor.telemetry.ring_files import (
 from keepstep.monitor.telemetry.ring_reader import RingReader
 
 SMALL = RingSizes(operations=256, marks=256, table_nbytes=512)
-WHO = WorkerIdentity("job", 3, "node-a", generation=2, world_size=8)
+IDENTITY = WorkerIdentity("job", 3, "node-a", generation=2, world_size=8)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ring() -> Iterator[Ring]:
-    made = create_ring(WHO, SMALL)
+    made = create_ring(IDENTITY, SMALL)
     yield made
     made.close()
 
@@ -69,7 +69,7 @@ def operate(ring: Ring, number: int, ended_s: float = 0.0) -> int:
     )
 
 
-def test_jobs_that_have_rings_are_known_by_name(base: Path) -> None:
+def test_jobs_that_have_rings_are_listed_by_name(base: Path) -> None:
     assert recorded_jobs() == ()
     for name in ("other", "job"):
         create_ring(WorkerIdentity(name, 0, "node-a", generation=1, world_size=1), SMALL).close()
@@ -78,23 +78,32 @@ def test_jobs_that_have_rings_are_known_by_name(base: Path) -> None:
     assert recorded_jobs() == ("job", "other")
 
 
-def test_reader_finds_what_the_writer_wrote(ring: Ring) -> None:
+def test_reader_gets_what_the_writer_wrote(ring: Ring) -> None:
     reader = RingReader(ring.path)
-    assert reader.identity == WHO
+    assert reader.identity == IDENTITY
     assert reader.process == os.getpid()
     assert reader.is_alive()
     assert len(reader.last(10)) == 0
     ring.step = 7
     ring.operations.begin(
-        Kind.OPERATION, Operation.SEND, number=5, step=7, enqueued_s=1.5, ended_s=2.5, nbytes=2**40, communicator=2**32 - 1,
-        dtype=9, flags=Flag.ASYNCHRONOUS, peer=12,
-    )  # fmt: skip
+        Kind.OPERATION,
+        Operation.SEND,
+        number=5,
+        step=7,
+        enqueued_s=1.5,
+        ended_s=2.5,
+        nbytes=2**40,
+        communicator=2**32 - 1,
+        dtype=9,
+        flags=Flag.ASYNCHRONOUS,
+        peer=12,
+    )
     (record,) = reader.last(10)
     assert record.tolist() == (2, 1, 10, 9, 1, 2**32 - 1, 5, 2**40, 12, 7, 1.5, 1.5, 2.5)
     assert reader.step == 7
 
 
-def test_operation_under_way_is_completed_in_place(ring: Ring) -> None:
+def test_open_operation_is_completed_in_place(ring: Ring) -> None:
     reader = RingReader(ring.path)
     first, second = operate(ring, 1), operate(ring, 2)
     ring.operations.end(first, 1.25)
@@ -113,10 +122,10 @@ def test_operation_that_was_overwritten_is_not_completed(ring: Ring) -> None:
 
 
 @given(written=st.integers(0, 1000), wanted=st.integers(0, 600))
-def test_last_records_come_oldest_first_however_often_the_ring_went_round(
+def test_last_records_are_oldest_first_though_the_ring_wrapped_around(
     written: int, wanted: int
 ) -> None:
-    made = create_ring(WHO, SMALL)
+    made = create_ring(IDENTITY, SMALL)
     for number in range(1, written + 1):
         operate(made, number)
     reader = RingReader(made.path)
@@ -126,7 +135,7 @@ def test_last_records_come_oldest_first_however_often_the_ring_went_round(
     made.close()
 
 
-def test_reading_on_from_a_position_gives_each_record_once_and_counts_the_lost(ring: Ring) -> None:
+def test_reading_from_a_position_gives_each_record_once_and_counts_missed(ring: Ring) -> None:
     reader = RingReader(ring.path)
     for number in range(1, 6):
         operate(ring, number)
@@ -145,7 +154,7 @@ def test_reading_on_from_a_position_gives_each_record_once_and_counts_the_lost(r
     assert part.missed == 294 - 256
 
 
-def test_many_operations_do_not_flush_out_phases(ring: Ring) -> None:
+def test_many_operations_do_not_overwrite_phases(ring: Ring) -> None:
     ring.marks.begin(Kind.PHASE, Phase.STEP, number=1, step=1, enqueued_s=0.5)
     for number in range(1, 1000):
         operate(ring, number)
@@ -159,7 +168,7 @@ def stamp(ring: Ring, slot: int, value: int) -> None:
 
 
 @pytest.mark.parametrize("torn", [2 * 2 + 1, 0, 2 * (2 - 256) + 2 + 2**64, 2 * (2 + 256) + 2])
-def test_record_that_is_being_written_is_left_out(ring: Ring, torn: int) -> None:
+def test_record_that_is_being_written_is_not_returned(ring: Ring, torn: int) -> None:
     for number in range(1, 6):
         operate(ring, number)
     stamp(ring, 2, torn % 2**64)
@@ -168,8 +177,8 @@ def test_record_that_is_being_written_is_left_out(ring: Ring, torn: int) -> None
     assert part.missed == 1
 
 
-def test_reader_never_sees_a_torn_record_of_a_busy_writer(ring: Ring) -> None:
-    """Every record carries the same number in three places."""
+def test_reader_never_returns_a_torn_record_of_a_busy_writer(ring: Ring) -> None:
+    """Every record contains the same number in three fields."""
     stop = threading.Event()
 
     def write() -> None:
@@ -200,7 +209,7 @@ def test_reader_never_sees_a_torn_record_of_a_busy_writer(ring: Ring) -> None:
     writer.join()
 
 
-def test_communicators_are_seen_whole_or_not_at_all(ring: Ring) -> None:
+def test_communicators_are_read_completely_or_not_at_all(ring: Ring) -> None:
     reader = RingReader(ring.path)
     mesh = Communicator(7, "mesh_dp", tuple(range(3, 4096, 8)))
     odd = Communicator(9, "odd", (5, 1, 9, 10, 11))
@@ -217,32 +226,34 @@ def test_runs_of_ranks_are_lossless(ranks: list[int]) -> None:
     assert ranks_of(runs(ranks)) == tuple(ranks)
 
 
-def test_ring_of_a_killed_process_is_readable_and_known_to_be_dead() -> None:
+def test_ring_of_a_killed_process_is_readable_and_its_process_is_dead() -> None:
     code = (
-        "import os, signal\nfrom keepstep.monitor.telemetry.ring import WorkerIdentity\nfrom keepstep.monitor.telemetry.ring_files import create_ring\n"
+        "import os, signal\n"
+        "from keepstep.monitor.telemetry.ring import WorkerIdentity\n"
+        "from keepstep.monitor.telemetry.ring_files import create_ring\n"
         "ring = create_ring(WorkerIdentity('job', 0, 'a'))\n"
         "ring.operations.begin(1, 1, number=41, step=1, enqueued_s=1.0, ended_s=2.0)\n"
         "ring.operations.begin(1, 9, number=42, step=1, enqueued_s=3.0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = subprocess.Popen([sys.executable, "-c", code])
-    # Dead, but not reaped yet: a zombie is no living worker.
+    # The process is a zombie now, which does not count as alive.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    told = JobRings(job_directory("job")).read(10).ranks[0]
-    assert told.records[["number", "ended_s"]].tolist() == [(41, 2.0), (42, 0.0)]
-    assert not told.is_alive
-    assert told.ending == Ending.NONE
+    rank = JobRings(job_directory("job")).read(10).ranks[0]
+    assert rank.records[["number", "ended_s"]].tolist() == [(41, 2.0), (42, 0.0)]
+    assert not rank.is_alive
+    assert rank.ending == Ending.NONE
     assert child.wait() == -signal.SIGKILL
 
 
-def test_another_process_with_the_same_id_is_not_taken_for_the_writer(ring: Ring) -> None:
+def test_later_process_with_the_same_id_is_not_the_writer(ring: Ring) -> None:
     with open(ring.path, "r+b") as file:
         file.seek(32)
         file.write(struct.pack("<Q", (process_started(os.getpid()) or 0) - 1))
     assert not RingReader(ring.path).is_alive()
 
 
-def test_stopped_process_is_alive_and_finished_one_says_so(ring: Ring) -> None:
+def test_stopped_process_is_alive_and_a_finished_one_is_recorded_as_such(ring: Ring) -> None:
     reader = RingReader(ring.path)
     ring.finish()
     assert reader.ending == Ending.FINISHED
@@ -264,33 +275,33 @@ def damaged(ring: Ring, at: int, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "data", "complaint"),
+    ("at", "data", "message"),
     [
         (0, b"\x7fELF", "no telemetry ring"),
         (16, struct.pack("<I", 2), "version 2, this monitor reads 1: upgrade the monitor"),
         (16, struct.pack("<I", 0), "restart the worker"),
         (24, struct.pack("<I", 128), "damaged"),
         (80, struct.pack("<Q", 300), "power of two"),
-        (80, struct.pack("<Q", 2**40), "damaged or cut short"),
+        (80, struct.pack("<Q", 2**40), "damaged or truncated"),
         (96, struct.pack("<Q", 12), "damaged"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(
-    ring: Ring, at: int, data: bytes, complaint: str
+def test_unreadable_ring_is_refused_with_the_reason(
+    ring: Ring, at: int, data: bytes, message: str
 ) -> None:
     damaged(ring, at, data)
-    with pytest.raises(RingUnreadable, match=complaint):
+    with pytest.raises(RingUnreadable, match=message):
         RingReader(ring.path)
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 37_000])
-def test_ring_that_is_cut_short_is_refused(ring: Ring, nbytes: int) -> None:
+def test_truncated_ring_is_refused(ring: Ring, nbytes: int) -> None:
     os.truncate(ring.path, nbytes)
-    with pytest.raises(RingUnreadable, match="cut short"):
+    with pytest.raises(RingUnreadable, match="truncated"):
         RingReader(ring.path)
 
 
-def test_bad_ring_does_not_keep_the_others_from_being_read(
+def test_invalid_ring_does_not_prevent_reading_the_others(
     ring: Ring, caplog: pytest.LogCaptureFixture
 ) -> None:
     (ring.path.parent / "rank-00004.ring").write_bytes(b"what is this" * 1000)
@@ -300,7 +311,7 @@ def test_bad_ring_does_not_keep_the_others_from_being_read(
     assert len(caplog.records) == 1
 
 
-def test_what_cannot_be_opened_does_not_keep_the_others_from_being_read(
+def test_ring_that_cannot_be_opened_does_not_prevent_reading_the_others(
     ring: Ring, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = ring.path.parent
@@ -315,13 +326,13 @@ def test_what_cannot_be_opened_does_not_keep_the_others_from_being_read(
         "00005.ring",
         "00006.ring",
     ]
-    # What stood in the way is gone.
+    # The obstacle is removed.
     (place / "rank-00004.ring").rmdir()
-    create_ring(replace(WHO, rank=4), SMALL).close()
+    create_ring(replace(IDENTITY, rank=4), SMALL).close()
     assert set(rings.read(1).ranks) == {3, 4}
 
 
-def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: Ring) -> None:
+def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one(ring: Ring) -> None:
     operate(ring, 41)
     old = RingReader(ring.path)
     rings = JobRings(ring.path.parent)
@@ -335,7 +346,7 @@ def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one_whole(ring: R
     assert os.listdir(ring.path.parent) == ["rank-00003.ring"]
 
 
-def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
+def test_ranks_of_an_earlier_generation_are_not_read(ring: Ring) -> None:
     for rank in (0, 1):
         operate(create_ring(WorkerIdentity("job", rank, "node-a", generation=3), SMALL), 1)
     rings = JobRings(ring.path.parent)
@@ -346,7 +357,7 @@ def test_ranks_of_a_former_generation_are_left_out(ring: Ring) -> None:
 def launched(
     rank: int, generation: int, world_size: int, before_s: float = 0.0, *, dead: bool = False
 ) -> None:
-    """Leave a ring that was created so long before this process started; now, by default."""
+    """Create a ring, as of `before_s` before this process started; by default as of now."""
     made = create_ring(WorkerIdentity("job", rank, "node-a", generation, world_size), SMALL)
     if before_s:
         damaged(made, 56, struct.pack("<d", RingReader(made.path).process_started_s - before_s))
@@ -355,28 +366,29 @@ def launched(
     made.close()
 
 
-def test_ranks_that_an_earlier_launch_left_are_left_out_and_those_that_died_since_are_not() -> None:
-    launched(5, 9, 8, before_s=50.0, dead=True)  # It was restarted more often.
+def test_ranks_of_an_earlier_launch_are_not_read_and_those_that_died_since_are() -> None:
+    launched(5, 9, 8, before_s=50.0, dead=True)  # That launch was restarted more often.
     launched(4, 1, 8, before_s=50.0, dead=True)
-    launched(3, 1, 2, before_s=50.0, dead=True)  # Its ranks lay elsewhere.
-    launched(2, 1, 8, before_s=50.0)  # Its process was left behind.
+    launched(3, 1, 2, before_s=50.0, dead=True)  # Its ranks were placed differently.
+    launched(2, 1, 8, before_s=50.0)  # Its process is still alive.
     for rank in (0, 1):
         launched(rank, 1, 2, dead=rank == 1)
     rings = JobRings(job_directory("job"))
-    assert {rank: one.is_alive for rank, one in rings.read(5).ranks.items()} == {0: True, 1: False}
+    alive = {rank: records.is_alive for rank, records in rings.read(5).ranks.items()}
+    assert alive == {0: True, 1: False}
     assert set(rings.processes()) == set(rings.incarnations()) == {0, 1}
     assert (rings.generation(), rings.world_size()) == (1, 2)
     launched(0, 1, 2, dead=True)
     assert set(rings.read(5).ranks) == {0, 1}
 
 
-def test_rank_that_was_killed_before_the_last_one_had_its_ring_stays_in_sight() -> None:
+def test_rank_that_was_killed_before_the_last_ring_was_created_is_read() -> None:
     launched(0, 1, 2, dead=True)
     launched(1, 1, 2)
     assert set(JobRings(job_directory("job")).read(5).ranks) == {0, 1}
 
 
-def test_rings_from_before_the_node_restarted_hide_nobody() -> None:
+def test_rings_from_before_a_reboot_do_not_hide_current_ranks() -> None:
     launched(0, 1, 2)
     launched(1, 4, 2, before_s=-1e6, dead=True)
     assert set(JobRings(job_directory("job")).read(5).ranks) == {0}
@@ -392,13 +404,13 @@ def test_rings_from_before_the_node_restarted_hide_nobody() -> None:
     ],
     ids=["another job", "an earlier generation", "reopened", "dead"],
 )
-def test_taking_the_ring_of_another_job_that_runs_is_said(
+def test_replacing_the_ring_of_another_running_job_is_logged(
     process: int, generation: int, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = create_ring(replace(WHO, generation=generation), SMALL)
+    other = create_ring(replace(IDENTITY, generation=generation), SMALL)
     damaged(other, 28, struct.pack("<I", process))
     damaged(other, 32, struct.pack("<Q", process_started(process) or 0))
-    create_ring(WHO, SMALL).close()
+    create_ring(IDENTITY, SMALL).close()
     assert [
         f"process {process}" in message and "KEEPSTEP_JOB" in message for message in caplog.messages
     ] == [True] * warns
@@ -414,23 +426,23 @@ def test_directory_that_others_may_write_to_is_refused(base: Path) -> None:
     base.mkdir(mode=0o700)
     base.chmod(0o777)
     with pytest.raises(RingUnwritable, match="only this user"):
-        create_ring(WHO, SMALL)
+        create_ring(IDENTITY, SMALL)
 
 
-def test_link_put_in_place_of_the_directory_is_refused(base: Path, tmp_path: Path) -> None:
+def test_symbolic_link_instead_of_the_directory_is_refused(base: Path, tmp_path: Path) -> None:
     base.symlink_to(tmp_path)
     with pytest.raises(RingUnwritable, match="only this user"):
-        create_ring(WHO, SMALL)
+        create_ring(IDENTITY, SMALL)
 
 
-def test_full_memory_is_an_error_that_names_the_remedy_and_leaves_nothing(tmp_path: Path) -> None:
+def test_full_memory_gives_an_error_with_the_remedy_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RingUnwritable, match="KEEPSTEP_MONITOR_DIR"):
-        create_ring(WHO, RingSizes(operations=2**45))
+        create_ring(IDENTITY, RingSizes(operations=2**45))
     assert os.listdir(job_directory("job")) == []
 
 
 @pytest.mark.parametrize("job", ["../../etc", "..", "a/b", "", "x" * 500])
-def test_no_name_of_a_job_leads_out_of_the_directory(job: str) -> None:
+def test_directory_of_any_job_is_inside_the_base_directory(job: str) -> None:
     assert job_directory(job).parent == base_directory()
     assert job_directory(job).name not in ("", ".", "..")
 
@@ -442,14 +454,14 @@ def test_no_two_jobs_share_a_directory() -> None:
 
 
 def dead_ring(rank: int) -> Path:
-    """Leave a ring whose process is gone."""
+    """Create a ring whose process does not exist."""
     made = create_ring(WorkerIdentity("job", rank, "node-a"), SMALL)
     damaged(made, 28, struct.pack("<I", 2**31 - 1))
     made.close()
     return made.path
 
 
-def test_rings_of_dead_processes_are_removed_after_a_while_and_living_ones_never(
+def test_only_rings_of_dead_processes_are_removed_and_only_after_a_time(
     ring: Ring,
 ) -> None:
     path = dead_ring(0)
@@ -463,7 +475,7 @@ def test_rings_of_dead_processes_are_removed_after_a_while_and_living_ones_never
     assert other.exists()
 
 
-def test_directory_goes_with_its_last_ring() -> None:
+def test_directory_is_removed_with_its_last_ring() -> None:
     path = dead_ring(0)
     sweeper = Sweeper(keep_s=0.0)
     assert sweeper.sweep([path.parent], 1.0) == [path]
@@ -472,7 +484,7 @@ def test_directory_goes_with_its_last_ring() -> None:
     assert sweeper.sweep([path.parent], 2.0) == []
 
 
-def test_a_daemon_removes_rings_of_the_long_dead(ring: Ring) -> None:
+def test_daemon_removes_rings_of_processes_that_died_long_ago(ring: Ring) -> None:
     path = dead_ring(0)
     kept = RingSource(ring.path.parent)
     kept.read()
@@ -484,7 +496,7 @@ def test_a_daemon_removes_rings_of_the_long_dead(ring: Ring) -> None:
     source.close()
 
 
-def test_ring_that_was_replaced_meanwhile_has_its_own_time() -> None:
+def test_ring_that_was_replaced_meanwhile_is_kept_for_its_own_time() -> None:
     path = dead_ring(0)
     sweeper = Sweeper(keep_s=60.0)
     sweeper.sweep([path.parent], 0.0)
@@ -493,16 +505,16 @@ def test_ring_that_was_replaced_meanwhile_has_its_own_time() -> None:
     assert sweeper.sweep([path.parent], 160.0) == [path]
 
 
-def test_new_workers_ring_survives_a_sweep_that_meant_the_old_one(
+def test_new_workers_ring_survives_a_sweep_of_the_old_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = dead_ring(0)
     sweeper = Sweeper(keep_s=0.0)
     rename = os.rename
-    newcomer = iter([WorkerIdentity("job", 0, "node-a", generation=9)])
+    new_workers = iter([WorkerIdentity("job", 0, "node-a", generation=9)])
 
     def replace_first(source: Path, target: Path) -> None:
-        for identity in newcomer:
+        for identity in new_workers:
             create_ring(identity, SMALL)
         rename(source, target)
 
@@ -511,7 +523,7 @@ def test_new_workers_ring_survives_a_sweep_that_meant_the_old_one(
     assert RingReader(path).identity.generation == 9
 
 
-def test_format_is_what_the_documentation_says(ring: Ring) -> None:
+def test_format_is_as_documented(ring: Ring) -> None:
     operate(ring, 1, ended_s=4.0)
     raw = ring.path.read_bytes()
     assert raw[:16] == MAGIC
@@ -526,7 +538,7 @@ def test_format_is_what_the_documentation_says(ring: Ring) -> None:
     assert len(raw) == 36864 + 512
 
 
-def test_whoever_only_reads_needs_no_pytorch() -> None:
+def test_reading_rings_does_not_import_pytorch() -> None:
     names = ("clocks", "flight_recorder", "job_rings", "recorder", "ring_files")
     modules = ", ".join(
         ["keepstep.monitor", *(f"keepstep.monitor.telemetry.{name}" for name in names)]

@@ -1,4 +1,4 @@
-"""Claims about the file of daemons to gather from, which people and scripts write while it is read."""
+"""Claims about the file of children's URLs, which people and scripts edit while it is read."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.tree.child_registry import ChildrenFile
 
 
-def test_it_is_read_again_when_it_changes(tmp_path: Path) -> None:
+def test_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "rack1"
     path.write_text("http://a:1\n\nhttp://b:1  # the old one\n# none\n")
     file = ChildrenFile(path)
@@ -17,11 +17,11 @@ def test_it_is_read_again_when_it_changes(tmp_path: Path) -> None:
     path.write_text("http://c:1\n")
     assert file.urls() == ("http://c:1",)
     path.unlink()
-    # Being replaced: the list as it was is still good.
+    # It is being replaced: the previous list remains.
     assert file.urls() == ("http://c:1",)
 
 
-def test_what_cannot_be_read_is_said_once_and_the_last_good_list_holds(
+def test_unreadable_file_is_logged_once_and_the_last_valid_list_remains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "rack1"
@@ -42,7 +42,7 @@ def test_what_cannot_be_read_is_said_once_and_the_last_good_list_holds(
     assert file.urls() == ("http://b:1",)
 
 
-def test_a_file_that_cannot_be_read_at_the_start_is_refused(tmp_path: Path) -> None:
+def test_file_that_cannot_be_read_at_the_start_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(MonitorError, match=os.fspath(path)):
             ChildrenFile(path)

@@ -1,4 +1,4 @@
-"""Every second of a job is accounted for once."""
+"""Claims about goodput: every second of a job is accounted for once."""
 
 import pytest
 from hypothesis import given
@@ -31,14 +31,14 @@ def test_undisturbed_job_keeps_all_its_time() -> None:
     assert account.parts[KEPT] == 60.0
 
 
-def test_recovery_is_taken_apart_into_its_phases() -> None:
+def test_recovery_is_split_into_its_phases() -> None:
     account = goodput([recovery(120.0)], 100.0, 160.0, 0.5)
     assert account.parts == pytest.approx(
         {DETECTING: 0.1, CONNECTING: 0.2, RESTORING: 0.4, FIRST: 0.0, REDONE: 1.0, KEPT: 58.3}
     )
 
 
-def test_recovery_under_way_lasts_until_now() -> None:
+def test_unfinished_recovery_lasts_until_now() -> None:
     underway = RecoveryStatus(2, "a node died", 4, 150.0, 150.5, 0.0, 0.0, 0.0, 10, 0, "")
     account = goodput([underway], 100.0, 160.0, 0.5)
     assert account.parts[CONNECTING] == pytest.approx(9.5)

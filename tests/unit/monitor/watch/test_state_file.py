@@ -1,4 +1,4 @@
-"""Claims about what a daemon still knows after a restart."""
+"""Claims about the state of a daemon after a restart."""
 
 from pathlib import Path
 
@@ -11,23 +11,23 @@ from keepstep.monitor.watch.state_file import SavedState, load_state, save_state
 SPENT = EnforcementState(replaced=((90.0, "b"),), restarted=((70.0, 3), (95.0, 4)), now_s=100.0)
 
 
-def test_what_was_spent_keeps_its_age_though_the_machine_began_its_time_anew(
+def test_spent_budget_keeps_its_age_over_a_reboot(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "deep" / "state.json"
     save_state(path, SavedState(policy=SPENT), 100.0, 5000.0)
     # A reboot and 50 s later.
-    told = load_state(path, 10.0, 5050.0)
-    assert told.policy.replaced == ((-50.0, "b"),)
-    assert told.policy.restarted == ((-70.0, 3), (-45.0, 4))
-    assert told.log.entries == ()
-    assert [found.name for found in path.parent.iterdir()] == ["state.json"]
+    loaded = load_state(path, 10.0, 5050.0)
+    assert loaded.policy.replaced == ((-50.0, "b"),)
+    assert loaded.policy.restarted == ((-70.0, 3), (-45.0, 4))
+    assert loaded.log.entries == ()
+    assert [file.name for file in path.parent.iterdir()] == ["state.json"]
 
 
-def test_people_are_not_told_again_of_what_still_stands_after_a_restart(tmp_path: Path) -> None:
+def test_verdict_that_still_holds_after_a_restart_is_not_alerted_at_once(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     verdict = Verdict(
-        Subject("rank", (3,), "b"), Syndrome.DATA_STALL, 90.0, ("told",), 0.9, 0.1, Advice.ALERT
+        Subject("rank", (3,), "b"), Syndrome.DATA_STALL, 90.0, ("waits",), 0.9, 0.1, Advice.ALERT
     )
     state, _ = decide(EnforcementPolicy(), EnforcementState(), [verdict], {3: "b"}, 1.0, 100.0)
     state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, 101.0)
@@ -35,14 +35,14 @@ def test_people_are_not_told_again_of_what_still_stands_after_a_restart(tmp_path
     save_state(path, SavedState(policy=state), 101.0, 5001.0)
     # A reboot and half an hour later.
     state = load_state(path, 10.0, 6801.0).policy
-    told_s = []
+    alerted_s = []
     for now_s in range(10, 3600, 10):
         state, actions = decide(EnforcementPolicy(), state, [verdict], {3: "b"}, 1.0, float(now_s))
-        told_s += [now_s for _ in actions]
-    assert told_s == [1810]
+        alerted_s += [now_s for _ in actions]
+    assert alerted_s == [1810]
 
 
-def test_a_wall_clock_that_was_set_back_makes_nothing_of_the_future(tmp_path: Path) -> None:
+def test_wall_clock_that_was_set_back_gives_no_time_in_the_future(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     save_state(path, SavedState(policy=SPENT), 100.0, 5000.0)
     assert load_state(path, 110.0, 4000.0).policy.replaced == ((110.0, "b"),)
@@ -58,7 +58,7 @@ def test_a_wall_clock_that_was_set_back_makes_nothing_of_the_future(tmp_path: Pa
         '{"entries": [], "opened": [], "spent": {"replaced": [], "restarted": []}, "alerted": []}',
     ],
 )
-def test_a_file_that_is_none_is_an_empty_memory_with_a_warning(
+def test_invalid_file_gives_an_empty_state_and_a_warning(
     tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "state.json"

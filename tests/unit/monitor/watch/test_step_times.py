@@ -1,4 +1,4 @@
-"""What steps took, and what one of them consisted of."""
+"""Claims about durations of steps, the timeline of one step, and delays between ranks."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ def feed(table: StepTable, record: np.ndarray, ended_before_s: float = 0.0) -> N
     table.feed(ChangedRecords(record, np.array([ended_before_s])))
 
 
-def test_step_that_is_done_again_counts_as_its_last_attempt() -> None:
+def test_step_that_is_done_again_has_the_duration_of_its_last_attempt() -> None:
     table = StepTable(8)
     feed(table, phase(Phase.STEP, 3, 10.0, 12.0))
     feed(table, phase(Phase.STEP, 3, 20.0, 20.5))
@@ -62,16 +62,16 @@ def test_phase_that_is_prolonged_is_not_counted_twice() -> None:
     assert table.seconds([1])[0, Phase.STEP] == 1.5
 
 
-def test_table_keeps_the_newest_steps_and_knows_what_it_does_not() -> None:
+def test_table_keeps_the_newest_steps_and_has_no_values_of_others() -> None:
     table = StepTable(4)
     for step in range(1, 8):
         feed(table, phase(Phase.STEP, step, step, step + 0.25))
-    feed(table, phase(Phase.FORWARD, 2, 2.0, 2.1))  # too late: its place was taken
-    shown = table.seconds([2, 4, 7, 9])[:, Phase.STEP]
-    assert [math.isnan(value) for value in shown] == [True, False, False, True]
+    feed(table, phase(Phase.FORWARD, 2, 2.0, 2.1))  # Too late: its slot was reused.
+    seconds = table.seconds([2, 4, 7, 9])[:, Phase.STEP]
+    assert [math.isnan(value) for value in seconds] == [True, False, False, True]
 
 
-def test_heat_map_puts_neighbours_in_a_row_and_shows_the_slowest() -> None:
+def test_heat_map_groups_neighbours_in_rows_and_shows_the_slowest() -> None:
     tables = {rank: StepTable(16) for rank in range(5)}
     for rank, table in tables.items():
         for step in range(1, 4):
@@ -85,23 +85,23 @@ def test_heat_map_puts_neighbours_in_a_row_and_shows_the_slowest() -> None:
     assert typical_step_s({}) is None
 
 
-def told(
+def rank_records(
     rank: int, *records: np.ndarray, read_at_s: float = 100.0, offset_s: float = 0.0
 ) -> RankRecords:
     return RankRecords(rank, "node-a", np.concatenate(records), read_at_s, offset_s=offset_s)
 
 
-def test_the_step_to_show_is_whole_unless_the_next_is_stuck() -> None:
+def test_step_to_show_has_ended_unless_the_next_is_stuck() -> None:
     steps = [phase(Phase.STEP, 4, 9.0, 10.0), phase(Phase.STEP, 5, 10.0, 0.0)]
-    ranks = {rank: told(rank, *steps, read_at_s=11.0) for rank in range(2)}
+    ranks = {rank: rank_records(rank, *steps, read_at_s=11.0) for rank in range(2)}
     assert newest_step(ranks) == 4
-    stuck = {rank: told(rank, *steps, read_at_s=30.0) for rank in range(2)}
+    stuck = {rank: rank_records(rank, *steps, read_at_s=30.0) for rank in range(2)}
     assert newest_step(stuck) == 5
     assert newest_step({}) is None
 
 
-def test_the_step_of_whoever_stopped_is_shown_with_what_the_others_wait_in() -> None:
-    culprit = told(
+def test_step_of_a_stopped_rank_is_shown_with_the_open_operations_of_others() -> None:
+    culprit = rank_records(
         1, phase(Phase.STEP, 42, 9.0, 10.0), phase(Phase.STEP, 43, 10.0, 0.0), read_at_s=30.0
     )
     done = [
@@ -112,31 +112,34 @@ def test_the_step_of_whoever_stopped_is_shown_with_what_the_others_wait_in() -> 
     waiting = operation(7, 11.5, 0.0)
     waiting["step"] = 44
     ranks = {
-        0: told(0, *done, waiting, read_at_s=30.0),
+        0: rank_records(0, *done, waiting, read_at_s=30.0),
         1: culprit,
-        2: told(2, *done, waiting, read_at_s=30.0),
+        2: rank_records(2, *done, waiting, read_at_s=30.0),
     }
     assert newest_step(ranks) == 43
     assert stand_still_in(ranks, 43)
-    spans = timeline(ranks, {}, 43, limit=9, to_the_end=True)
+    spans = timeline(ranks, {}, 43, limit=9, include_later_open=True)
     assert [(span.name, span.end_s) for span in spans[0]] == [
         ("step", 11.0),
         ("step", None),
         ("all reduce", None),
     ]
     assert [(span.name, span.end_s) for span in spans[1]] == [("step", None)]
-    # Who ended in good order, or died long ago, stopped nobody; who has just died may have.
-    ended = told(3, phase(Phase.STEP, 7, 1.0, 2.0))
+    # A rank that ended normally, or died long ago, is not the cause; one that just died may be.
+    ended = rank_records(3, phase(Phase.STEP, 7, 1.0, 2.0))
     assert newest_step({**ranks, 3: replace(ended, ending=Ending.FINISHED, is_alive=False)}) == 43
     assert newest_step({**ranks, 3: replace(ended, is_alive=False)}) == 43
     assert newest_step({**ranks, 1: replace(culprit, is_alive=False)}) == 43
 
 
 def test_timeline_keeps_the_longest_operations_and_shifts_clocks() -> None:
-    many = [operation(n, 1.0 + n, 1.0 + n + 0.001 * n) for n in range(1, 30)]
-    under_way = operation(30, 50.0, 0.0)
+    ended = [operation(n, 1.0 + n, 1.0 + n + 0.001 * n) for n in range(1, 30)]
+    still_open = operation(30, 50.0, 0.0)
     spans = timeline(
-        {0: told(0, *many, under_way, phase(Phase.STEP, 1, 1.0, 0.0), offset_s=5.0)}, {}, 1, limit=3
+        {0: rank_records(0, *ended, still_open, phase(Phase.STEP, 1, 1.0, 0.0), offset_s=5.0)},
+        {},
+        1,
+        limit=3,
     )[0]
     assert [span.facts["number"] for span in spans if span.kind == "operation"] == [28, 29, 30]
     assert spans[-1].end_s is None
@@ -144,15 +147,15 @@ def test_timeline_keeps_the_longest_operations_and_shifts_clocks() -> None:
     assert spans[0].name == "step"
 
 
-def test_whoever_is_late_is_waited_for_and_a_slow_message_is_a_cell() -> None:
+def test_late_rank_is_a_column_of_waiting_times_and_a_slow_message_is_a_cell() -> None:
     late = {
-        0: told(0, operation(1, 1.0, 2.1), operation(5, 3.0, 3.4, Operation.SEND, 1)),
-        1: told(1, operation(1, 1.5, 2.1), operation(5, 3.1, 3.4, Operation.RECEIVE, 0)),
-        2: told(2, operation(1, 2.0, 2.1)),
+        0: rank_records(0, operation(1, 1.0, 2.1), operation(5, 3.0, 3.4, Operation.SEND, 1)),
+        1: rank_records(1, operation(1, 1.5, 2.1), operation(5, 3.1, 3.4, Operation.RECEIVE, 0)),
+        2: rank_records(2, operation(1, 2.0, 2.1)),
     }
-    shown = delays(late, rows=8)
-    assert np.allclose(shown.waiting[:, 2], [1.0, 0.5, np.nan], equal_nan=True)
-    assert shown.waiting[0, 1] == 0.0
-    assert math.isclose(shown.transfer[0, 1], 0.3)
-    assert np.isnan(shown.transfer).sum() == 8
+    matrices = delays(late, rows=8)
+    assert np.allclose(matrices.waiting[:, 2], [1.0, 0.5, np.nan], equal_nan=True)
+    assert matrices.waiting[0, 1] == 0.0
+    assert math.isclose(matrices.transfer[0, 1], 0.3)
+    assert np.isnan(matrices.transfer).sum() == 8
     assert delays({}, 8).waiting.shape == (0, 0)

@@ -1,4 +1,4 @@
-"""A trouble is told once when it begins and once when it is over, however it flickers, and survives being written down."""
+"""Claims about the log: a verdict opens and closes once though it flickers, and survives saving."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ SLOW = Verdict(
 HANG = replace(SLOW, syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s_per_step=float("inf"))
 
 
-def test_verdict_opens_once_keeps_its_evidence_fresh_and_closes_when_it_was_last_told() -> None:
+def test_verdict_opens_once_updates_its_evidence_and_closes_at_its_last_report() -> None:
     log, changes = advance(VerdictLog(), [SLOW], now_s=100.0, wall_s=1000.0)
     assert [entry.since_s for entry in changes.opened] == [990.0]
     fresher = replace(SLOW, evidence=("waits longer",))
@@ -33,18 +33,17 @@ def test_verdict_opens_once_keeps_its_evidence_fresh_and_closes_when_it_was_last
 
 
 @given(st.lists(st.booleans(), max_size=60))
-def test_what_flickers_faster_than_the_quiet_time_is_one_trouble(said: list[bool]) -> None:
+def test_verdict_that_flickers_faster_than_the_quiet_time_opens_once(holds: list[bool]) -> None:
     log, opened = VerdictLog(), 0
-    for second, is_said in enumerate([True, *said]):
-        log, changes = advance(
-            log, [SLOW] if is_said or second % 4 == 0 else [], 100.0 + second, 1000.0 + second
-        )
+    for second, is_holding in enumerate([True, *holds]):
+        verdicts = [SLOW] if is_holding or second % 4 == 0 else []
+        log, changes = advance(log, verdicts, 100.0 + second, 1000.0 + second)
         opened += len(changes.opened)
         assert changes.closed == ()
     assert opened == 1
 
 
-def test_log_survives_being_written_down_with_stacks_and_an_infinite_cost() -> None:
+def test_log_survives_encoding_with_stacks_and_an_infinite_cost() -> None:
     log, _ = advance(VerdictLog(), [SLOW, HANG], 100.0, 1000.0)
     log = log.with_stacks(2, 5, {"threads": []})
     assert VerdictLog.from_json(json.loads(json.dumps(log.to_json()))) == log
@@ -52,11 +51,11 @@ def test_log_survives_being_written_down_with_stacks_and_an_infinite_cost() -> N
     assert log.entries[0].stacks == {}
 
 
-def test_only_what_is_over_is_forgotten() -> None:
+def test_only_closed_entries_are_dropped() -> None:
     log, _ = advance(VerdictLog(), [HANG], 0.0, 0.0)
     for turn in range(1, 400):
-        told = [HANG, replace(SLOW, subject=Subject("rank", (turn,), ""))]
-        log, _ = advance(log, told, 10.0 * turn, 10.0 * turn)
+        verdicts = [HANG, replace(SLOW, subject=Subject("rank", (turn,), ""))]
+        log, _ = advance(log, verdicts, 10.0 * turn, 10.0 * turn)
     assert log.entries[0].number == 1
     assert len(log.entries) <= 201
     assert log.opened[Syndrome.DATA_STALL] == 399
