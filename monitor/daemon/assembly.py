@@ -55,7 +55,7 @@ def assemble(
 
 
 def diagnose(
-    told: Digest,
+    new_digest: Digest,
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     metrics: Mapping[str, NodeMetrics],
@@ -64,5 +64,5 @@ def diagnose(
 ) -> tuple[DiagnosisState, Sequence[Verdict]]:
     """Diagnose, with the usual thresholds: the daemon's `Diagnosis`."""
     return conclude(
-        told, communicators, nodes, metrics, past or NO_DIAGNOSIS_STATE, now_s, Thresholds()
+        new_digest, communicators, nodes, metrics, past or NO_DIAGNOSIS_STATE, now_s, Thresholds()
     )

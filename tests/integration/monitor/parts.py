@@ -51,9 +51,15 @@ class FixedDiagnosis:
         self.metrics: list[Any] = []
 
     def __call__(
-        self, told: Digest, communicators: Any, nodes: Any, metrics: Any, past: Any, now_s: float
+        self,
+        new_digest: Digest,
+        communicators: Any,
+        nodes: Any,
+        metrics: Any,
+        past: Any,
+        now_s: float,
     ) -> tuple[Any, Sequence[Verdict]]:
-        self.digests.append(told)
+        self.digests.append(new_digest)
         self.metrics.append(metrics)
         self.nodes, self.communicators = dict(nodes), dict(communicators)
         return (past or 0) + 1, self.verdicts
