@@ -1,6 +1,6 @@
 """The elastic runtime: rendezvous, agents, workers, and the training loop's `join`.
 
-What a training script uses of it is exported by `keepstep` itself.
+`keepstep` itself exports the names that a training script uses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The errors of the elastic package. Each message says what happened, where, and what to do next."""
+"""The errors of the elastic package. Each message names what failed, where, and the remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class StoreUnavailable(ElasticError):
 
 
 class LeaseLost(ElasticError):
-    """The node's lease has ended: it is no longer a member, and must stop its workers before it joins again."""
+    """The node's lease has ended.
+
+    The node is no longer a member, and must stop its workers before it joins again.
+    """
 
 
 class JobFailed(ElasticError):

@@ -1,1 +1,4 @@
-"""The coordinator: a contract, etcd behind it, and one in memory for tests. Importing this loads neither gRPC nor protobuf."""
+"""The coordinator: one contract, implemented over etcd and, for tests, in memory.
+
+Importing this package loads neither gRPC nor protobuf.
+"""

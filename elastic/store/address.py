@@ -1,4 +1,4 @@
-"""Coordinator URLs as people write them, parsed into endpoints."""
+"""Parses coordinator URLs into endpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DEFAULT_PORT = 2379
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One coordinator: its members' client endpoints, each `host:port`, and whether they speak TLS."""
+    """One coordinator: its members' client endpoints, `host:port` each, and whether TLS is used."""
 
     endpoints: tuple[str, ...]
     is_encrypted: bool = False
@@ -23,17 +23,21 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `etcd://h1:2379,h2:2379`, `etcds://...` for TLS, or bare `host:port`, comma separated; the port defaults to 2379.
+    """Parse a coordinator URL.
+
+    Args:
+        text: `etcd://h1:2379,h2:2379`, `etcds://...` for TLS, or `host:port`, comma separated;
+            the port defaults to 2379.
 
     Raises:
-        UsageError: another scheme, or a port that is no number.
+        UsageError: the scheme is another one, or a port is not a number from 1 to 65535.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
         scheme, rest = "etcd", text
     if scheme not in ("etcd", "http", "etcds", "https"):
         raise UsageError(
-            f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// where it speaks TLS"
+            f"store {text!r}: give etcd://HOST:PORT[,HOST:PORT...], or etcds:// if it uses TLS"
         )
     endpoints = []
     for part in rest.rstrip("/").split(","):

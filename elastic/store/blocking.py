@@ -1,4 +1,7 @@
-"""The coordinator for callers without an event loop: one thread at a time, on a loop of its own."""
+"""Gives callers without an event loop access to the coordinator.
+
+Each `BlockingStore` runs its own event loop, and may be used by one thread at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from keepstep.elastic.store.etcd import EtcdStore
 
 
 class BlockingStore:
-    """A store that is connected to when it is first used. `close` ends the connection; it may be called twice."""
+    """A store with blocking calls. The first call connects; `close` may be called twice."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -19,13 +22,13 @@ class BlockingStore:
         self._store: EtcdStore | None = None
 
     def read(self, prefix: str) -> Listing:
-        """Return all keys under a prefix."""
+        """Return all keys under a prefix; see `Store.read`."""
         return self._runner.run(self._read(prefix))
 
     def commit(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
     ) -> Committed:
-        """Perform the operations if all conditions hold."""
+        """Perform the operations if all conditions hold; see `Store.commit`."""
         return self._runner.run(self._commit(conditions, operations))
 
     def close(self) -> None:

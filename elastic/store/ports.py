@@ -1,9 +1,9 @@
-"""Ports that are spoken for before anybody listens on them.
+"""Reserves TCP ports for processes that will listen on them later.
 
-A port that was merely free a moment ago may be anybody's by the time a process listens on it: the kernel gives it to the
-next connection that leaves this machine. A socket that is bound, never listens and allows reuse keeps the kernel from
-giving it away, and lets a listener that allows reuse too (as etcd, torch's TCPStore and Python's servers do) have it
-(Linux, `inet_csk_get_port`).
+A port that was only found free may be taken before a process listens on it: the kernel may give it
+to the next outgoing connection of this machine. A socket that is bound, never listens and allows
+reuse keeps the kernel from doing so. A listener that allows reuse too (etcd, torch's TCPStore and
+Python's servers do) can still bind the port (Linux, `inet_csk_get_port`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Self
 
 
 class ReservedPort:
-    """One TCP port, kept for a listener of ours until closed; a context manager.
+    """One reserved TCP port, until closed; a context manager.
 
     Args:
-        host: the address that will be listened on.
-        port: the port wanted; 0 for any that is free.
+        host: address that the later process will listen on.
+        port: port to reserve; 0: any free port.
 
     Raises:
-        OSError: somebody listens on the port wanted.
+        OSError: a process already listens on the port.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -35,7 +35,7 @@ class ReservedPort:
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:
-        """Give the port back; who listens on it goes on. Safe to call twice."""
+        """End the reservation; a listener on the port is not affected. May be called twice."""
         self._socket.close()
 
     def __enter__(self) -> Self:

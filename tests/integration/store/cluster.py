@@ -1,4 +1,4 @@
-"""A real etcd of three members on loopback, whose members a test kills and brings back."""
+"""Starts an etcd cluster of three members on loopback, for tests that kill and restart members."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _START_S = 60.0
 
 
 class EtcdCluster:
-    """Three members; `url` names all of them."""
+    """An etcd cluster of three members; `url` names the client endpoints of all."""
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-cluster-"))
@@ -55,14 +55,17 @@ class EtcdCluster:
 
     def start(self, member: int) -> None:
         client, peer = f"http://{self.clients[member]}", self._peers[member]
+        initial_cluster = ",".join(f"m{number}={url}" for number, url in enumerate(self._peers))
         with (self._directory / f"{member}.log").open("ab") as log:
             self._processes[member] = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "keepstep.processes", str(os.getpid()), binary(), "--name", f"m{member}",
-                    "--data-dir", str(self._directory / str(member)), "--log-level", "error", "--unsafe-no-fsync",
+                    sys.executable, "-P", "-m", "keepstep.processes", str(os.getpid()),
+                    binary(), "--name", f"m{member}",
+                    "--data-dir", str(self._directory / str(member)),
+                    "--log-level", "error", "--unsafe-no-fsync",
                     "--listen-client-urls", client, "--advertise-client-urls", client,
                     "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                    "--initial-cluster", ",".join(f"m{number}={url}" for number, url in enumerate(self._peers)),
+                    "--initial-cluster", initial_cluster,
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip

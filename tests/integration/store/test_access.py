@@ -1,4 +1,4 @@
-"""Claims about a coordinator that wants to know who comes: TLS, certificates, users and passwords, on a real etcd."""
+"""Claims about authentication: TLS, certificates, users and passwords, on a real etcd."""
 
 import asyncio
 import os
@@ -21,10 +21,11 @@ from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.ports import ReservedPort
 
 PASSWORD = "between us"
+AGENT = Credentials(user="agent", password=PASSWORD)
 
 
-class Served:
-    """An etcd that speaks TLS and wants certificates, and all that its clients need."""
+class EncryptedEtcd:
+    """An etcd that uses TLS and requires client certificates, with the files for its clients."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -41,11 +42,13 @@ class Served:
         self._command = [
             sys.executable, "-P", "-m", "keepstep.processes", str(os.getpid()), binary(),
             "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
-            "--cert-file", str(directory / "server.pem"), "--key-file", str(directory / "server.key"),
+            "--cert-file", str(directory / "server.pem"),
+            "--key-file", str(directory / "server.key"),
             "--client-cert-auth", "--trusted-ca-file", str(directory / "ca.pem"),
             "--listen-client-urls", f"https://127.0.0.1:{self.port}",
             "--advertise-client-urls", f"https://127.0.0.1:{self.port}",
-            "--listen-peer-urls", f"http://127.0.0.1:{peer}", "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
+            "--listen-peer-urls", f"http://127.0.0.1:{peer}",
+            "--initial-advertise-peer-urls", f"http://127.0.0.1:{peer}",
             "--initial-cluster", f"default=http://127.0.0.1:{peer}",
         ]  # fmt: skip
 
@@ -71,8 +74,8 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    server = Served(tmp_path)
+def encrypted_etcd(tmp_path: Path) -> Iterator[EncryptedEtcd]:
+    server = EncryptedEtcd(tmp_path)
     server.start()
     try:
         yield server
@@ -81,7 +84,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 async def enable_users(endpoint: str) -> None:
-    """Have etcd know a root and an agent that may do everything under /t/ only."""
+    """Turn on access control; add a root user and an agent that may use /t/ and /keepstep/."""
     from etcd3.etcdrpc import AuthStub, auth_pb2, rpc_pb2
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
@@ -104,23 +107,25 @@ async def enable_users(endpoint: str) -> None:
         await auth.AuthEnable(rpc_pb2.AuthEnableRequest())
 
 
-def test_encrypted_coordinator_is_joined_with_a_certificate_and_by_nobody_else(
-    served: Served,
+def test_encrypted_coordinator_accepts_only_clients_with_a_certificate(
+    encrypted_etcd: EncryptedEtcd,
 ) -> None:
     async def scenario() -> None:
-        whole = Credentials.of(served.environment("CACERT", "CERT", "KEY"))
-        store = await EtcdStore.connect(served.address, deadline_s=30.0, credentials=whole)
+        complete = Credentials.of(encrypted_etcd.environment("CACERT", "CERT", "KEY"))
+        address = encrypted_etcd.address
+        store = await EtcdStore.connect(address, deadline_s=30.0, credentials=complete)
         await store.commit((), (Put("/t/a", b"1"),))
         assert (await store.read("/t/")).items[0].value == b"1"
         await store.close()
-        for lacking in (Credentials.of(served.environment("CACERT")), Credentials()):
+        without_certificate = Credentials.of(encrypted_etcd.environment("CACERT"))
+        for credentials in (without_certificate, Credentials()):
             with pytest.raises(StoreUnavailable):
-                await EtcdStore.connect(served.address, deadline_s=0.5, credentials=lacking)
+                await EtcdStore.connect(address, deadline_s=0.5, credentials=credentials)
 
     asyncio.run(scenario())
 
 
-def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(
+def test_client_authenticates_again_when_its_token_is_no_longer_valid(
     etcd_server: EmbeddedEtcd,
 ) -> None:
     address = parse_address(etcd_server.url)
@@ -129,9 +134,11 @@ def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(
         await enable_users(address.endpoints[0])
         with pytest.raises(UsageError, match="ETCDCTL_USER"):
             await EtcdStore.connect(address, credentials=Credentials())
-        with pytest.raises(UsageError, match="does not know user agent"):
-            await EtcdStore.connect(address, credentials=Credentials("agent", "wrong"))
-        store = await EtcdStore.connect(address, credentials=Credentials("agent", PASSWORD))
+        with pytest.raises(UsageError, match="rejected user agent"):
+            await EtcdStore.connect(
+                address, credentials=Credentials(user="agent", password="wrong")
+            )
+        store = await EtcdStore.connect(address, credentials=AGENT)
         revision = (await store.read("/t/")).revision
         lease = await store.grant(30.0)
         await store.commit((), (Put("/t/a", b"1", lease),))
@@ -140,18 +147,19 @@ def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(
         first = await anext(changes)
         assert not isinstance(first, Reset)
         assert first[0].key == "/t/a"
-        # A change of users ends all that was granted under the old ones' names.
-        other = await EtcdStore.connect(address, credentials=Credentials("root", "root"))
+        # A change of users makes all earlier tokens invalid.
+        root = Credentials(user="root", password="root")
+        other = await EtcdStore.connect(address, credentials=root)
         await change_users(address.endpoints[0])
         async with asyncio.timeout(30):
-            again = await anext(store.watch("/t/", revision))
-        assert not isinstance(again, Reset)
-        assert again[0].key == "/t/a"
+            repeated = await anext(store.watch("/t/", revision))
+        assert not isinstance(repeated, Reset)
+        assert repeated[0].key == "/t/a"
         await store.commit((), (Put("/t/b", b"2"),))
         assert {item.key for item in (await store.read("/t/")).items} == {"/t/a", "/t/b"}
         with pytest.raises(UsageError, match="permission denied"):
             await store.read("/somebody-elses/")
-        with pytest.raises(UsageError, match="does not let us watch /somebody-elses/"):
+        with pytest.raises(UsageError, match="refuses a watch on /somebody-elses/"):
             await anext(store.watch("/somebody-elses/", 0))
         await store.close()
         await other.close()
@@ -159,15 +167,17 @@ def test_user_is_asked_for_named_and_known_again_when_the_member_has_forgotten(
     asyncio.run(scenario())
 
 
-def test_member_that_wants_a_token_and_gives_none_is_passed_over(etcd_server: EmbeddedEtcd) -> None:
-    """As one does that has lost its leader: it still knows whose token is no good, and cannot make another."""
-    asked: list[str] = []
+def test_client_switches_from_a_member_that_requires_a_token_but_grants_none(
+    etcd_server: EmbeddedEtcd,
+) -> None:
+    """A member without a leader behaves so: it rejects tokens, and cannot create any."""
+    methods: list[str] = []
 
     class Leaderless(grpc.GenericRpcHandler):
         def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
             async def answer(_: bytes, context: grpc.aio.ServicerContext) -> bytes:
-                asked.append(details.method.rpartition("/")[2])
-                if asked[-1] == "Authenticate":
+                methods.append(details.method.rpartition("/")[2])
+                if methods[-1] == "Authenticate":
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
                 await context.abort(
                     grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token"
@@ -184,10 +194,10 @@ def test_member_that_wants_a_token_and_gives_none_is_passed_over(etcd_server: Em
         await member.start()
         try:
             address = parse_address(f"etcd://127.0.0.1:{port},{endpoint}")
-            store = await EtcdStore.connect(address, credentials=Credentials("agent", PASSWORD))
+            store = await EtcdStore.connect(address, credentials=AGENT)
             await store.commit((), (Put("/t/a", b"1"),))
             assert (await store.read("/t/")).items[0].value == b"1"
-            assert asked == ["Range", "Authenticate"]
+            assert methods == ["Range", "Authenticate"]
             await store.close()
         finally:
             await member.stop(0)
@@ -196,6 +206,7 @@ def test_member_that_wants_a_token_and_gives_none_is_passed_over(etcd_server: Em
 
 
 async def change_users(endpoint: str) -> None:
+    """Add a user, which makes all tokens invalid."""
     from etcd3.etcdrpc import AuthStub, rpc_pb2
 
     async with grpc.aio.insecure_channel(endpoint) as channel:
@@ -208,22 +219,22 @@ async def change_users(endpoint: str) -> None:
         )
 
 
-def test_credentials_are_what_etcdctl_reads_and_are_not_shown(tmp_path: Path) -> None:
-    found = Credentials.of({"ETCDCTL_USER": f"agent:{PASSWORD}"})
-    assert (found.user, found.password) == ("agent", PASSWORD)
-    assert PASSWORD not in repr(found)
-    assert (
-        Credentials.of({"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}).password == PASSWORD
-    )
+def test_credentials_come_from_the_variables_of_etcdctl_and_repr_hides_secrets(
+    tmp_path: Path,
+) -> None:
+    credentials = Credentials.of({"ETCDCTL_USER": f"agent:{PASSWORD}"})
+    assert credentials == AGENT
+    assert PASSWORD not in repr(credentials)
+    assert Credentials.of({"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}) == AGENT
     assert Credentials.of({}) == Credentials()
     with pytest.raises(UsageError, match=r"ETCDCTL_CACERT=.*no\.pem: No such file"):
         Credentials.of({"ETCDCTL_CACERT": str(tmp_path / "no.pem")})
     (tmp_path / "cert.pem").write_text("")
-    with pytest.raises(UsageError, match="belong together"):
+    with pytest.raises(UsageError, match="only one of ETCDCTL_CERT and ETCDCTL_KEY"):
         Credentials.of({"ETCDCTL_CERT": str(tmp_path / "cert.pem")})
 
 
-def test_address_says_whether_it_is_encrypted_and_is_written_as_it_was_read() -> None:
+def test_address_keeps_the_scheme_and_converts_back_to_its_url() -> None:
     for url in ("etcd://h:1,g:2", "etcds://h:1"):
         assert parse_address(url).url == url
     assert parse_address("https://h").is_encrypted

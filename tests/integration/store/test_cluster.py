@@ -1,4 +1,4 @@
-"""Claims about a coordinator of three members, of which one is lost at the worst moment."""
+"""Claims about a coordinator of three members that loses one of them."""
 
 import asyncio
 import contextlib
@@ -32,13 +32,13 @@ async def connected(address: Address) -> AsyncIterator[EtcdStore]:
 
 
 def beginning_with(members: EtcdCluster, member: int) -> Address:
-    """Return the cluster's address, that member first: who connects by it talks to that member."""
+    """Return the cluster's address with a member first: a client connects to that member."""
     first = members.clients[member]
     return Address((first, *(client for client in members.clients if client != first)))
 
 
-async def put_surely(store: Store, number: int) -> None:
-    """Put a key once, whatever becomes of the first tries."""
+async def put_until_confirmed(store: Store, number: int) -> None:
+    """Create a key; retry until a transaction is confirmed."""
     while True:
         try:
             await store.commit(
@@ -50,7 +50,7 @@ async def put_surely(store: Store, number: int) -> None:
 
 
 @pytest.mark.parametrize("lost", range(3))
-def test_watch_goes_on_without_gap_or_repeat_when_its_member_is_killed(
+def test_watch_continues_without_gap_or_repetition_after_its_member_is_killed(
     members: EtcdCluster, lost: int
 ) -> None:
     async def scenario() -> None:
@@ -75,7 +75,7 @@ def test_watch_goes_on_without_gap_or_repeat_when_its_member_is_killed(
                     if number == 30:
                         await halfway.wait()
                         await asyncio.to_thread(members.kill, lost)
-                    await put_surely(writer, number)
+                    await put_until_confirmed(writer, number)
 
             async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch())
@@ -89,16 +89,16 @@ def test_lease_outlives_the_member_that_granted_it(members: EtcdCluster) -> None
     async def scenario() -> None:
         async with connected(beginning_with(members, 1)) as store:
             lease = await store.grant(30.0)
-            await store.commit((), (Put("/t/a", b"mine", lease),))
+            await store.commit((), (Put("/t/a", b"value", lease),))
             await asyncio.to_thread(members.kill, 1)
             assert await store.renew(lease) > 0
             (item,) = (await store.read("/t/")).items
-            assert item.value == b"mine"
+            assert item.value == b"value"
 
     asyncio.run(scenario())
 
 
-def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(
+def test_watch_is_reset_if_history_was_compacted_after_its_member_died(
     members: EtcdCluster,
 ) -> None:
     async def scenario() -> None:
@@ -110,20 +110,20 @@ def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(
             await writer.commit((), (Put("/t/a", b"1"),))
             first = await anext(changes)
             assert not isinstance(first, Reset)
-            # Nobody listens while the watch's member dies and the others go on and forget.
+            # The watch is not read while its member dies and the others write and compact.
             await asyncio.to_thread(members.kill, 2)
             for number in range(2, 6):
                 with contextlib.suppress(StoreUnavailable):
                     await writer.commit((), (Put("/t/a", b"%d" % number),))
-            await put_surely(writer, 7)
+            await put_until_confirmed(writer, 7)
             await compact(members.clients[0], (await writer.read("/t/")).revision)
             async with asyncio.timeout(DEADLINE_S):
-                anew = await anext(changes)
-            while not isinstance(anew, Reset):
-                # What had been delivered to this end before the member died may still come.
-                assert all(isinstance(change, Change) for change in anew)
-                anew = await anext(changes)
-            assert {item.key: item.value for item in anew.listing.items}["/t/007"] == b"7"
+                received = await anext(changes)
+            while not isinstance(received, Reset):
+                # Changes that the client received before the member died may come first.
+                assert all(isinstance(change, Change) for change in received)
+                received = await anext(changes)
+            assert {item.key: item.value for item in received.listing.items}["/t/007"] == b"7"
             await writer.commit((), (Put("/t/a", b"after"),))
             following = await anext(changes)
             assert not isinstance(following, Reset)
@@ -133,7 +133,7 @@ def test_watch_whose_member_died_begins_anew_if_history_was_compacted_meanwhile(
 
 
 async def compact(endpoint: str, revision: int) -> None:
-    """Have etcd forget what came before a revision, as its operators do now and then."""
+    """Compact etcd's history up to a revision, as its operators do from time to time."""
     import grpc.aio
     from etcd3.etcdrpc import KVStub, rpc_pb2
 

@@ -1,4 +1,4 @@
-"""One suite for every store: what the contract promises, on etcd and in memory."""
+"""The contract test suite of stores, run on etcd and in memory."""
 
 import asyncio
 import subprocess
@@ -41,7 +41,7 @@ def play(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
     return lambda scenario: asyncio.run(run(scenario))
 
 
-def test_what_is_put_is_read_in_the_order_of_keys(play: Callable[[Scenario], None]) -> None:
+def test_read_returns_keys_in_order(play: Callable[[Scenario], None]) -> None:
     async def scenario(store: Store) -> None:
         await store.commit((), (Put("/t/b", b"2"), Put("/t/a", b"1"), Put("/u", b"3")))
         assert [(item.key, item.value) for item in (await store.read("/t/")).items] == [
@@ -52,25 +52,25 @@ def test_what_is_put_is_read_in_the_order_of_keys(play: Callable[[Scenario], Non
     play(scenario)
 
 
-def test_transaction_with_one_false_condition_changes_nothing(
+def test_transaction_with_a_false_condition_changes_nothing(
     play: Callable[[Scenario], None],
 ) -> None:
     async def scenario(store: Store) -> None:
         first = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"1"),))
         assert first.succeeded
-        again = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"2"), Put("/t/b", b"2")))
-        assert not again.succeeded
+        repeated = await store.commit((Created("/t/a", 0),), (Put("/t/a", b"2"), Put("/t/b", b"2")))
+        assert not repeated.succeeded
         stale = await store.commit((Modified("/t/a", first.revision - 1),), (Delete("/t/a"),))
         assert not stale.succeeded
-        right = await store.commit((Modified("/t/a", first.revision),), (Put("/t/a", b"3"),))
-        assert right.succeeded
+        current = await store.commit((Modified("/t/a", first.revision),), (Put("/t/a", b"3"),))
+        assert current.succeeded
         (item,) = (await store.read("/t/")).items
-        assert (item.value, item.created, item.modified) == (b"3", first.revision, right.revision)
+        assert (item.value, item.created, item.modified) == (b"3", first.revision, current.revision)
 
     play(scenario)
 
 
-def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(
+def test_end_of_a_lease_deletes_its_keys_and_a_revoked_lease_cannot_be_renewed(
     play: Callable[[Scenario], None],
 ) -> None:
     async def scenario(store: Store) -> None:
@@ -86,7 +86,7 @@ def test_keys_die_with_their_lease_and_a_revoked_lease_cannot_be_renewed(
     play(scenario)
 
 
-def test_watch_delivers_every_revision_once_and_in_order_whole(
+def test_watch_delivers_every_revision_completely_once_and_in_order(
     play: Callable[[Scenario], None],
 ) -> None:
     async def scenario(store: Store) -> None:
@@ -117,7 +117,7 @@ def test_watch_delivers_every_revision_once_and_in_order_whole(
     play(scenario)
 
 
-def test_watch_from_before_a_compaction_begins_with_everything_anew() -> None:
+def test_watch_from_before_a_compaction_begins_with_a_reset() -> None:
     async def scenario() -> None:
         store = MemoryStore()
         await store.commit((), (Put("/t/a", b"1"),))
@@ -145,7 +145,7 @@ def test_memory_lease_ends_when_time_passes_without_renewal() -> None:
     asyncio.run(scenario())
 
 
-def test_calls_and_watches_fail_over_to_the_endpoint_that_answers(
+def test_calls_and_watches_fail_over_to_an_endpoint_that_answers(
     etcd_server: EmbeddedEtcd,
 ) -> None:
     async def scenario() -> None:
@@ -162,7 +162,7 @@ def test_calls_and_watches_fail_over_to_the_endpoint_that_answers(
     asyncio.run(scenario())
 
 
-def test_unreachable_coordinator_is_named_with_a_remedy() -> None:
+def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
     async def scenario() -> None:
         with pytest.raises(StoreUnavailable, match=r"127.0.0.1:9.*--store"):
             await EtcdStore.connect(parse_address("etcd://127.0.0.1:9"), deadline_s=0.5)
@@ -171,7 +171,7 @@ def test_unreachable_coordinator_is_named_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("text", ["redis://h:1", "etcd://h:x", "etcd://h:99999", "etcd://:1"])
-def test_malformed_address_is_refused(text: str) -> None:
+def test_malformed_address_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):
         parse_address(text)
 
@@ -198,7 +198,8 @@ def test_etcd_dies_with_the_process_that_started_it() -> None:
 def test_importing_the_training_api_loads_neither_etcd_nor_protobuf() -> None:
     code = (
         "import sys, keepstep; keepstep.join; import keepstep.elastic.store\n"
-        "print([m for m in sys.modules if m.split('.')[0] in ('etcd3', 'grpc') or m.startswith('google.protobuf')])"
+        "unwanted = ('etcd3', 'grpc', 'google.protobuf')\n"
+        "print([name for name in sys.modules if name.startswith(unwanted)])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
