@@ -1,1 +1,1 @@
-"""The training loop's side: `join`, `Job`, process groups, snapshots of the training state, data."""
+"""The part in the training process: `join`, `Job`, process groups, snapshots of the state, data."""

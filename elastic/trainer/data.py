@@ -1,6 +1,7 @@
-"""Batches of a job: the pure order of `keepstep.elastic.trainer.data_order`, read through torch's DataLoader.
+"""Reads the batches of a job through torch's DataLoader.
 
-A position in the data is a number of global batches; which samples that means does not depend on the number of ranks.
+`keepstep.elastic.trainer.data_order` determines their order. A position in the data is a number of
+global batches, and means the same samples for any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ class Dataset(Protocol[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far a job has come: completed optimizer steps, and global batches handed out."""
+    """Progress of a job: completed optimizer steps, and global batches consumed."""
 
     step: int = 0
     batch: int = 0
 
 
 class Batches(Generic[T]):
-    """One pass over a dataset in the job's order."""
+    """One pass over a dataset in the job's order; arguments as for `Job.batches`."""
 
     def __init__(
         self,
@@ -65,16 +66,19 @@ class Batches(Generic[T]):
         return self._order.loss_scale(rank, world_size)
 
     def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
-        """Yield the rank's share of global batches `first` to `end - 1`."""
-        self._order.loss_scale(
-            rank, world_size
-        )  # Refuses impossible sizes before any process starts.
+        """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
+
+        Raises:
+            UsageError: the global batch is smaller than `world_size`.
+        """
+        # Raises for impossible sizes before any loader process starts.
+        self._order.loss_scale(rank, world_size)
         loader: DataLoader[Any] = DataLoader(
             self._dataset,  # type: ignore[arg-type]
             batch_sampler=_RankBatches(self._order, first, end, rank, world_size),
             collate_fn=self._collate,
             num_workers=self._workers,
-            # Left to itself the loader draws from the global generator, whose state belongs to the training.
+            # By default the loader draws from the global generator, whose state is training state.
             generator=torch.Generator().manual_seed(self._order.seed + first),
         )
         return iter(loader)

@@ -1,9 +1,10 @@
-"""Which samples make up which global batch: a pure function of dataset size, batch size, seed and step.
+"""Computes the samples of each global batch from dataset size, batch size, seed and step. Pure.
 
-The world size does not enter into it, only into how a batch is shared out. So a job that shrinks, grows or restarts sees the same samples in
-the same order. An epoch's permutation is a keyed Feistel network over the indices with cycle walking (Black and Rogaway, "Ciphers with
-arbitrary finite domains", CT-RSA 2002): any element is computed alone, nothing of the dataset's size is kept in memory, and the result is the
-same on every machine and every version of every library.
+The world size only determines how a batch is divided among ranks, so a job that shrinks, grows or
+restarts sees the same samples in the same order. An epoch's permutation is a keyed Feistel network
+over the indices with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains",
+CT-RSA 2002): each element is computed alone, memory does not grow with the dataset, and the result
+is the same on every machine and with every version of every library.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class DataOrder:
             raise UsageError(f"global_batch={self.global_batch}: give at least 1")
         if self.samples < self.global_batch:
             raise UsageError(
-                f"the dataset has {self.samples} samples, fewer than one global batch of {self.global_batch}"
+                f"the dataset has {self.samples} samples, fewer than one global batch of "
+                f"{self.global_batch}; give a smaller global_batch"
             )
 
     @property
@@ -47,7 +49,7 @@ class DataOrder:
         return self._slice(step, 0, self.global_batch)
 
     def local_indices(self, step: int, rank: int, world_size: int) -> Sequence[int]:
-        """Return one rank's share of global batch `step`: contiguous, sizes differ by at most one.
+        """Return one rank's share of global batch `step`: contiguous; sizes differ by at most one.
 
         Raises:
             UsageError: there are more ranks than samples in a batch.
@@ -55,15 +57,21 @@ class DataOrder:
         return self._slice(step, *self._share(rank, world_size))
 
     def loss_scale(self, rank: int, world_size: int) -> float:
-        """Return the factor for this rank's mean loss that keeps the mean over ranks exact; 1.0 for even shares."""
+        """Return the factor for a rank's mean loss that makes the mean over ranks exact.
+
+        It is 1.0 if all shares have the same size.
+
+        Raises:
+            UsageError: there are more ranks than samples in a batch.
+        """
         begin, end = self._share(rank, world_size)
         return (end - begin) * world_size / self.global_batch
 
     def _share(self, rank: int, world_size: int) -> tuple[int, int]:
         if self.global_batch < world_size:
             raise UsageError(
-                f"global_batch={self.global_batch} leaves some of {world_size} data-parallel ranks without a sample; "
-                f"give at least {world_size}"
+                f"global_batch={self.global_batch} leaves some of {world_size} data-parallel ranks "
+                f"without a sample; give at least {world_size}"
             )
         return (
             self.global_batch * rank // world_size,
@@ -82,21 +90,22 @@ class DataOrder:
 
 
 def permute(index: int, size: int, key: int) -> int:
-    """Return where a keyed pseudorandom permutation of `range(size)` sends `index`."""
+    """Return the image of `index` under a keyed pseudorandom permutation of `range(size)`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     half_mask = (1 << half_bits) - 1
     while True:
         left, right = index >> half_bits, index & half_mask
-        for turn in range(_ROUNDS):
-            left, right = right, left ^ (_mix(key + turn, right) & half_mask)
+        for round_number in range(_ROUNDS):
+            left, right = right, left ^ (_mix(key + round_number, right) & half_mask)
         index = (left << half_bits) | right
-        # The network permutes the next power of four; walking on until inside keeps it a permutation.
+        # The network permutes a power of four that is at least `size`; repeating it until the
+        # result is below `size` gives a permutation of `range(size)`.
         if index < size:
             return index
 
 
 def _mix(key: int, value: int) -> int:
-    """Hash two integers to 64 bits (the finalizer of splitmix64, Steele et al., OOPSLA 2014)."""
+    """Hash two integers to 64 bits with splitmix64's finalizer (Steele et al., OOPSLA 2014)."""
     mixed = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,11 +1,13 @@
-"""The training loop's side of keepstep: `join`, and the `Job` it returns.
+"""Runs a training loop under keepstep: `join`, and the `Job` that it returns.
 
-One path leads into every generation, the first as well as one after a failure: take the assignment, enter the process group, call
-the user's `build`, fill the state from where the generation document says, go on at that step. What a worker holds when a generation
-ends is thrown away; only sealed snapshots count.
+Every generation, the first one and one after a failure, is entered in the same way: receive the
+assignment, enter the process group, call the user's `build`, restore the state from the source in
+the generation document, continue at that step. When a generation ends, the worker drops its live
+state; only sealed snapshots are used again.
 
-A peer's failure shows as an exception of some collective, inside `Job.step`. The step's exit then gives up the generation, waits for the
-next and enters it; the batch iterator, which belongs to the job too, hands out the batch of the restored position next.
+A peer's failure appears as an exception of a collective inside `Job.step`. The exit of the step
+then leaves the generation, waits for the next one and enters it. The batch iterator, which also
+belongs to the job, yields the batch of the restored position next.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.session import Assignment, Session, current, wall_clock_s
 
 T = TypeVar("T")
-_NO_MORE = object()
+_END_OF_DATA = object()
 
 
 def join(
@@ -53,34 +55,50 @@ def join(
     """Join the job that this worker was started for; use the result as a context manager.
 
     Args:
-        build: makes the sharded model and names its optimizer for a given world; called again for every generation.
-        checkpoint: URL under which checkpoints are stored and found (`/path`, `file://`, `s3://bucket/prefix`).
-        checkpoint_every: store a checkpoint about every so many steps; "auto": as often as loses least (`keepstep.elastic.rendezvous.intervals`);
-            None: only at the end, and when a preempted job would lose its memory.
-        snapshot_every: keep a snapshot in memory every so many steps; "auto": as often as loses least.
-        mesh: names and sizes of the device mesh's dimensions, one of which may be -1; default `{"dp": -1}`.
-        seed: of the random number generators and of the data order.
+        build: creates the sharded model and its optimizer for a given world; called for every
+            generation.
+        checkpoint: URL to store checkpoints under and to resume from (`/path`, `file://`,
+            `s3://bucket/prefix`).
+        checkpoint_every: number of steps between stored checkpoints; "auto": the interval with the
+            least expected loss (`keepstep.elastic.rendezvous.intervals`); None: only at the end,
+            and when a preempted job would lose its memory.
+        snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
+            least expected loss.
+        mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
+            `{"dp": -1}`.
+        seed: seed of the random number generators and of the data order.
 
     Raises:
-        UsageError: the process was not started by `keepstep run`, or an argument makes no sense.
+        UsageError: `keepstep run` did not start this process, or an argument is invalid.
     """
     for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
-        if every is not None and every != "auto" and (not isinstance(every, int) or every < 1):
+        if every is not None and not _is_interval(every):
             raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
     if checkpoint_every is not None and checkpoint is None:
-        raise UsageError("checkpoint_every needs checkpoint=URL to say where")
+        raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
     session = current()
-    stored_every = AUTO if checkpoint_every == "auto" else checkpoint_every
-    session.report("joined", checkpoint_url=checkpoint, checkpoint_every=stored_every)
-    kept_every = AUTO if snapshot_every == "auto" else snapshot_every
-    return Job(session, build, dict(mesh or {"dp": -1}), checkpoint, kept_every, seed)
+    checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
+    session.report("joined", checkpoint_url=checkpoint, checkpoint_every=checkpoint_interval)
+    return Job(
+        session=session,
+        build=build,
+        mesh=dict(mesh or {"dp": -1}),
+        checkpoint=checkpoint,
+        snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
+        seed=seed,
+    )
+
+
+def _is_interval(every: object) -> bool:
+    return every == "auto" or (isinstance(every, int) and every >= 1)
 
 
 class Job:
-    """A training job as one worker sees it. Made by `join`."""
+    """A training job as one worker sees it, created by `join`."""
 
     def __init__(
         self,
+        *,
         session: Session,
         build: Build,
         mesh: Mapping[str, int],
@@ -101,9 +119,10 @@ class Job:
         self._snapshot_manager: SnapshotManager | None = None
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
-        self._stepped = False
+        self._reported_first_step = False
         self._first_step = 0
-        self._marked = 0
+        self._marked_step = 0
+        self._loss_scale = 1.0
 
     def __enter__(self) -> Self:
         self._session.on_abort(self._groups.abort)
@@ -125,47 +144,43 @@ class Job:
 
     @property
     def world(self) -> World:
-        """The present generation's ranks, mesh and device."""
-        assert self._world is not None, "the job is entered with `with`"
+        """The ranks, mesh and device of the current generation."""
+        assert self._world is not None, "enter the job with `with`"
         return self._world
 
     @property
     def model(self) -> nn.Module:
-        """The model of the present generation. It is a new object after every change of membership."""
+        """The model of the current generation: a new object after every change of membership."""
         return self._entered_snapshots.training.model
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer of the present generation, the first if there are several."""
+        """The optimizer of the current generation, the first if there are several."""
         return self._entered_snapshots.training.optimizers[0]
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """All optimizers of the present generation."""
+        """All optimizers of the current generation."""
         return self._entered_snapshots.training.optimizers
 
     @property
     def scheduler(self) -> LRScheduler | None:
-        """The learning-rate scheduler of `optimizer`, if `build` named one."""
-        return (
-            self._entered_snapshots.training.schedulers[0]
-            if self._entered_snapshots.training.schedulers
-            else None
-        )
+        """The learning-rate scheduler of `optimizer`, if `build` returned one."""
+        return next(iter(self.schedulers), None)
 
     @property
     def schedulers(self) -> tuple[LRScheduler, ...]:
-        """The learning-rate schedulers, one for each optimizer, if `build` named one."""
+        """The learning-rate schedulers, one for each optimizer; empty if `build` returned none."""
         return self._entered_snapshots.training.schedulers
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps completed since the beginning of training."""
+        """Number of optimizer steps completed since training began."""
         return self._position.step
 
     @property
     def _entered_snapshots(self) -> SnapshotManager:
-        assert self._snapshot_manager is not None, "the job is entered with `with`"
+        assert self._snapshot_manager is not None, "enter the job with `with`"
         return self._snapshot_manager
 
     def batches(
@@ -179,133 +194,129 @@ class Job:
         collate: Callable[[list[T]], Any] | None = None,
         workers: int = 0,
     ) -> Iterator[Any]:
-        """Yield this rank's share of each global batch: the same samples in the same order, whatever the world size.
+        """Yield this rank's share of each global batch.
 
-        After a recovery the iterator goes on at the restored position. Each call is one pass; a script that calls it once per epoch
-        finds passes that were completed before a restart empty.
+        Samples and order are the same for any world size. After a recovery the iterator continues
+        at the restored position. Each call is one pass; in a script that calls it once per epoch,
+        passes that were completed before a restart yield nothing.
 
         Args:
-            dataset: anything with `len` and indexing by int.
-            global_batch: samples per step over all ranks. If it does not divide by the data-parallel size, shares differ by one:
-                multiply the loss by `step.loss_scale` to keep the average exact.
-            epochs: how often to go through the dataset; an epoch's last, incomplete batch is dropped.
-            steps: end the pass after so many steps instead.
+            dataset: an object with `len` and indexing by int.
+            global_batch: samples per step over all ranks. If it is not a multiple of the
+                data-parallel size, shares differ by one sample: multiply the loss by
+                `step.loss_scale` to keep the average exact.
+            epochs: number of passes through the dataset; an epoch's last, incomplete batch is
+                dropped.
+            steps: number of steps after which the pass ends; overrides `epochs`.
             shuffle: permute each epoch by the job's seed.
-            collate: makes a batch of a list of samples; default as torch's DataLoader.
-            workers: processes that load ahead, as torch's DataLoader has them.
+            collate: makes a batch of a list of samples; default as in torch's DataLoader.
+            workers: number of loader processes, as in torch's DataLoader.
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel size.
         """
-        passes = Batches(dataset, global_batch, self._seed, shuffle, collate, workers)
-        length = steps if steps is not None else epochs * passes.per_epoch
+        batches = Batches(dataset, global_batch, self._seed, shuffle, collate, workers)
+        length = steps if steps is not None else epochs * batches.per_epoch
         begin = sum(self._passes)
         self._passes.append(length)
         while self._position.batch < begin + length:
             if self._position.batch < begin:
-                self._restart_script("the state goes back to an earlier pass over the data")
+                self._restart_script("the restored position is in an earlier pass over the data")
             generation = self.world.generation
-            loader = passes.from_position(
+            loader = batches.from_position(
                 self._position.batch - begin, length, self.world.data_rank, self.world.data_size
             )
             while True:
                 if self._position.batch < begin + length:
-                    # A step begins with the wait for its data.
+                    # For the monitor, a step begins with the wait for its data.
                     self._mark_step()
-                batch = next(loader, _NO_MORE)
-                if batch is _NO_MORE:
+                batch = next(loader, _END_OF_DATA)
+                if batch is _END_OF_DATA:
                     break
                 before = self._position
-                self._loss_scale = passes.loss_scale(self.world.data_rank, self.world.data_size)
+                self._loss_scale = batches.loss_scale(self.world.data_rank, self.world.data_size)
                 yield batch
                 if self.world.generation == generation and self._session.is_closing(generation):
-                    # Here and not when the step ends, so that what the loop does after a step still sees that step's world.
+                    # Not at the end of the step: the loop's code after it uses that step's world.
                     self._recover(None)
                 if self.world.generation != generation:
                     break
                 if self._position == before:
-                    # The loop skipped this batch on its own account.
+                    # The loop skipped this batch: it did not run a step.
                     self._position = replace(before, batch=before.batch + 1)
-
-    _loss_scale = 1.0
 
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
         return Step(self)
 
     def _mark_step(self) -> None:
-        """Have the monitor, if there is one, know that the next step is under way. It counts from the generation's first."""
+        """Report the step that begins to the monitor, which counts from the generation's first."""
         number = self._position.step - self._first_step + 1
-        if self._marked != number:
-            self._marked = number
+        if self._marked_step != number:
+            self._marked_step = number
             monitor.begin_step(number)
 
-    def begin_step(self) -> None:
-        """Forget old gradients. Called by `Step`."""
+    def _begin_step(self) -> None:
+        """Begin a step and clear gradients; for `Step`."""
         self._mark_step()
         self._entered_snapshots.begin_step()
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def end_step(self, error: BaseException | None) -> bool:
-        """Complete the step or recover from its failure. Called by `Step`; True when the error is dealt with."""
+    def _end_step(self, error: BaseException | None) -> bool:
+        """Complete the step or recover from its failure, for `Step`; True if `error` is handled."""
         try:
-            return self._end_step(error)
+            return self._complete_or_recover(error)
         finally:
-            # What the loop does now, such as evaluating, may take its time.
-            self._marked = 0
+            # The loop may now do something else for long, such as evaluation.
+            self._marked_step = 0
             monitor.end_step()
 
-    def _end_step(self, error: BaseException | None) -> bool:
+    def _complete_or_recover(self, error: BaseException | None) -> bool:
         if error is None:
             try:
                 self._complete_step()
-            except RuntimeError as late:
+            except RuntimeError as agreement_error:
                 # The agreement on the next snapshot is a collective too.
-                if not self._is_ending(late):
+                if not self._is_from_generation_end(agreement_error):
                     raise
-                self._recover(late)
+                self._recover(agreement_error)
             return True
-        if isinstance(error, Exception) and self._is_ending(error):
+        if isinstance(error, Exception) and self._is_from_generation_end(error):
             self._recover(error)
             return True
         return False
 
-    def _is_ending(self, error: Exception) -> bool:
-        """Whether an error comes from the generation's end rather than from the training code."""
+    def _is_from_generation_end(self, error: Exception) -> bool:
+        """Whether the end of the generation caused an error, and not the training code."""
         return is_peer_failure(error) or self._session.is_closing(self.world.generation)
-
-    @property
-    def loss_scale(self) -> float:
-        """This rank's weight in the batch: 1.0 unless the shares of the batch are uneven."""
-        return self._loss_scale
 
     def _complete_step(self) -> None:
         self._position = Position(self._position.step + 1, self._position.batch + 1)
         generation = self.world.generation
         self._session.progress(generation, self.steps)
-        if not self._stepped:
-            self._stepped = True
+        if not self._reported_first_step:
+            self._reported_first_step = True
             self._session.report("stepped", generation=generation, at_s=wall_clock_s())
         self._entered_snapshots.complete_step(self._position)
-        news = self._snapshot_interval.notable_change()
-        if news is not None:
-            every, cost_s = news
+        interval_change = self._snapshot_interval.notable_change()
+        if interval_change is not None:
+            every, cost_s = interval_change
             self._session.report(
                 "snapshot_interval", generation=generation, every=every, cost_s=cost_s
             )
 
     def _enter(self, newer_than: int) -> None:
-        """Enter the next generation, and the one after it if that breaks before it runs."""
+        """Enter the next generation; if it fails before it runs, enter the one after it."""
         while True:
             assignment = self._session.wait_for_assignment(newer_than)
             newer_than = assignment.generation
             try:
                 self._enter_generation(assignment)
             except (RuntimeError, SnapshotUnavailable) as error:
-                # Who holds the state may be lost while it is being restored.
-                is_late_loss = isinstance(error, SnapshotUnavailable) or is_peer_failure(error)
-                if not (is_late_loss or self._session.is_closing(newer_than)):
+                # A node that holds the state may be lost while the state is restored from it.
+                is_node_loss = isinstance(error, SnapshotUnavailable) or is_peer_failure(error)
+                if not (is_node_loss or self._session.is_closing(newer_than)):
                     raise
                 self._end_generation(newer_than, error)
             else:
@@ -313,8 +324,8 @@ class Job:
 
     def _enter_generation(self, assignment: Assignment) -> None:
         os.environ.update(assignment.environment())
-        self._stepped = False
-        self._marked = 0
+        self._reported_first_step = False
+        self._marked_step = 0
         telemetry.reopen(assignment)
         self._world = self._groups.enter(assignment, self._mesh)
         self._session.report("ready", generation=assignment.generation, at_s=wall_clock_s())
@@ -341,25 +352,29 @@ class Job:
             step=self.steps,
         )
         if self.steps > 0:
-            # New groups protect the state at once; until then a further loss might find too little of the old ones left.
+            # Protect the state in the new groups at once: until then it depends on what is left of
+            # the old groups, and may not survive another loss.
             self._snapshot_manager.snapshot(self._position)
 
     def _recover(self, error: BaseException | None) -> None:
-        """Leave the generation that ends and enter the next."""
+        """Leave the current generation and enter the next one."""
         generation = self.world.generation
         self._end_generation(generation, error)
         self._enter(newer_than=generation)
 
     def _end_generation(self, generation: int, error: BaseException | None) -> None:
-        """Seal what can be sealed, drop the rest, and tell the agent that this worker writes no more in this generation."""
+        """Seal a last snapshot if possible, drop the live state, and report "drained" to the agent.
+
+        After "drained" this worker writes nothing more in this generation.
+        """
         if error is not None and not self._session.is_closing(generation):
             self._session.report("broken", generation=generation, error=str(error).splitlines()[0])
         elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
             self._snapshot_manager.seal_before_closing(
                 self._position,
-                lambda s: self._session.wait_for_commit(s, generation, also_closing=True),
+                lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
             )
-        # Peers blocked in a collective with this rank learn from the closed connections that it left.
+        # Closed connections wake the peers that wait for this rank in a collective.
         self._groups.leave()
         self._leave()
         self._session.report("drained", generation=generation)
@@ -373,7 +388,7 @@ class Job:
         gc.collect()
 
     def _finish(self) -> None:
-        """Have the last step committed, and stored if there is a place for it, before the worker exits."""
+        """Wait until the last step is committed, and stored if `checkpoint` is given."""
         final = self._position
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
@@ -394,14 +409,17 @@ class Job:
             self._session.report("finishing", step=final.step)
 
     def _recover_to(self, final: Position) -> int:
-        """Recover although the loop is over: possible only if nothing has to be computed again."""
+        """Recover after the loop has ended: possible only if no step must be computed again."""
         self._recover(None)
         if self._position != final:
-            self._restart_script("the last steps have to be computed again")
+            self._restart_script("the last steps must be computed again")
         return self.world.generation
 
     def _restart_script(self, reason: str) -> None:
-        """Run the script from its beginning, for its loop is past the point that the state has gone back to."""
+        """Exit, so that the agent runs the script from its beginning.
+
+        Needed when the script's loop has already passed the position of the restored state.
+        """
         self._session.report("restart", reason=reason)
         self._leave()
         sys.stdout.flush()
@@ -412,8 +430,9 @@ class Job:
 class Step:
     """One optimizer step: `with job.step() as step: loss.backward(); job.optimizer.step()`.
 
-    Gradients are cleared at the beginning. If a peer fails inside, the exception ends here: the job recovers, `completed` stays False, and
-    the batch iterator comes with the batch of the restored position. Other exceptions pass.
+    Gradients are cleared at the beginning. If a peer fails inside, `Step` catches the exception,
+    the job recovers, `completed` stays False, and the batch iterator yields the batch of the
+    restored position next. Other exceptions pass.
     """
 
     def __init__(self, job: Job) -> None:
@@ -422,11 +441,14 @@ class Step:
 
     @property
     def loss_scale(self) -> float:
-        """Factor for this rank's mean loss that keeps the average over ranks exact when their shares are uneven."""
-        return self._job.loss_scale
+        """Factor for this rank's mean loss that keeps the average over ranks exact.
+
+        It is 1.0 unless the ranks' shares of the batch are uneven.
+        """
+        return self._job._loss_scale
 
     def __enter__(self) -> Self:
-        self._job.begin_step()
+        self._job._begin_step()
         return self
 
     def __exit__(
@@ -435,7 +457,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        before = self._job.world.generation
-        handled = self._job.end_step(error)
-        self.completed = error is None and self._job.world.generation == before
+        generation = self._job.world.generation
+        handled = self._job._end_step(error)
+        self.completed = error is None and self._job.world.generation == generation
         return handled and error is not None

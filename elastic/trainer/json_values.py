@@ -1,7 +1,8 @@
-"""State that is no tensor, as JSON and back: what schedulers and a user's own parts hold.
+"""Converts state without tensors, as of schedulers and users' objects, to JSON and back.
 
-JSON knows no keys but strings and no infinity, and schedulers have both (`MultiStepLR` counts milestones by number, `ReduceLROnPlateau`
-begins at infinity). They are written as `{"$pairs": [[key, value], ...]}` and `{"$float": "inf"}`.
+JSON has only string keys and no infinity, and schedulers use both (`MultiStepLR` has integer keys,
+`ReduceLROnPlateau` begins at infinity). Such values are written as
+`{"$pairs": [[key, value], ...]}` and `{"$float": "inf"}`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ _FLOAT = "$float"
 
 
 def to_json_value(name: str, value: Any) -> Json:
-    """Return a value as JSON that shares nothing with it. Tuples become lists.
+    """Return a copy of a value as JSON. Tuples become lists.
+
+    Args:
+        name: what the value is, for the error message.
+        value: mappings, lists, tuples, numbers, strings, booleans and None, nested.
 
     Raises:
-        UsageError: there is something else in it than mappings, sequences, numbers, strings, booleans and None; the message says where.
+        UsageError: the value contains another type; the message names the place.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -34,8 +39,8 @@ def to_json_value(name: str, value: Any) -> Json:
             return {key: to_json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
         return {
             _PAIRS: [
-                [to_json_value(f"a key of {name}", k), to_json_value(f"{name}[{k!r}]", v)]
-                for k, v in value.items()
+                [to_json_value(f"a key of {name}", key), to_json_value(f"{name}[{key!r}]", item)]
+                for key, item in value.items()
             ]
         }
     raise UsageError(
@@ -45,36 +50,37 @@ def to_json_value(name: str, value: Any) -> Json:
 
 
 def from_json_value(stored: Json, like: Any = None) -> Any:
-    """Return what `to_json_value` was given.
+    """Convert a result of `to_json_value` back to the value.
 
     Args:
-        stored: its result.
-        like: a value of the same kind, such as a fresh object's state: mappings become of its types (`Counter`), and lists tuples
-            where it has tuples.
+        stored: the JSON value.
+        like: a value with the same structure, such as a fresh object's state; mappings get the
+            types that it has (`Counter`), and lists become tuples where it has tuples.
     """
     if isinstance(stored, Mapping):
         if stored.keys() == {_FLOAT}:
             return float(stored[_FLOAT])
         pairs = (
-            [[_key(k), v] for k, v in stored[_PAIRS]]
+            [[_key(key), item] for key, item in stored[_PAIRS]]
             if stored.keys() == {_PAIRS}
             else stored.items()
         )
-        known = like if isinstance(like, Mapping) else {}
-        made = {key: from_json_value(item, known.get(key)) for key, item in pairs}
-        return type(like)(made) if isinstance(like, dict) and type(like) is not dict else made
+        like_items = like if isinstance(like, Mapping) else {}
+        result = {key: from_json_value(item, like_items.get(key)) for key, item in pairs}
+        is_subclass = isinstance(like, dict) and type(like) is not dict
+        return type(like)(result) if is_subclass else result
     if isinstance(stored, list):
-        fresh = (
-            like
-            if isinstance(like, list | tuple) and len(like) == len(stored)
-            else [None] * len(stored)
-        )
-        items = [from_json_value(item, one) for item, one in zip(stored, fresh, strict=True)]
+        is_same_length = isinstance(like, list | tuple) and len(like) == len(stored)
+        like_elements = like if is_same_length else [None] * len(stored)
+        items = [
+            from_json_value(item, like_item)
+            for item, like_item in zip(stored, like_elements, strict=True)
+        ]
         return tuple(items) if isinstance(like, tuple) else items
     return stored
 
 
 def _key(stored: Json) -> Any:
     key = from_json_value(stored)
-    # A key that was a tuple came back as a list, which can be none.
+    # A tuple came back as a list, which cannot be a key.
     return tuple(key) if isinstance(key, list) else key

@@ -1,14 +1,16 @@
-"""The process groups of one generation: how a worker finds its peers, and how it lets go of them.
+"""Enters, aborts and leaves the process groups of one generation.
 
-Everything that differs between NCCL and gloo is here. Facts this relies on: gloo reports a peer's death within milliseconds
-as a RuntimeError from whatever collective is under way, but has no abort, and keeps its connections as long as anything (a
-model, a loss) refers to the group; so they are shut down here by hand, which wakes this rank and its peers. NCCL reports
-nothing until its communicators are aborted, and once one rank aborts all must: `abort` is called on every rank that hears
-that a generation closes because something broke.
+All differences between NCCL and gloo are handled here. The module relies on these facts. gloo
+reports a peer's death within milliseconds as a RuntimeError of the collective in progress, but has
+no abort, and keeps its connections as long as any object (a model, a loss) refers to the group; so
+this module shuts the connections down, which wakes this rank and its peers. NCCL reports nothing
+until its communicators are aborted, and once one rank aborts all must: `abort` is called on every
+rank that receives the closing of a generation because of a failure.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -30,12 +32,13 @@ from keepstep.elastic.worker.session import Assignment
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """One generation as the training code sees it.
 
-    `mesh` has the dimensions asked for in `keepstep.join(mesh=...)`, by default one, `dp`. `data_rank` and `data_size` say which
-    share of each global batch this rank computes: ranks that differ only in dimensions other than `dp*` share their samples.
+    `mesh` has the dimensions given to `keepstep.join(mesh=...)`, by default only `dp`. This rank
+    computes share `data_rank` of the `data_size` shares of each global batch: ranks that differ
+    only in dimensions other than `dp*` compute the same share.
     """
 
     generation: int
@@ -49,17 +52,19 @@ class World:
 
 
 def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
-    """Return the mesh's dimensions for this world size; at most one is -1, which takes what the others leave.
+    """Return the sizes of the mesh's dimensions for a world size.
+
+    Args:
+        wanted: size by name; at most one is -1: the quotient of `world_size` by the others.
+        world_size: number of ranks, which the product of the sizes must equal.
 
     Raises:
-        UsageError: the world size does not factor so.
+        UsageError: a size is invalid, or the product of the sizes cannot equal the world size.
     """
-    fixed = 1
-    for size in wanted.values():
-        fixed *= size if size > 0 else 1
+    fixed = math.prod(size for size in wanted.values() if size > 0)
     free = [name for name, size in wanted.items() if size == -1]
     if len(free) > 1 or any(size == 0 or size < -1 for size in wanted.values()):
-        raise UsageError(f"mesh {dict(wanted)}: sizes are positive, and at most one is -1")
+        raise UsageError(f"mesh {dict(wanted)}: sizes must be positive, and at most one may be -1")
     if world_size % fixed != 0 or (not free and fixed != world_size):
         raise UsageError(
             f"mesh {dict(wanted)} does not divide {world_size} ranks; change --nnodes or the mesh, "
@@ -69,25 +74,25 @@ def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
 
 
 class ProcessGroups:
-    """The process groups of this process. At most one world is entered at a time; `leave` lets go of it."""
+    """The process groups of this process. One world at most is entered at a time, until `leave`."""
 
     def __init__(self) -> None:
         self._connections: frozenset[tuple[int, str]] = frozenset()
 
     def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> World:
-        """Join the process group of a generation and lay the mesh over it.
+        """Join the process group of a generation and create its device mesh.
 
         Raises:
             UsageError: the mesh does not fit the world size.
-            RuntimeError: a peer died meanwhile (as torch reports it).
+            RuntimeError: a peer died during the call (raised by torch).
         """
         sizes = mesh_sizes(mesh, assignment.world_size)
         device = _bind_device(assignment.local_rank)
         if device.type == "cuda":
-            # Recovery outlasts NCCL's own watchdog, which would kill the process in the middle of it.
+            # Recovery may take longer than NCCL's watchdog allows, which would kill the process.
             os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        before = _open_sockets()
+        sockets_before = _open_sockets()
         try:
             store = TCPStore(
                 assignment.store_host,
@@ -104,23 +109,23 @@ class ProcessGroups:
             )
             device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(mesh))
         finally:
-            self._connections = _open_sockets() - before
+            self._connections = _open_sockets() - sockets_before
         data_rank, data_size = _data_share(device_mesh, tuple(mesh))
         return World(
-            assignment.generation,
-            assignment.rank,
-            assignment.world_size,
-            assignment.local_rank,
-            device,
-            device_mesh,
-            data_rank,
-            data_size,
+            generation=assignment.generation,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            local_rank=assignment.local_rank,
+            device=device,
+            mesh=device_mesh,
+            data_rank=data_rank,
+            data_size=data_size,
         )
 
     def abort(self) -> None:
-        """Break off collectives under way, here and at the peers, so that threads blocked in one get an error.
+        """Abort collectives in progress on this rank and its peers: blocked threads get an error.
 
-        Safe from any thread.
+        May be called from any thread.
         """
         if not dist.is_initialized():
             return
@@ -131,39 +136,44 @@ class ProcessGroups:
             _shut_down(descriptor, name)
 
     def leave(self) -> None:
-        """Let go of all process groups, whatever state they are in; peers that still wait get an error."""
-        # DTensor caches specs by mesh, and two meshes of one shape are equal whatever rank this process has in them: a rank
-        # that has moved would silently go on with its old place.
+        """Destroy all process groups in any state; peers that wait in a collective get an error."""
+        # DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
+        # another rank in each: after a change of rank it would silently use its old coordinates.
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
         self.abort()
         if dist.is_initialized():
             dist.destroy_process_group()
-        # An attempt that failed is counted all the same, and the count is the next group's name: a fresh peer would look for
-        # this rank under another.
+        # torch names a group by this count, which failed attempts increase too: without a reset a
+        # new process would look for this rank in a group of another name.
         _world.group_count = 0
 
 
 def check_mesh_position(name: str, tensor: torch.Tensor) -> None:
-    """Assert that a sharded tensor lies on a mesh of the present process group, in which this rank has its present place.
+    """Check that a sharded tensor's mesh has this process's current rank at its coordinate.
+
+    Args:
+        name: the tensor's name, for the error message.
+        tensor: any tensor; only a DTensor is checked.
 
     Raises:
-        RuntimeError: it does not; training on would corrupt the state silently.
+        RuntimeError: the rank is another one; training would silently corrupt the state.
     """
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate()
-        if (
-            coordinate is not None
-            and int(tensor.device_mesh.mesh[tuple(coordinate)]) != dist.get_rank()
-        ):
-            raise RuntimeError(
-                f"{name} is sharded as for rank {int(tensor.device_mesh.mesh[tuple(coordinate)])}, but this is rank "
-                f"{dist.get_rank()}: build() must make the model anew from the World it is given"
-            )
+    if not isinstance(tensor, DTensor):
+        return
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return
+    mesh_rank = int(tensor.device_mesh.mesh[tuple(coordinate)])
+    if mesh_rank != dist.get_rank():
+        raise RuntimeError(
+            f"{name} is sharded for rank {mesh_rank}, but this is rank {dist.get_rank()}: "
+            "build() must create the model anew from the World that it receives"
+        )
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception of the training step looks like the failure of another rank or of the network."""
+    """Whether an exception of a training step comes from the failure of a peer or the network."""
     if isinstance(error, dist.DistError):
         return True
     text = str(error)
@@ -182,7 +192,7 @@ def _bind_device(local_rank: int) -> torch.device:
 
 def _data_share(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "every rank is in the mesh of all ranks"
+    assert coordinate is not None, "the mesh contains every rank"
     data_rank, data_size = 0, 1
     for position, name in enumerate(names):
         if name.startswith("dp"):
@@ -193,20 +203,20 @@ def _data_share(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
 
 
 def _open_sockets() -> frozenset[tuple[int, str]]:
-    """Return this process's sockets, as (descriptor, name that no later socket has)."""
-    found = set()
+    """Return this process's sockets as (descriptor, inode name, which no later socket has)."""
+    sockets = set()
     for entry in os.listdir("/proc/self/fd"):
         try:
             name = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:
             continue  # The descriptor of the listing itself.
         if name.startswith("socket:"):
-            found.add((int(entry), name))
-    return frozenset(found)
+            sockets.add((int(entry), name))
+    return frozenset(sockets)
 
 
 def _shut_down(descriptor: int, name: str) -> None:
-    """Shut down a TCP connection that C++ code owns, if the descriptor still is what it was."""
+    """Shut down a TCP connection that C++ code owns, if the descriptor still refers to it."""
     try:
         if os.readlink(f"/proc/self/fd/{descriptor}") != name:
             return
@@ -215,4 +225,4 @@ def _shut_down(descriptor: int, name: str) -> None:
             if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)
     except OSError:
-        return  # Closed meanwhile, by its owner or by the peer.
+        return  # The owner or the peer has closed it.

@@ -1,4 +1,7 @@
-"""After how many steps a rank wants its next snapshot: as told, or as often as loses least by what it measures."""
+"""Decides after how many steps a rank requests its next snapshot.
+
+The interval is fixed, or chosen for the least expected loss from measured step times and costs.
+"""
 
 from __future__ import annotations
 
@@ -9,67 +12,73 @@ from keepstep.elastic.rendezvous.intervals import AUTO, snapshot_every
 
 _WINDOW = 32
 
-# Until so many have been measured, every step has one.
+# Until this many snapshots and steps are measured, every step has a snapshot.
 _MIN_MEASUREMENTS = 8
 
-# A smaller change of mind is noise, which nobody needs to hear of.
+# A smaller change of the interval is measurement noise and is not reported.
 _NOTABLE_RATIO = 1.25
 
 
 class SnapshotInterval:
-    """Measures what snapshots cost this rank and how long its steps take. All times in seconds, on one clock.
+    """Measures the cost of snapshots and the duration of steps on this rank, in seconds.
 
     Args:
-        every: after how many steps to take one; `AUTO`: choose.
-        failures_per_s: how often something of the job fails.
+        every: number of steps between snapshots; `AUTO`: choose it.
+        failures_per_s: rate at which failures end the job's generations.
     """
 
     def __init__(self, every: int, failures_per_s: float) -> None:
         self._fixed = every
         self._failures_per_s = failures_per_s
         self._costs: deque[float] = deque(maxlen=_WINDOW)
-        self._steps: deque[float] = deque(maxlen=_WINDOW)
-        self._stepped_s: float | None = None
+        self._step_durations: deque[float] = deque(maxlen=_WINDOW)
+        self._last_step_s: float | None = None
         self._reported_every = 0
 
     @property
     def every(self) -> int:
-        """After how many steps a snapshot is wanted now."""
+        """The current number of steps between snapshots."""
         if self._fixed != AUTO:
             return self._fixed
-        if len(self._costs) < _MIN_MEASUREMENTS or len(self._steps) < _MIN_MEASUREMENTS:
+        if min(len(self._costs), len(self._step_durations)) < _MIN_MEASUREMENTS:
             return 1
-        return snapshot_every(self.cost_s, statistics.median(self._steps), self._failures_per_s)
+        step_s = statistics.median(self._step_durations)
+        return snapshot_every(self.cost_s, step_s, self._failures_per_s)
 
     @property
     def cost_s(self) -> float:
-        """What a snapshot holds the training up for; 0.0 before any was taken."""
+        """Median time for which a snapshot blocks training; 0.0 before the first one."""
         return statistics.median(self._costs) if self._costs else 0.0
 
     def is_wanted(self, step: int, taken: int) -> bool:
-        """Whether to take one when `step` is complete, if the last one was of step `taken` (-1: none)."""
+        """Whether to take a snapshot after `step`; the last one is of step `taken` (-1: none)."""
         if self._fixed != AUTO:
             return step % self._fixed == 0
         return step - taken >= self.every
 
     def note_step(self, now_s: float) -> None:
-        """Note that a step is complete."""
-        if self._stepped_s is not None:
-            self._steps.append(now_s - self._stepped_s)
-        self._stepped_s = now_s
+        """Record the completion of a step."""
+        if self._last_step_s is not None:
+            self._step_durations.append(now_s - self._last_step_s)
+        self._last_step_s = now_s
 
     def note_snapshot(self, cost_s: float) -> None:
-        """Note for how long a snapshot has held up the training."""
+        """Record the time for which a snapshot blocked training."""
         self._costs.append(cost_s)
 
     def notable_change(self) -> tuple[int, float] | None:
-        """Return the choice and the cost behind it, if it has changed notably since it was last returned."""
+        """Return the chosen interval and cost, if the interval differs notably from the last one.
+
+        The last one is what this method last returned.
+        """
         every = self.every
         if self._fixed != AUTO or len(self._costs) < _MIN_MEASUREMENTS:
             return None
-        if self._reported_every and max(every, self._reported_every) <= _NOTABLE_RATIO * min(
-            every, self._reported_every
-        ):
+        if self._reported_every and not self._is_notable(every):
             return None
         self._reported_every = every
         return every, self.cost_s
+
+    def _is_notable(self, every: int) -> bool:
+        lower, upper = sorted((every, self._reported_every))
+        return upper > _NOTABLE_RATIO * lower

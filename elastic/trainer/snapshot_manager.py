@@ -1,8 +1,9 @@
-"""Keeping snapshots of the training state of one worker in one generation, and resuming from what was kept.
+"""Takes snapshots of one worker's training state in one generation, and restores the state.
 
-The state is immutable from one optimizer step to the next, so the copy begins when a step ends and is waited for just before an optimizer
-writes again (DataStates-LLM, arXiv 2406.10707). What others than optimizers may write to at any time (buffers, averages of the
-weights) is copied on the spot, and so is everything once a write in between has been seen.
+The state does not change between two optimizer steps, so the copy begins when a step ends and must
+be complete just before an optimizer writes again (DataStates-LLM, arXiv 2406.10707). State that
+other code than optimizers may write to at any time (buffers, averages of the weights) is copied
+synchronously, and so is all state once a write during a copy has been seen.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,18 +29,16 @@ from keepstep.elastic.rendezvous.records import Member, ShardRebuild
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
+from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.session import Assignment
-
-if TYPE_CHECKING:
-    from keepstep.elastic.trainer.state import State
 
 log = logging.getLogger("keepstep")
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """What all ranks say of the next snapshot and of the last one."""
+    """What holds on all ranks: the next snapshot is wanted, the last is committed, is not torn."""
 
     is_wanted: bool
     is_committed: bool
@@ -48,17 +46,17 @@ class _Agreement:
 
     @property
     def is_possible(self) -> bool:
-        """Whether nothing of the last snapshot is in the way: it is committed, or given up."""
+        """Whether a snapshot may begin: the last one is committed, or discarded by all ranks."""
         return self.is_committed or not self.is_complete
 
     @property
     def is_worth_retrying(self) -> bool:
-        """Whether the answer may be another a little later."""
+        """Whether a later agreement may have another result: the commit is still expected."""
         return self.is_wanted and not self.is_possible
 
 
 class SnapshotManager:
-    """The state of one worker in one generation, and its snapshots. `close` ends the copy under way and frees everything."""
+    """The training state of one worker in one generation, and its snapshots, until `close`."""
 
     def __init__(
         self,
@@ -73,7 +71,7 @@ class SnapshotManager:
     ) -> None:
         self._snapshot_interval = interval
         self._blocked_s = 0.0
-        self._step = 0
+        self._completed_step = 0
         self._assignment = assignment
         self._checkpoint = checkpoint
         self.training = TrainingState(state, device, assignment.rank)
@@ -81,25 +79,33 @@ class SnapshotManager:
         self._snapshotter = Snapshotter(
             self._client, assignment.generation, assignment.rank, device
         )
-        self._taken = -1
+        self._last_snapshot_step = -1
         self._is_intact = True
-        # The last snapshot was torn here; by all ranks' agreement it is given up, for one of them has torn it.
+        # Torn: the state changed during the copy of the last snapshot on this rank. If it is torn
+        # on any rank, all ranks agree to discard it.
         self._is_torn = self._discard_uncommitted = False
         self.copies_synchronously = copies_synchronously
-        """Whether none is left to a copy under the next step any more, because something writes to the state meanwhile."""
+        """Whether training waits for each copy, because the state was written to during one."""
         self._is_committed = is_committed
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
         self._in_step = False
         self._hooks = (
             *(
-                o.register_step_pre_hook(lambda *_: self._before_write())
-                for o in self.training.optimizers
+                optimizer.register_step_pre_hook(lambda *_: self._before_write())
+                for optimizer in self.training.optimizers
             ),
             state.model.register_forward_hook(lambda *_: self._after_forward()),
         )
 
     def resume(self, seed: int) -> tuple[Position, str]:
-        """Fill the state from memory, else from storage, else leave it as built; return the position and the source's name."""
+        """Restore the state from memory, else from storage, else initialize it.
+
+        Args:
+            seed: seed for random numbers of ranks that the source has no state of.
+
+        Returns:
+            The position, and a description of the source ("start": none).
+        """
         source, name = self._source()
         if source is None:
             return self.training.start_fresh(seed), name
@@ -107,22 +113,24 @@ class SnapshotManager:
         if isinstance(source, MemorySource):
             name = source.describe()
             source.close()
-        self._step = position.step
+        self._completed_step = position.step
         return position, name
 
     def complete_step(self, position: Position) -> None:
-        """Note that the optimizer has written all that it writes in this step, and begin a snapshot if it is time for one.
+        """Complete a step at `position`, and begin a snapshot if the ranks agreed on one.
 
-        Ranks must take the same snapshots or none would ever be complete: they take one if all want one and know, by the time
-        the optimizer runs, that the last one is committed, or one of them knows that it never will be. They agree by a reduction of
-        three numbers that runs beside the backward pass; if the commit was not known then, by another beside the optimizer.
+        All ranks must take the same snapshots; otherwise none would be complete. They take one if
+        all want it and, by the time the optimizer runs, either all know that the last one is
+        committed, or any knows that it is torn and never will be. They agree by a reduction of
+        three numbers that runs beside the backward pass; if the commit was not known then, by
+        another one beside the optimizer.
         """
         self._in_step = False
-        self._step = position.step
+        self._completed_step = position.step
         if self._pending_agreement is not None:
-            answer, self._pending_agreement = self._finish_agreement(), None
+            agreement, self._pending_agreement = self._finish_agreement(), None
             self._is_intact = True
-            if answer.is_wanted and answer.is_possible:
+            if agreement.is_wanted and agreement.is_possible:
                 began_s = time.monotonic()
                 self.snapshot(position)
                 self._blocked_s = time.monotonic() - began_s
@@ -131,26 +139,28 @@ class SnapshotManager:
     def seal_before_closing(
         self, position: Position, wait_for_commit: Callable[[int], bool]
     ) -> None:
-        """Have the state at `position` sealed if it is still whole, for the generation ends in good order.
+        """Seal a snapshot at `position` before an orderly end of the generation.
+
+        Does nothing if an optimizer has already begun to write the next step.
 
         Args:
-            position: what the state is of.
-            wait_for_commit: waits for a step's commit; False if that will not come.
+            position: position of the state.
+            wait_for_commit: waits for the commit of a step; False if it will not be committed.
         """
-        while self._is_intact and self._taken != position.step and position.step > 0:
+        while self._is_intact and self._last_snapshot_step != position.step and position.step > 0:
             self._wait()
             if self._is_torn:
                 return
-            if not self.snapshot(position) and not wait_for_commit(self._taken):
+            if not self.snapshot(position) and not wait_for_commit(self._last_snapshot_step):
                 return
         self._wait()
 
     def begin_step(self) -> None:
-        """Note that all ranks do the same from here on, until the step is complete."""
+        """Begin a step: from here to `complete_step` all ranks run the same collectives."""
         self._in_step = True
 
     def _after_forward(self) -> None:
-        # Outside of steps ranks may well do different things, such as one of them evaluating.
+        # Outside of steps ranks may do different things: one of them may run an evaluation.
         if self._in_step and self._pending_agreement is None:
             self._start_agreement()
 
@@ -167,34 +177,40 @@ class SnapshotManager:
             self._start_agreement()
 
     def _start_agreement(self) -> None:
-        """Begin to ask all ranks whether they want a snapshot, know that the last one is committed, and sealed it."""
-        is_wanted = self._snapshot_interval.is_wanted(self._step + 1, self._taken)
-        mine = torch.tensor(
-            [int(is_wanted), int(self._is_committed(self._taken)), int(not self._is_torn)]
+        """Start the reduction of what `_Agreement` holds."""
+        is_wanted = self._snapshot_interval.is_wanted(
+            self._completed_step + 1, self._last_snapshot_step
+        )
+        values = torch.tensor(
+            [
+                int(is_wanted),
+                int(self._is_committed(self._last_snapshot_step)),
+                int(not self._is_torn),
+            ]
         )
         work = (
-            dist.all_reduce(mine, dist.ReduceOp.MIN, async_op=True)
+            dist.all_reduce(values, dist.ReduceOp.MIN, async_op=True)
             if dist.get_world_size() > 1
             else None
         )
-        self._pending_agreement = (mine, work)
+        self._pending_agreement = (values, work)
 
     def _finish_agreement(self) -> _Agreement:
-        """Wait for the answer, which is the same on every rank."""
+        """Wait for the result of the reduction, which is the same on every rank."""
         assert self._pending_agreement is not None
-        all_of_us, work = self._pending_agreement
+        values, work = self._pending_agreement
         if work is not None:
             work.wait()
-        answer = _Agreement(*map(bool, all_of_us.tolist()))
-        self._discard_uncommitted = not answer.is_complete
-        return answer
+        agreement = _Agreement(*map(bool, values.tolist()))
+        self._discard_uncommitted = not agreement.is_complete
+        return agreement
 
     def snapshot(self, position: Position) -> bool:
-        """Begin to copy the state as it is now; False if the last snapshot is not committed yet, so that none can begin."""
+        """Begin to copy the current state; False if the last snapshot is not committed yet."""
         if not self._may_begin():
             return False
         if self.copies_synchronously:
-            # It may be because a step puts other memory under its tensors.
+            # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             live = self.training.capture(position)
@@ -204,17 +220,21 @@ class SnapshotManager:
                 live.documents,
                 discard_uncommitted=self._discard_uncommitted,
             )
-        self._taken, self._is_torn, self._discard_uncommitted = position.step, False, False
+        self._last_snapshot_step, self._is_torn, self._discard_uncommitted = (
+            position.step,
+            False,
+            False,
+        )
         if self.copies_synchronously:
             self._wait()
         return True
 
     def _may_begin(self) -> bool:
-        """Whether this rank's last snapshot is committed, or given up by all."""
-        return self._discard_uncommitted or self._is_committed(self._taken)
+        """Whether this rank's last snapshot is committed, or discarded by all ranks."""
+        return self._discard_uncommitted or self._is_committed(self._last_snapshot_step)
 
     def _wait(self) -> None:
-        """Wait for the copy under way."""
+        """Wait for the copy in progress."""
         try:
             self._snapshotter.wait()
         except StateChanged as changed:
@@ -222,16 +242,17 @@ class SnapshotManager:
             if not self.copies_synchronously:
                 self.copies_synchronously = True
                 log.warning(
-                    "%s: from now on training waits while state is copied. Write to it inside `with job.step()` only",
+                    "%s: from now on training waits while state is copied. To avoid this, write to "
+                    "the state only inside `with job.step()`",
                     changed,
                 )
 
     def commit_final_snapshot(
         self, position: Position, wait_for_commit: Callable[[int], bool]
     ) -> bool:
-        """Have the state at `position`, which nobody writes to any more, committed; False if the generation closes before that.
+        """Commit the state at `position`, which must not change any more; called by all ranks.
 
-        Called by all ranks together.
+        Returns False if the generation closes before the commit.
         """
         self.seal_before_closing(position, wait_for_commit)
         try:
@@ -247,7 +268,7 @@ class SnapshotManager:
         return wait_for_commit(position.step)
 
     def close(self) -> None:
-        """Let a copy under way complete, then let go of everything."""
+        """Wait for a copy in progress, then release all resources."""
         for hook in self._hooks:
             hook.remove()
         self._snapshotter.close()
@@ -259,13 +280,13 @@ class SnapshotManager:
             holders = [
                 Holder(self._server(member), tuple(member.ranks)) for member in resume.holders
             ]
-            # Later ones count: a lost rank's shard is with whoever rebuilds it.
+            # A later entry takes precedence: the node that rebuilds a lost rank's shard holds it.
             holders += [
-                Holder(self._server(adopted), (adopted.rank,), rebuilds=True)
-                for adopted in resume.shard_rebuilds
+                Holder(self._server(rebuild), (rebuild.rank,), rebuilds=True)
+                for rebuild in resume.shard_rebuilds
             ]
             snapshot = resume.snapshot
-            stored = partial(
+            open_stored = partial(
                 StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation
             )
             return MemorySource(
@@ -273,26 +294,27 @@ class SnapshotManager:
                 holders,
                 bytes.fromhex(self._assignment.secret),
                 rank=self._assignment.rank,
-                open_fallback=stored if resume.stored else None,
+                open_fallback=open_stored if resume.stored else None,
             ), "memory"
         if self._checkpoint is None:
             return None, "start"
         step = self._newest_stored(self._checkpoint)
-        return (
-            (StoredCheckpoint.open(self._checkpoint, step), "storage")
-            if step >= 0
-            else (None, "start")
-        )
+        if step < 0:
+            return None, "start"
+        return StoredCheckpoint.open(self._checkpoint, step), "storage"
 
     def _server(self, holder: Member | ShardRebuild) -> str:
-        """Return where a holder's server is reached: the own node's beside this worker."""
+        """Return the address of a holder's server; that of this node is reached locally."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
 
     def _newest_stored(self, url: str) -> int:
-        """Have rank 0 look, so that all ranks resume from the same step whatever appears meanwhile."""
-        found = torch.tensor([-1])
+        """Return the newest stored step, -1 if there is none.
+
+        Only rank 0 reads storage: all ranks resume from one step even if a new one appears now.
+        """
+        newest = torch.tensor([-1])
         if self._assignment.rank == 0:
             open_storage(url).probe_writable()
-            found[0] = next((stored.step for stored in list_steps(url)), -1)
-        dist.broadcast(found, src=0)
-        return int(found.item())
+            newest[0] = next((stored.step for stored in list_steps(url)), -1)
+        dist.broadcast(newest, src=0)
+        return int(newest.item())

@@ -1,4 +1,4 @@
-"""What a user's `build` returns: the model, and how to make what depends on its parameters."""
+"""Defines what a user's `build` returns: the model, its optimizers and its other state."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ from keepstep.elastic.trainer.process_groups import World
 
 
 class Stateful(Protocol):
-    """Anything with state of its own that is JSON (a curriculum, a counter) or tensors by name (an average of the weights)."""
+    """An object with state to save: JSON (a curriculum) or tensors by name (averaged weights)."""
 
     def state_dict(self) -> Json:
-        """Return the state: JSON, or a dictionary with tensors in it."""
+        """Return the state: JSON, or a dictionary of tensors."""
         ...
 
     def load_state_dict(self, state: Json, /) -> None:
-        """Take a state of the kind that `state_dict` returns."""
+        """Set the state from a value of the kind that `state_dict` returns."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What `build` returns: the model, and how to make what depends on its parameters.
+    """The result of `build`: the model, and functions that create what depends on its parameters.
 
-    `optimizer` is called with the model's parameters once they are real, and returns one optimizer or several; `scheduler` is called
-    with each. A model on the meta device is given memory on `World.device`; `initialize` then fills it, only when there is nothing to
-    resume from. `extra` is saved and restored by name; its tensors may be sharded, and are on no meta device.
+    Args:
+        model: the sharded model. If it is on the meta device, it gets memory on `World.device`.
+        optimizer: receives the model's parameters once they have memory; returns one optimizer or
+            several.
+        scheduler: receives an optimizer and returns its scheduler; called for each optimizer.
+        initialize: fills a model that was on the meta device; called only if there is nothing to
+            resume from.
+        extra: objects saved and restored by name. Their tensors may be sharded, but must not be on
+            the meta device.
     """
 
     model: nn.Module

@@ -1,10 +1,14 @@
-"""The training state of one worker: model, optimizers, schedulers, extras, randomness, position; read as a whole, and filled from a source."""
+"""Captures and restores the training state of one worker.
+
+It consists of the model, optimizers, schedulers, the user's extra objects, random number generators
+and the position.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +25,13 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 from keepstep.elastic.trainer.process_groups import check_mesh_position
-
-if TYPE_CHECKING:
-    from keepstep.elastic.trainer.state import State
+from keepstep.elastic.trainer.state import State
 
 _TRAINER = "trainer"
 
 
 class TrainingState:
-    """What `build` made, with everything else that a resumed run needs to go on as if nothing had happened."""
+    """The state that a resumed run needs to continue with the same results."""
 
     def __init__(self, state: State, device: torch.device, rank: int) -> None:
         self._rank = rank
@@ -37,17 +39,17 @@ class TrainingState:
         self._initialize = state.initialize
         self.model = state.model
         self._was_meta = _materialize(state.model, device)
-        made = state.optimizer(state.model.parameters())
-        self.optimizers = (made,) if isinstance(made, Optimizer) else tuple(made)
+        optimizers = state.optimizer(state.model.parameters())
+        self.optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
         self._buffers = {f"model/{name}" for name, _ in state.model.named_buffers()}
         self._state_reader = LiveStateReader(state.model, self.optimizers)
 
     def start_fresh(self, seed: int) -> Position:
-        """Fill the state as a run that has nothing to resume from begins.
+        """Initialize the state of a run that has nothing to resume from.
 
         Raises:
-            UsageError: nothing says how to fill the model.
+            UsageError: the model is on the meta device and `State.initialize` is missing.
         """
         if self._initialize is not None:
             self._initialize(self.model)
@@ -60,10 +62,14 @@ class TrainingState:
         return Position()
 
     def restore_from(self, source: Source, seed: int) -> Position:
-        """Fill the state from a source; return the position that it is of.
+        """Restore the state from a source and return its position.
+
+        Args:
+            source: the snapshot or checkpoint.
+            seed: seed for ranks whose random number generators the source does not have.
 
         Raises:
-            LayoutMismatch: it does not fit.
+            LayoutMismatch: the source does not fit the model or optimizers.
         """
         allocate(self.model, self.optimizers, source.tensors)
         names = parameter_names(self.model)
@@ -83,22 +89,22 @@ class TrainingState:
         return Position(trainer["step"], trainer["batch"])
 
     def invalidate_if_moved(self) -> None:
-        """Look anew, at the next `capture`, for tensors that have been given other memory."""
+        """Make the next `capture` check for tensors whose memory was replaced."""
         self._state_reader.invalidate_if_moved()
 
     def capture(self, position: Position) -> LiveState:
-        """Return all of it as it is at a position; the tensors of model and optimizers are the live memory."""
+        """Return the state at a position; tensors of model and optimizers are live memory."""
         live = self._state_reader.capture()
-        # Forward writes to buffers (batch norm's statistics), so these cannot be copied under it.
+        # The forward pass writes to buffers (batch norm's statistics), so they are copied now.
         tensors = [
             tensor.clone() if tensor.key in self._buffers else tensor for tensor in live.tensors
         ]
         extra: dict[str, Json] = {}
         for key, value in self._extra.items():
             state = value.state_dict()
-            mine = _tensors_of(key, state)
-            tensors += [tensor.clone() for tensor in mine]
-            extra[key] = None if mine else to_json_value(f"extra {key!r}", state)
+            extra_tensors = _tensors_of(key, state)
+            tensors += [tensor.clone() for tensor in extra_tensors]
+            extra[key] = None if extra_tensors else to_json_value(f"extra {key!r}", state)
         rank = self._rank
         trainer: dict[str, Json] = {
             "step": position.step,
@@ -117,21 +123,20 @@ class TrainingState:
         return LiveState((*tensors, *_generators(rank)), documents)
 
     def _restore_extra(self, source: Source, stored: Mapping[str, Json]) -> None:
-        """Fill what the source has; what is new since then stays as it was made."""
+        """Restore the objects that the source has; others keep their initial state."""
         for key, value in self._extra.items():
             state = value.state_dict()
-            mine = _tensors_of(key, state)
-            known = [tensor for tensor in mine if tensor.key in source.tensors]
-            if known and len(known) < len(mine):
-                missing = next(tensor.key for tensor in mine if tensor.key not in source.tensors)
+            tensors = _tensors_of(key, state)
+            missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
+            if missing and len(missing) < len(tensors):
                 raise LayoutMismatch(
-                    f"{missing}: missing in step {source.step}, which has other parts of {key!r}"
+                    f"{missing[0]}: missing in step {source.step}, which has other parts of {key!r}"
                 )
-            if known:
-                restore(LiveState(tuple(known), {}), source, strict=False)
-                # What `state_dict` returned may be copies.
+            if tensors and not missing:
+                restore(LiveState(tensors, {}), source, strict=False)
+                # The tensors that `state_dict` returned may be copies.
                 value.load_state_dict(state)
-            elif not mine and stored.get(key) is not None:
+            elif not tensors and stored.get(key) is not None:
                 value.load_state_dict(from_json_value(stored[key], state))
 
     def _seed_randomness(self, seed: int, step: int) -> None:
@@ -139,7 +144,7 @@ class TrainingState:
         random.seed(f"{seed}/{step}/{self._rank}")
 
     def _restore_randomness(self, source: Source, seed: int) -> None:
-        """Continue this rank's random numbers; a rank that is new starts a stream of its own."""
+        """Restore this rank's generators; a rank that the source does not have seeds its own."""
         rank = self._rank
         generators = _generators(rank)
         if any(tensor.key not in source.tensors for tensor in generators):
@@ -164,10 +169,10 @@ def _generators(rank: int) -> tuple[LiveTensor, ...]:
 
 
 def _tensors_of(key: str, state: Any) -> tuple[LiveTensor, ...]:
-    """Return the tensors of an extra part of the state, which may be sharded; none if it is JSON.
+    """Return the tensors, possibly sharded, of an extra object's state; none if it is JSON.
 
     Raises:
-        UsageError: it is partly tensors and partly something else.
+        UsageError: the state has tensors and other values.
     """
     if not isinstance(state, Mapping) or not any(
         isinstance(item, torch.Tensor) for item in state.values()
@@ -176,25 +181,28 @@ def _tensors_of(key: str, state: Any) -> tuple[LiveTensor, ...]:
     for name, item in state.items():
         if not isinstance(item, torch.Tensor):
             raise UsageError(
-                f"extra {key!r}: {name!r} is no tensor, but others of it are; split it in two"
+                f"extra {key!r}: {name!r} is not a tensor, but other values are; "
+                "split the object in two"
             )
     return tuple(describe(f"extra/{key}/{name}", item) for name, item in state.items())
 
 
 def _materialize(model: nn.Module, device: torch.device) -> bool:
-    """Give a model on the meta device memory; True if it was there.
+    """Allocate memory for a model on the meta device; return whether it was there.
 
     Raises:
-        UsageError: a buffer is there that no checkpoint will fill.
+        UsageError: a buffer on the meta device is not saved, so no checkpoint would fill it.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return False
     saved = set(model.state_dict())
-    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved]
-    if lost:
+    unfilled = [
+        name for name, buffer in model.named_buffers() if buffer.is_meta and name not in saved
+    ]
+    if unfilled:
         raise UsageError(
-            f"buffer {lost[0]} is on the meta device but not part of the model's state, so nothing would fill it; "
-            "make it on World.device inside build"
+            f"buffer {unfilled[0]} is on the meta device but not in the model's state_dict(), so "
+            "nothing would fill it; create it on World.device inside build"
         )
     model.to_empty(device=device)
     return True

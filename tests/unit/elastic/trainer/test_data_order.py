@@ -1,4 +1,4 @@
-"""Claims about the order of data: it depends on seed and step alone, never on who is there."""
+"""Claims about the order of data: it depends on seed and step, never on the world size."""
 
 import pytest
 from hypothesis import given
@@ -31,7 +31,7 @@ def test_shares_of_any_world_size_add_up_to_the_global_batch(
 
 
 @given(orders, st.integers(0, 5))
-def test_an_epoch_holds_every_kept_sample_once(order: DataOrder, epoch: int) -> None:
+def test_an_epoch_contains_each_of_its_samples_once(order: DataOrder, epoch: int) -> None:
     steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
     seen = [index for step in steps for index in order.indices(step)]
     assert len(seen) == len(set(seen)) == order.steps_per_epoch * order.global_batch
@@ -39,7 +39,7 @@ def test_an_epoch_holds_every_kept_sample_once(order: DataOrder, epoch: int) -> 
 
 
 @given(st.integers(1, 500), st.integers(0, 2**63))
-def test_permutation_is_one_for_every_size_and_key(size: int, key: int) -> None:
+def test_permute_is_a_permutation_for_every_size_and_key(size: int, key: int) -> None:
     assert sorted(permute(index, size, key) for index in range(size)) == list(range(size))
 
 
@@ -50,7 +50,7 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     assert list(first.indices(0)) != sorted(first.indices(0))
 
 
-def test_impossible_sizes_are_refused_with_the_least_that_works() -> None:
+def test_impossible_sizes_are_rejected_and_the_error_names_the_least_possible() -> None:
     with pytest.raises(UsageError, match="fewer than one global batch"):
         DataOrder(3, 4)
     with pytest.raises(UsageError, match="at least 8"):

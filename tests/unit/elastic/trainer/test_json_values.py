@@ -1,3 +1,5 @@
+"""Claims about state without tensors: JSON restores values and types."""
+
 import json
 import math
 from collections import Counter
@@ -27,12 +29,12 @@ values = st.recursive(
 
 
 @given(values)
-def test_values_come_back_from_strict_json(value: Any) -> None:
+def test_values_are_restored_from_strict_json(value: Any) -> None:
     text = json.dumps(to_json_value("value", value), allow_nan=False)
     assert from_json_value(json.loads(text)) == value
 
 
-def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
+def test_types_that_json_lacks_are_restored_from_a_fresh_value() -> None:
     value = {
         "milestones": Counter({3: 1, 8: 2}),
         "betas": (0.9, 0.95),
@@ -40,15 +42,15 @@ def test_types_that_json_lacks_are_taken_from_a_fresh_value() -> None:
         ("a", 1): 2,
     }
     stored = json.loads(json.dumps(to_json_value("value", value)))
-    back = from_json_value(
+    restored = from_json_value(
         stored, {"milestones": Counter({5: 1}), "betas": (0.0, 0.0), "best": 1.0}
     )
-    assert back == value
-    assert type(back["milestones"]) is Counter
-    assert type(back["betas"]) is tuple
+    assert restored == value
+    assert type(restored["milestones"]) is Counter
+    assert type(restored["betas"]) is tuple
 
 
-def test_what_cannot_be_saved_is_named_with_its_place() -> None:
+def test_error_for_an_unsupported_type_names_its_place() -> None:
     with pytest.raises(UsageError, match=r"extra 'c'\['rows'\]\[1\] is of type object"):
         to_json_value("extra 'c'", {"rows": [1, object()]})
 
@@ -71,7 +73,7 @@ def test_what_cannot_be_saved_is_named_with_its_place() -> None:
         ),
     ],
 )
-def test_a_scheduler_goes_on_where_it_was(make: Any) -> None:
+def test_a_restored_scheduler_continues_where_it_was(make: Any) -> None:
     def fresh() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
         return optimizer, make(optimizer)
