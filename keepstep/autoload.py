@@ -1,7 +1,8 @@
-"""What `import torch` calls in every process, by the entry point "torch.backends": has workers recorded where KEEPSTEP_MONITOR asks for it.
+"""Starts recording of workers when PyTorch is imported, if KEEPSTEP_MONITOR is set.
 
-A module of its own, with a name that nobody else has: PyTorch cannot be imported where an entry point fails to load, and a user's
-own `monitor.py` would hide ours. Whatever goes wrong is logged, and leaves the process as it was.
+`import torch` calls `attach_if_asked` in every process, through the entry point "torch.backends".
+If an entry point fails to load, PyTorch cannot be imported; so this module imports nothing at its
+top that could fail. Errors are logged, and leave the process unchanged.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ _OFF = ("", "0", "false", "no", "off")
 
 
 def attach_if_asked() -> None:
-    """Have this process recorded, if the environment asks for it, once it enters a process group and so turns out to be a worker."""
-    told = os.environ.get(SWITCH, "").strip().lower()
-    if told not in _ON:
-        if told not in _OFF:
+    """Record this process, if the environment asks for it, once it enters a process group.
+
+    Only workers enter a process group.
+    """
+    setting = os.environ.get(SWITCH, "").strip().lower()
+    if setting not in _ON:
+        if setting not in _OFF:
             logging.getLogger(__name__).warning(
-                "%s=%s is neither yes nor no, so nothing is recorded; set it to 1", SWITCH, told
+                "%s=%s is neither yes nor no, so nothing is recorded; set it to 1", SWITCH, setting
             )
         return
     try:
@@ -29,5 +33,5 @@ def attach_if_asked() -> None:
         attach_at_initialization()
     except Exception as error:  # noqa: BLE001 - a monitor that fails must leave the job running
         logging.getLogger(__name__).warning(
-            "%s=%s, but this worker is not recorded: %r", SWITCH, told, error
+            "%s=%s, but this worker is not recorded: %r", SWITCH, setting, error
         )

@@ -1,8 +1,10 @@
-"""Whether a node that was evicted may come back: by a person's word it is gone for good, by a monitor's until its doctor finds nothing.
+"""Decides whether an evicted node may join again.
 
-The check is `keepstep doctor` on this node alone, in a process of its own: wrong or unrepeatable products, a disk that cannot
-be written to, a network stack that does not answer. What only a comparison with other nodes shows, it cannot see; the
-monitor will see it again, and its budget bounds how often a node is replaced.
+A node that a person evicted stays away. A node that the monitor evicted may return if its node
+check finds nothing. The check is `keepstep doctor` on this node, in its own process: it finds wrong
+or unrepeatable matrix products, a disk that cannot be written to, a network stack that does not
+answer. It does not find faults that only a comparison with other nodes shows; the monitor will
+diagnose those again, and its budget limits how often a node is replaced.
 """
 
 from __future__ import annotations
@@ -24,63 +26,76 @@ log = logging.getLogger("keepstep")
 _DOCTOR_TIMEOUT_S = 300.0
 
 NodeCheck = Callable[[str, Path], Awaitable[Sequence[str]]]
-"""Examines the node of a name, with room for files in a directory; returns what should be seen to, a sentence each."""
+"""Checks a node: receives its name and a directory for files, returns one sentence per finding."""
 
 
 async def run_doctor(node: str, directory: Path) -> Sequence[str]:
-    """Have this node's doctor look at it: the `NodeCheck` that `keepstep run` uses.
+    """Run `keepstep doctor` on this node: the `NodeCheck` of `keepstep run`.
 
     Raises:
-        JobFailed: it came to no outcome.
+        JobFailed: the doctor did not finish, or its output could not be read.
     """
     process = await asyncio.create_subprocess_exec(
         *module_command(
-            "keepstep", "doctor", "--json", "--node", node, "--listen", "127.0.0.1:0", "--directory", str(directory)
+            "keepstep", "doctor", "--json", "--node", node,
+            "--listen", "127.0.0.1:0", "--directory", str(directory),
         ),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         async with asyncio.timeout(_DOCTOR_TIMEOUT_S):
-            said, _ = await process.communicate()
-        found = json.loads(said)["findings"]
+            output, _ = await process.communicate()
+        findings = json.loads(output)["findings"]
     except (TimeoutError, ValueError, KeyError) as error:
         raise JobFailed(
-            f"node {node} was evicted, and its doctor came to no outcome ({error!r}); run `keepstep doctor` to see why"
+            f"node {node} was evicted, and `keepstep doctor` gave no result ({error!r}); "
+            "run it by hand to see why"
         ) from error
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return [f"{one['subject']}: {one['what']}, {one['evidence']}" for one in found]
+    return [
+        f"{finding['subject']}: {finding['what']}, {finding['evidence']}" for finding in findings
+    ]
 
 
 async def readmit(
     store: Store, job: str, node: str, directory: Path, check: NodeCheck = run_doctor
 ) -> None:
-    """Lift a node's eviction before it joins, if there is one and it may be lifted.
+    """Remove a node's eviction, if there is one and the node may return, before it joins.
+
+    Args:
+        store: the coordinator.
+        job: name of the job.
+        node: name of the node.
+        directory: directory for files of the check.
+        check: examines the node.
 
     Raises:
-        JobFailed: it may not; the message says why and what to do.
+        JobFailed: the node may not return; the message gives the reason and the remedy.
     """
     key = Keys(job).eviction(node)
     for item in (await store.read(key)).items:
         if item.key != key:
-            continue  # The name only begins alike.
+            continue  # Another node, whose name begins with this one's.
         eviction = Eviction.decode(item.value)
         if not eviction.may_return:
             raise JobFailed(
-                f"node {node} was evicted from job {job}: {eviction.reason}. `keepstep evict --undo {node}` lets it return"
+                f"node {node} was evicted from job {job}: {eviction.reason}. "
+                f"`keepstep evict --undo {node}` lets it return"
             )
         log.warning(
-            "node %s was evicted (%s); its doctor looks at it before it returns",
+            "node %s was evicted (%s); `keepstep doctor` checks it before it returns",
             node,
             eviction.reason,
         )
         findings = await check(node, directory)
         if findings:
             raise JobFailed(
-                f"node {node} was evicted from job {job} ({eviction.reason}), and its doctor finds: {'; '.join(findings)}. "
-                f"See to that first, or let it return all the same: `keepstep evict --undo {node}`"
+                f"node {node} was evicted from job {job} ({eviction.reason}), "
+                f"and `keepstep doctor` finds: {'; '.join(findings)}. "
+                f"Repair that first, or let the node return anyway: `keepstep evict --undo {node}`"
             )
         await store.commit((Modified(key, item.modified),), (Delete(key),))
-        log.warning("the doctor finds nothing; node %s returns", node)
+        log.warning("`keepstep doctor` finds nothing; node %s returns", node)

@@ -1,11 +1,12 @@
-"""What the monitor's page shows of a keepstep job beyond telemetry: the coordinator's view, told in the monitor's words.
+"""Converts the coordinator's view of a job to the monitor's `JobStatus`.
 
-`job_status_of` is pure. `CoordinatorJobStatus` reads the view anew whenever it is asked, for the monitor asks every few seconds and from a thread
-of its own.
+`job_status_of` is pure. `CoordinatorJobStatus` reads the view again at every call: the monitor
+calls it every few seconds, from a thread that may block.
 """
 
 from __future__ import annotations
 
+from keepstep.elastic.rendezvous.records import Recovery
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
 from keepstep.elastic.store.blocking import BlockingStore
 from keepstep.monitor.contracts import JobStatus, MemberStatus, RecoveryStatus
@@ -18,19 +19,17 @@ def job_status_of(view: View) -> JobStatus | None:
         return None
     members = []
     for node, joined in sorted(view.nodes.items()):
-        place = generation.member(node)
-        ranks = tuple(range(place.first_rank, place.first_rank + place.nproc)) if place else ()
-        phase = "leaving" if joined.record.leaving else joined.record.phase.value
+        member = generation.member(node)
         members.append(
-            MemberStatus(node, phase, ranks, joined.record.step, joined.record.memory_nbytes)
+            MemberStatus(
+                node=node,
+                phase="leaving" if joined.record.leaving else joined.record.phase.value,
+                ranks=tuple(member.ranks) if member else (),
+                step=joined.record.step,
+                snapshot_nbytes=joined.record.memory_nbytes,
+            )
         )
-    recoveries = tuple(
-        RecoveryStatus(
-            one.generation, one.reason, one.world_size, one.detected_at_s, one.opened_at_s, one.ready_at_s,
-            one.restored_at_s, one.stepped_at_s, one.resumed_step, one.lost_steps, one.source,
-        )
-        for one in view.history.recoveries
-    )  # fmt: skip
+    recoveries = tuple(map(_recovery_status, view.history.recoveries))
     began_at_s = recoveries[0].detected_at_s if recoveries else generation.detected_at_s
     return JobStatus(
         began_at_s=began_at_s or generation.opened_at_s,
@@ -44,15 +43,34 @@ def job_status_of(view: View) -> JobStatus | None:
     )
 
 
+def _recovery_status(recovery: Recovery) -> RecoveryStatus:
+    return RecoveryStatus(
+        generation=recovery.generation,
+        reason=recovery.reason,
+        world_size=recovery.world_size,
+        detected_at_s=recovery.detected_at_s,
+        opened_at_s=recovery.opened_at_s,
+        ready_at_s=recovery.ready_at_s,
+        restored_at_s=recovery.restored_at_s,
+        stepped_at_s=recovery.stepped_at_s,
+        resumed_step=recovery.resumed_step,
+        lost_steps=recovery.lost_steps,
+        source=recovery.source,
+    )
+
+
 class CoordinatorJobStatus:
-    """The monitor's `JobStatusSource` over a coordinator. For one thread at a time; `close` ends its connection."""
+    """Implements the monitor's `JobStatusSource` over a coordinator.
+
+    It may be used by one thread at a time. `close` ends its connection.
+    """
 
     def __init__(self, url: str, job: str) -> None:
         self._keys = Keys(job)
         self._store = BlockingStore(url)
 
     def job_status(self) -> JobStatus | None:
-        """Return the job status as the coordinator has it now."""
+        """Return the current job status; None before the job's first generation."""
         return job_status_of(from_listing(self._keys, self._store.read(self._keys.prefix)))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What `keepstep monitor` gets of a job that keepstep runs: its status, a place for verdicts, and hands.
+"""Connects `keepstep monitor` to a job's coordinator: job status, published verdicts, enforcement.
 
-Where no coordinator is named, it is that of the job of this name on this machine, whichever that is at the moment: a monitor may be there
-before the job, and outlive it into the next run, whose coordinator is another.
+Without a coordinator address, the monitor follows the job of its name on this machine. It may start
+before the job, and keep running for the job's next run, which has another coordinator.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ if TYPE_CHECKING:
 
 
 def runtime(store: str | None, job: str) -> JobRuntime:
-    """Return what the coordinator at `store` offers, else that of the job of this name on this machine, once there is one.
+    """Return the connection from the monitor to a job's coordinator.
+
+    Args:
+        store: the coordinator's address; None: that of the job of this name on this machine, once
+            it runs.
+        job: name of the job.
 
     Raises:
-        UsageError: `store` is no coordinator's address.
+        UsageError: `store` is not a coordinator's address.
     """
     if store is not None:
         parse_address(store)
     monitor_runtime = MonitorRuntime(store, job)
-    return JobRuntime(monitor_runtime, monitor_runtime, monitor_runtime)
+    return JobRuntime(
+        job_status_source=monitor_runtime, publisher=monitor_runtime, enforcer=monitor_runtime
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +55,11 @@ class _Connection:
 
 
 class MonitorRuntime:
-    """The monitor's `JobStatusSource`, `VerdictPublisher` and `Enforcer`. For one thread at a time; `close` may be called twice."""
+    """Implements the monitor's `JobStatusSource`, `VerdictPublisher` and `Enforcer`.
+
+    It connects when it is first used, and may be used by one thread at a time. `close` may be
+    called twice.
+    """
 
     def __init__(self, store: str | None, job: str) -> None:
         self._store = store
@@ -56,11 +67,11 @@ class MonitorRuntime:
         self._connection: _Connection | None = None
 
     def job_status(self) -> JobStatus | None:
-        """Return the job status as the coordinator has it now; None if none is known.
+        """Return the current job status; None if the job is not known or has no generation yet.
 
         Raises:
             RuntimeUnreachable: the coordinator does not answer.
-            MonitorError: it refuses us.
+            MonitorError: the coordinator rejects this client.
         """
         with _translate_errors():
             connection = self._connected()
@@ -70,17 +81,20 @@ class MonitorRuntime:
                 return connection.job_status.job_status()
             except StoreUnavailable:
                 if self._url() != connection.url:
-                    return None  # The job ended while it was asked.
+                    return None  # The job ended during the call.
                 raise
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Publish at the coordinator that told the job status. Raises as `job_status` does."""
+        """Publish verdicts at the coordinator that `job_status` last read. Raises as it does."""
         with _translate_errors():
             if self._connection is not None:
                 self._connection.verdicts.publish(verdicts, generation, now_s)
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        """Have an action carried out by the job whose status was read. Raises as `job_status` does."""
+        """Request an action from the job that `job_status` last read; True if it was accepted.
+
+        Raises as `job_status` does.
+        """
         with _translate_errors():
             return self._connection is not None and self._connection.verdicts.enforce(
                 action, generation
@@ -102,7 +116,7 @@ class MonitorRuntime:
         if self._connection is not None and self._connection.url != url:
             self.close()
         if self._connection is None and url is not None:
-            # A monitor of a job without a coordinator has no use for the coordinator's client.
+            # Imported here, so that a monitor of a job without a coordinator does not load gRPC.
             from keepstep.elastic.monitor_bridge.job_status import CoordinatorJobStatus
             from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 
@@ -114,7 +128,7 @@ class MonitorRuntime:
 
 @contextmanager
 def _translate_errors() -> Iterator[None]:
-    """Have errors of the coordinator's client raised as the monitor's own."""
+    """Raise errors of the coordinator's client as the monitor's errors."""
     try:
         yield
     except StoreUnavailable as error:

@@ -1,10 +1,12 @@
-"""The monitor's verdicts at the coordinator, and what its policy asks of the agents.
+"""Publishes the monitor's verdicts at the coordinator, and requests actions from the agents.
 
-Verdicts that hold are one key of the job, which everyone sees (`keepstep status`). A worker's restart is a request key that its agent carries
-out and takes away; a node's replacement is an eviction as `keepstep evict` writes it, with the verdict as the reason.
+Current verdicts are one key of the job; `keepstep status` shows them. The restart of a worker is a
+request key, which its agent carries out and deletes. The replacement of a node is an eviction as
+`keepstep evict` writes it, with the verdict as the reason.
 
-The first half is pure. `CoordinatorVerdicts` is the shell: every write is made only if the generation that the verdicts speak of is
-still the current one, in the same transaction; and whoever reads compares once more (`View.current_verdicts`, `View.restarts_on`).
+The functions are pure; `CoordinatorVerdicts` reads and writes. A transaction makes every write
+conditional on the verdicts' generation being the current one, and readers check the generation
+again (`View.current_verdicts`, `View.restarts_on`).
 """
 
 from __future__ import annotations
@@ -26,67 +28,67 @@ from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
 from keepstep.monitor.verdicts import Verdict
 
 _MAX_VERDICTS = 16
-"""The costliest verdicts: where more hold, they have one cause, and the coordinator is no place for thousands."""
+"""Only the costliest are published: more have one cause, and a coordinator key must stay small."""
 _MAX_EVIDENCE_LINES = 6
 _MAX_CHARACTERS = 300
 _MAX_RANKS = 64
 _REPUBLISH_S = 5.0
-"""Evidence of a verdict that stands grows older each second; it is written again this often."""
+"""Interval at which the evidence of unchanged verdicts is written again."""
 
 
 def published_verdicts(
     verdicts: Sequence[Verdict], generation: int, now_s: float, wall_s: float
 ) -> PublishedVerdicts:
-    """Return verdicts as the coordinator keeps them, the costliest first, in bounded size.
+    """Return verdicts as the coordinator stores them: the costliest first, in bounded size.
 
     Args:
-        verdicts: all that hold.
-        generation: that they speak of.
-        now_s: the job's clock, to which the verdicts' times belong.
+        verdicts: all verdicts that hold.
+        generation: the generation that they are about.
+        now_s: the job's clock, which the verdicts' times are in.
         wall_s: the wall clock at the same instant.
     """
-    worst_first = sorted(
-        verdicts, key=lambda one: (-one.cost_s_per_step, -one.confidence, str(one.subject))
+    costliest_first = sorted(
+        verdicts,
+        key=lambda verdict: (-verdict.cost_s_per_step, -verdict.confidence, str(verdict.subject)),
     )
     return PublishedVerdicts(
-        generation,
-        wall_s,
-        tuple(
+        generation=generation,
+        at_s=wall_s,
+        verdicts=tuple(
             PublishedVerdict(
-                _truncate(str(one.subject)),
-                one.subject.ranks[:_MAX_RANKS],
-                one.subject.node,
-                str(one.syndrome),
-                wall_s - max(0.0, now_s - one.since_s),
-                tuple(map(_truncate, one.evidence[:_MAX_EVIDENCE_LINES])),
-                one.confidence,
-                one.cost_s_per_step if math.isfinite(one.cost_s_per_step) else None,
-                str(one.advice),
+                subject=_truncate(str(verdict.subject)),
+                ranks=verdict.subject.ranks[:_MAX_RANKS],
+                node=verdict.subject.node,
+                syndrome=str(verdict.syndrome),
+                since_s=wall_s - max(0.0, now_s - verdict.since_s),
+                evidence=tuple(map(_truncate, verdict.evidence[:_MAX_EVIDENCE_LINES])),
+                confidence=verdict.confidence,
+                cost_s_per_step=_finite(verdict.cost_s_per_step),
+                advice=str(verdict.advice),
             )
-            for one in worst_first[:_MAX_VERDICTS]
+            for verdict in costliest_first[:_MAX_VERDICTS]
         ),
-        max(0, len(verdicts) - _MAX_VERDICTS),
+        omitted=max(0, len(verdicts) - _MAX_VERDICTS),
     )
 
 
-def needs_publishing(before: PublishedVerdicts | None, now: PublishedVerdicts) -> bool:
-    """Whether what holds now is worth a write: others than before, or enough later that the evidence has changed."""
-    if before is None:
-        return True  # What an earlier monitor wrote may stand there.
-    if before.generation != now.generation:
-        return bool(now.verdicts)  # A generation begins without any.
-    if [(one.subject, one.syndrome) for one in before.verdicts] != [
-        (o.subject, o.syndrome) for o in now.verdicts
-    ]:
+def needs_publishing(last: PublishedVerdicts | None, current: PublishedVerdicts) -> bool:
+    """Whether to write the current verdicts: they differ from the last ones, or these are old."""
+    if last is None:
+        return True  # The key may hold the verdicts of an earlier monitor.
+    if last.generation != current.generation:
+        return bool(current.verdicts)  # A generation begins without verdicts.
+    if _identities(last) != _identities(current):
         return True
-    return bool(now.verdicts) and now.at_s - before.at_s >= _REPUBLISH_S
+    return bool(current.verdicts) and current.at_s - last.at_s >= _REPUBLISH_S
 
 
-def requests(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ...]:
-    """Return what to write for the job's agents to carry out an action; nothing for a rank or a node that the job does not have.
+def enforcement_operations(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ...]:
+    """Return the writes that make the job's agents carry out an action.
 
-    Who hangs cannot hand anything over: on a node that is replaced for a standstill the ranks are restarted, too, which ends
-    the generation at once instead of after the time that a healthy node gets.
+    There are none for a rank or node that the job does not have. A rank that hangs cannot hand over
+    its state: if a node is replaced because of a hang, its ranks are restarted too, which ends the
+    generation at once, without the time that a healthy node gets to leave.
     """
     generation = view.generation
     if generation is None:
@@ -110,12 +112,23 @@ def requests(keys: Keys, view: View, action: EnforcementAction) -> tuple[Put, ..
     return (*evictions, *restarts)
 
 
+def _finite(cost_s: float) -> float | None:
+    return cost_s if math.isfinite(cost_s) else None
+
+
+def _identities(published: PublishedVerdicts) -> list[tuple[str, str]]:
+    return [(verdict.subject, verdict.syndrome) for verdict in published.verdicts]
+
+
 def _truncate(text: str) -> str:
     return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS - 3]}..."
 
 
 class CoordinatorVerdicts:
-    """The monitor's `VerdictPublisher` and `Enforcer` over a coordinator. For one thread at a time."""
+    """Implements the monitor's `VerdictPublisher` and `Enforcer` over a coordinator.
+
+    It may be used by one thread at a time. `close` ends its connection.
+    """
 
     def __init__(self, url: str, job: str) -> None:
         self._keys = Keys(job)
@@ -123,30 +136,28 @@ class CoordinatorVerdicts:
         self._last: PublishedVerdicts | None = None
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:
-        """Write what holds, if that is news and its generation is the current one."""
-        told = published_verdicts(verdicts, generation, now_s, time.time())
-        if not needs_publishing(self._last, told):
+        """Publish the verdicts that hold, if they changed and their generation is current."""
+        current = published_verdicts(verdicts, generation, now_s, time.time())
+        if not needs_publishing(self._last, current):
             return
         view = self._view()
         if view.generation_number != generation:
             return
         key = self._keys.single("verdicts")
-        done = self._store.commit(
-            (self._is_current(view),), (Put(key, told.encode()) if told.verdicts else Delete(key),)
-        )
-        if done.succeeded:
-            self._last = told
+        operation = Put(key, current.encode()) if current.verdicts else Delete(key)
+        if self._store.commit((self._is_current(view),), (operation,)).succeeded:
+            self._last = current
 
     def enforce(self, action: EnforcementAction, generation: int) -> bool:
-        """Ask the agents to carry out an action; False if the job is going on to another generation, or has no such rank or node."""
+        """Request an action from the agents; return whether the request was written.
+
+        It is not if the action's generation has ended or is closing, or if the job has no such rank
+        or node.
+        """
         view = self._view()
-        operations = requests(self._keys, view, action)
-        if (
-            view.generation_number != generation
-            or view.is_closing
-            or view.result is not None
-            or not operations
-        ):
+        is_open = view.generation_number == generation and not view.is_closing
+        operations = enforcement_operations(self._keys, view, action)
+        if not is_open or view.result is not None or not operations:
             return False
         return self._store.commit((self._is_current(view),), operations).succeeded
 

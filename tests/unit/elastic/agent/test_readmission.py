@@ -1,4 +1,4 @@
-"""Claims about who may come back after an eviction."""
+"""Claims about which evicted nodes may join again."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,53 +16,53 @@ from keepstep.elastic.store.memory import MemoryStore
 KEYS = Keys("job")
 
 
-class Doctor:
-    """Finds what it is told to, and remembers whom it has seen."""
+class RecordingCheck:
+    """A node check that returns given findings and records the nodes that it was called for."""
 
     def __init__(self, *findings: str) -> None:
         self.findings = findings
-        self.seen: list[str] = []
+        self.checked_nodes: list[str] = []
 
     async def __call__(self, node: str, directory: Path) -> Sequence[str]:
-        self.seen.append(node)
+        self.checked_nodes.append(node)
         return self.findings
 
 
-def evicted(eviction: Eviction, doctor: Doctor, node: str = "b") -> list[str]:
-    """Return who is still evicted after `node` has tried to come back, where b is evicted."""
+def evicted_after(eviction: Eviction, check: RecordingCheck, node: str = "b") -> list[str]:
+    """Evict node b, let `node` try to join, and return the nodes that are still evicted."""
 
     async def scenario() -> list[str]:
         store = MemoryStore()
         await store.commit((), (Put(KEYS.eviction("b"), eviction.encode()),))
-        await readmit(store, "job", node, Path(), doctor)
+        await readmit(store, "job", node, Path(), check)
         return [item.key.rpartition("/")[2] for item in (await store.read(KEYS.prefix)).items]
 
     return asyncio.run(scenario())
 
 
-def test_node_that_a_monitor_evicted_returns_once_its_doctor_finds_nothing() -> None:
-    doctor = Doctor()
-    assert evicted(Eviction("slow", may_return=True), doctor) == []
-    assert doctor.seen == ["b"]
+def test_node_that_the_monitor_evicted_returns_if_its_check_finds_nothing() -> None:
+    check = RecordingCheck()
+    assert evicted_after(Eviction("slow", may_return=True), check) == []
+    assert check.checked_nodes == ["b"]
 
 
-def test_node_in_which_the_doctor_finds_something_stays_away_and_is_told_what() -> None:
+def test_node_whose_check_finds_a_fault_stays_evicted_and_the_error_names_the_fault() -> None:
     with pytest.raises(JobFailed, match=r"slow.*cpu multiplies wrongly.*--undo b"):
-        evicted(
+        evicted_after(
             Eviction("slow", may_return=True),
-            Doctor("b: wrong matrix product, cpu multiplies wrongly"),
+            RecordingCheck("b: wrong matrix product, cpu multiplies wrongly"),
         )
 
 
-def test_who_was_evicted_by_a_person_is_not_even_examined() -> None:
-    doctor = Doctor()
+def test_node_that_a_person_evicted_is_not_checked_and_stays_evicted() -> None:
+    check = RecordingCheck()
     with pytest.raises(JobFailed, match=r"in the way.*--undo b"):
-        evicted(Eviction("in the way", may_return=False), doctor)
-    assert doctor.seen == []
+        evicted_after(Eviction("in the way", may_return=False), check)
+    assert check.checked_nodes == []
 
 
 @pytest.mark.parametrize("node", ["a", ""])
-def test_others_are_no_concern_even_if_their_names_begin_alike(node: str) -> None:
-    doctor = Doctor()
-    assert evicted(Eviction("slow", may_return=True), doctor, node) == ["b"]
-    assert doctor.seen == []
+def test_eviction_of_another_node_is_kept_even_if_the_names_have_a_common_prefix(node: str) -> None:
+    check = RecordingCheck()
+    assert evicted_after(Eviction("slow", may_return=True), check, node) == ["b"]
+    assert check.checked_nodes == []
