@@ -1,1 +1,1 @@
-"""The `keepstep` command: `run`, `status`, `evict`, and the groups of the other packages."""
+"""The `keepstep` command: `run`, `status`, `evict`, and the commands of the other packages."""

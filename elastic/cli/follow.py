@@ -1,4 +1,4 @@
-"""Looking at a job, and asking things of it, from outside: the shells behind `keepstep status` and `keepstep evict`."""
+"""Follows a job's state and evicts nodes: implements `keepstep status` and `keepstep evict`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ from keepstep.elastic.store.local_jobs import local_jobs
 
 
 def follow(store: str | None, job: str | None, *, once: bool, as_json: bool) -> None:
-    """Show a job's state, once or until interrupted or until it ends."""
+    """Show a job's state, once or until it ends or the user interrupts.
+
+    Args:
+        store: the coordinator's URL; None: that of the job on this machine.
+        job: name of the job; None: the only one on this machine.
+        once: print the state once and return.
+        as_json: print one JSON object per state.
+
+    Raises:
+        UsageError: there is no such job, or the name is missing.
+    """
     url, name = _find_job(store, job)
     try:
         asyncio.run(_follow(url, name, once, as_json))
@@ -30,10 +40,17 @@ def follow(store: str | None, job: str | None, *, once: bool, as_json: bool) -> 
 
 
 def evict_node(store: str | None, job: str | None, node: str, reason: str, *, undo: bool) -> None:
-    """Ask a node to leave for good, or let it return.
+    """Request a node to leave and stay away, or let an evicted node return.
+
+    Args:
+        store: the coordinator's URL; None: that of the job on this machine.
+        job: name of the job; None: the only one on this machine.
+        node: name of the node.
+        reason: shown to users as the reason of the eviction.
+        undo: remove the node's eviction.
 
     Raises:
-        UsageError: the job has no such node, or it was not evicted.
+        UsageError: the job has no such node, or the node was not evicted.
     """
     url, name = _find_job(store, job)
     asyncio.run(
@@ -42,7 +59,7 @@ def evict_node(store: str | None, job: str | None, node: str, reason: str, *, un
 
 
 async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
-    """Yield the job's view, and again after every change."""
+    """Yield the job's current view, then a new one after every change."""
     listing = await client.read(keys.prefix)
     view = from_listing(keys, listing)
     yield view
@@ -58,18 +75,19 @@ async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
 def _find_job(store: str | None, job: str | None) -> tuple[str, str]:
     if store is not None:
         if job is None:
-            raise UsageError("--store needs --job NAME to say which of its jobs")
+            raise UsageError("--store needs --job NAME: a coordinator may have several jobs")
         return store, job
-    found = [entry for entry in local_jobs() if job in (None, entry.job)]
-    if len(found) == 1:
-        return found[0].store, found[0].job
-    if not found:
-        what = f"no job named {job!r}" if job else "no job"
+    matching = [entry for entry in local_jobs() if job in (None, entry.job)]
+    if len(matching) == 1:
+        return matching[0].store, matching[0].job
+    if not matching:
+        name = f"no job named {job!r}" if job else "no job"
         raise UsageError(
-            f"{what} with a coordinator of its own runs on this machine; give --store and --job"
+            f"{name} with its own coordinator runs on this machine; give --store and --job"
         )
     raise UsageError(
-        f"several jobs run here: {', '.join(entry.job for entry in found)}; give --job"
+        f"several jobs run on this machine: {', '.join(entry.job for entry in matching)}; "
+        "give --job"
     )
 
 
@@ -96,7 +114,9 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
             console.out(json.dumps(summary(view, time.time())), highlight=False)
         else:
             if not view.nodes:
-                raise UsageError(f"there is no job {keys.job!r} at that coordinator")
+                raise UsageError(
+                    f"there is no job {keys.job!r} at this coordinator; check --store and --job"
+                )
             console.print(render(keys.job, view, time.time()))
         if once or view.result is not None:
             return
@@ -111,13 +131,15 @@ async def _set_eviction(url: str, job: str, node: str, eviction: Eviction | None
         if eviction is not None:
             if node not in view.nodes:
                 raise UsageError(
-                    f"job {job!r} has no node {node!r}; it has {', '.join(sorted(view.nodes)) or 'none'}"
+                    f"job {job!r} has no node {node!r}; "
+                    f"its nodes: {', '.join(sorted(view.nodes)) or 'none'}"
                 )
             await client.commit((Modified(key, 0),), (Put(key, eviction.encode()),))
             return
         if node not in view.evictions:
             raise UsageError(
-                f"node {node!r} was not evicted; were: {', '.join(sorted(view.evictions)) or 'none'}"
+                f"node {node!r} was not evicted; "
+                f"evicted nodes: {', '.join(sorted(view.evictions)) or 'none'}"
             )
         await client.commit((), (Delete(key),))
     finally:

@@ -1,4 +1,8 @@
-"""From the command line to a running agent: read the options, reach or start the coordinator, run, and turn the end into an exit status."""
+"""Implements `keepstep run`: runs this node's agent as the command line requests.
+
+It parses the options, connects to the coordinator or starts one, runs the agent, and converts the
+job's result to an exit status.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +43,15 @@ _REACH_TIMEOUT_S = 10.0
 
 
 def launch(**options: Any) -> int:
-    """Run this node's agent as the options of `keepstep run` say; return the exit status.
+    """Run this node's agent and return the exit status.
+
+    Args:
+        options: the options of `keepstep run` (`keepstep.elastic.cli.main`).
 
     Raises:
-        UsageError: the options make no sense.
-        StoreUnavailable, JobFailed: as the agent found it.
+        UsageError: an option is invalid.
+        StoreUnavailable: the coordinator does not answer.
+        JobFailed: the job ended in failure.
     """
     logging.basicConfig(
         level=logging.INFO, format="[keepstep %(asctime)s] %(message)s", datefmt="%H:%M:%S"
@@ -55,7 +63,7 @@ def launch(**options: Any) -> int:
     min_nodes, max_nodes = parse_nodes(options["nnodes"])
     if options["parity"] < 0 or options["group_size"] < 1:
         raise UsageError(
-            "--parity is a number of nodes of at least 0, --group-size one of at least 1"
+            "--parity must be a number of nodes of at least 0, --group-size of at least 1"
         )
     policy = RendezvousPolicy(
         min_nodes,
@@ -74,48 +82,57 @@ def launch(**options: Any) -> int:
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Return the least and the greatest number of nodes of `N` or `MIN:MAX`.
+    """Return the least and greatest number of nodes in `N` or `MIN:MAX`.
 
     Raises:
-        UsageError: it is neither, or MIN exceeds MAX.
+        UsageError: the text has another form, or MIN exceeds MAX.
     """
-    low, _, high = text.partition(":")
+    least_text, _, greatest_text = text.partition(":")
     try:
-        least, most = int(low), int(high or low)
+        least, greatest = int(least_text), int(greatest_text or least_text)
     except ValueError:
         raise UsageError(f"--nnodes {text}: give a number, or MIN:MAX such as 1:4") from None
-    if not 1 <= least <= most:
+    if not 1 <= least <= greatest:
         raise UsageError(
-            f"--nnodes {text}: the first number is the least, the second the greatest; at least 1"
+            f"--nnodes {text}: the first number is the least, the second the greatest; "
+            "both are at least 1"
         )
-    return least, most
+    return least, greatest
 
 
 def parse_rate(name: str, text: str | None) -> int:
-    """Return the bytes a second of `500MB`, `2GB` or a plain number; 0 for None.
+    """Return the bytes per second in `500MB`, `2GB` or a plain number; 0 for None.
+
+    Args:
+        name: name of the option, for the error message.
+        text: the option's value.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the text has another form.
     """
     if text is None:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?(?:/s)?", text.strip())
     bytes_per_s = int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")) if match else 0
     if not bytes_per_s:
-        raise UsageError(f"{name} {text}: give bytes a second, such as 500MB or 2GB")
+        raise UsageError(f"{name} {text}: give bytes per second, such as 500MB or 2GB")
     return bytes_per_s
 
 
 def parse_workers(text: str) -> int:
-    """Return the number of workers of `N`, `cpu` (cores), `gpu` (accelerators) or `auto` (either).
+    """Return the number of workers that `--nproc-per-node` requests.
+
+    Args:
+        text: `N`, `cpu` (number of cores), `gpu` (number of accelerators), or `auto`: as `gpu`
+            if there are accelerators, else as `cpu`.
 
     Raises:
-        UsageError: it is none of these, or `gpu` finds none.
+        UsageError: the text has another form, or is `gpu` and there are no accelerators.
     """
     if text in ("auto", "gpu", "cpu"):
         accelerators = _count_accelerators() if text != "cpu" else 0
         if text == "gpu" and accelerators == 0:
-            raise UsageError("--nproc-per-node gpu: PyTorch sees no GPU here; use cpu, or a number")
+            raise UsageError("--nproc-per-node gpu: PyTorch finds no GPU; give cpu or a number")
         return accelerators or os.cpu_count() or 1
     if not text.isdigit() or int(text) < 1:
         raise UsageError(f"--nproc-per-node {text}: give a number of at least 1, or auto, gpu, cpu")
@@ -123,20 +140,26 @@ def parse_workers(text: str) -> int:
 
 
 def parse_command(script: str, arguments: tuple[str, ...], module: bool, program: bool) -> Command:
-    """Return what the workers run.
+    """Return the command that the workers run.
+
+    Args:
+        script: path of a script, name of a module or name of a program.
+        arguments: arguments of the command.
+        module: `script` is a module.
+        program: `script` is a program in PATH.
 
     Raises:
-        UsageError: it does not exist.
+        UsageError: the script or program does not exist.
     """
     if module and program:
         raise UsageError("--module and --no-python exclude each other")
     if module:
         return Command("module", script, arguments)
     if program:
-        found = shutil.which(script)
-        if found is None:
+        path = shutil.which(script)
+        if path is None:
             raise UsageError(f"--no-python {script}: no such program in PATH")
-        return Command("program", found, arguments)
+        return Command("program", path, arguments)
     if not Path(script).is_file():
         raise UsageError(
             f"script {script} does not exist (use -m for a module, --no-python for a program)"
@@ -145,24 +168,27 @@ def parse_command(script: str, arguments: tuple[str, ...], module: bool, program
 
 
 def _count_accelerators() -> int:
-    # A process of its own: the agent never loads PyTorch.
-    probe = "import torch; print(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], capture_output=True, text=True, check=False
+    # Counted in another process: the agent never loads PyTorch.
+    code = (
+        "from torch import accelerator\n"
+        "print(accelerator.device_count() if accelerator.is_available() else 0)"
     )
-    return int(done.stdout) if done.returncode == 0 else 0
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return int(completed.stdout) if completed.returncode == 0 else 0
 
 
 def _settings(text: str) -> dict[str, float]:
-    """Parse torchrun's `--rdzv-conf key=value,key=value`; keys that mean nothing here are passed over."""
-    meanings = {"last_call_timeout": "last_call_s", "join_timeout": "quorum_timeout_s"}
+    """Parse torchrun's `--rdzv-conf key=value,key=value` to policy fields; ignore other keys."""
+    fields = {"last_call_timeout": "last_call_s", "join_timeout": "quorum_timeout_s"}
     settings = {}
     for item in filter(None, text.split(",")):
         key, _, value = item.partition("=")
-        if key.strip() not in meanings:
+        if key.strip() not in fields:
             continue
         try:
-            settings[meanings[key.strip()]] = float(value)
+            settings[fields[key.strip()]] = float(value)
         except ValueError:
             raise UsageError(f"--rdzv-conf {item}: give key=number") from None
     return settings
@@ -181,10 +207,10 @@ async def _launch(
         stop = _Signals()
         stack.callback(stop.close)
         job = options["job"] or options["rdzv_id"]
-        store, url, own = await stack.enter_async_context(_coordinator(options))
+        store, url, is_own = await stack.enter_async_context(_coordinator(options))
         if job is None:
-            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if own else "")
-        if own:
+            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if is_own else "")
+        if is_own:
             stack.enter_context(registered(job, url))
         host = options["local_addr"] or _own_address(url)
         _check_host(host)
@@ -224,18 +250,18 @@ async def _launch(
 
 
 def _print_tasks() -> None:
-    """Print, for every task, the chain of coroutines down to what it waits for."""
+    """Print every task's chain of coroutines, down to the one that it waits in."""
     for task in asyncio.all_tasks():
         chain = []
-        link: Any = task.get_coro()
-        while (frame := getattr(link, "cr_frame", None)) is not None:
+        coroutine: Any = task.get_coro()
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
             chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-            link = getattr(link, "cr_await", None)
+            coroutine = getattr(coroutine, "cr_await", None)
         print(f"[keepstep] {task.get_name()}: {' > '.join(chain)}", file=sys.stderr)
 
 
 class _Signals:
-    """SIGTERM and SIGINT: the first asks the agent to leave, the second ends it at once."""
+    """Handles SIGTERM and SIGINT: the first lets the agent leave, the second cancels it."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -243,7 +269,7 @@ class _Signals:
         self._task: asyncio.Future[bool] | asyncio.Task[Any] | None = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
-        # For whoever wonders what an agent is waiting for.
+        # For debugging an agent that waits.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
 
     def connect(self, agent: Agent, task: asyncio.Future[bool]) -> None:
@@ -263,7 +289,10 @@ class _Signals:
 
 @asynccontextmanager
 async def _coordinator(options: Mapping[str, Any]) -> AsyncIterator[tuple[Store, str, bool]]:
-    """Connect to the coordinator the options name, or start one; yield it, its URL, and whether it is this process's own."""
+    """Connect to the coordinator that the options name, or start one.
+
+    Yields the store, its URL, and whether this process started it.
+    """
     endpoint = options["rdzv_endpoint"]
     if not endpoint and options["master_addr"] and options["master_port"]:
         endpoint = f"{options['master_addr']}:{options['master_port']}"
@@ -296,7 +325,7 @@ async def _connected(address: Address) -> AsyncIterator[EtcdStore]:
 
 
 def _own_address(url: str) -> str:
-    """Return the address by which this host is seen from the coordinator."""
+    """Return the address of this host on its route to the coordinator."""
     endpoint = parse_address(url).endpoints[0]
     host, _, port = endpoint.rpartition(":")
     try:
@@ -305,7 +334,7 @@ def _own_address(url: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"cannot tell this host's address towards {endpoint} ({error}); give --local-addr"
+            f"cannot determine this host's address towards {endpoint} ({error}); give --local-addr"
         ) from None
 
 
@@ -332,13 +361,13 @@ def _is_local(address: Address) -> bool:
 def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
     environment = dict(os.environ)
     if options["monitor"]:
-        # Workers attach once they know their rank; what `import torch` would do before that must not come first.
+        # Workers attach once they know their rank; `import torch` must not attach them before that.
         environment.pop("KEEPSTEP_MONITOR", None)
         environment[telemetry.RECORD_VARIABLE] = "1"
     directory = options["log_dir"]
     wanted = {options["redirects"], options["tee"]} - {"0"}
     if wanted and not directory:
-        raise UsageError("--redirects and --tee need --log-dir to say where")
+        raise UsageError("--redirects and --tee need --log-dir DIRECTORY")
     if wanted:
         environment["KEEPSTEP_LOG_DIRECTORY"] = str(Path(directory).resolve())
         environment["KEEPSTEP_LOG_TEE"] = "1" if options["tee"] != "0" else ""
@@ -346,7 +375,7 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _digest(command: Command, policy: RendezvousPolicy) -> str:
-    """Return what all nodes of a job must agree on, in short."""
+    """Return a digest of the settings that all nodes of a job must agree on."""
     parts = (
         command.kind, Path(command.target).name, *command.arguments,
         policy.min_nodes, policy.max_nodes, policy.parity, policy.group_size,

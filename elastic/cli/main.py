@@ -1,4 +1,4 @@
-"""The `keepstep` command. Flags are torchrun's where torchrun has them."""
+"""Defines the `keepstep` command. Options that torchrun has too have its names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
-_ELSEWHERE = {
+_COMMANDS_OF_OTHER_PACKAGES = {
     "ckpt": "keepstep.checkpoint.cli",
     "doctor": "keepstep.monitor.cli.doctor",
     "monitor": "keepstep.monitor.cli.monitor",
@@ -27,18 +27,20 @@ _ELSEWHERE = {
 
 
 class _Commands(click.Group):
-    """A group whose commands' own errors become one line and an exit status.
+    """A group that prints the errors of its commands as one line and sets the exit status.
 
-    Commands of other packages are imported when they are asked for: an agent that starts in a hurry has no use for what they need.
+    It imports commands of other packages when they are used: an agent must start fast, and does not
+    need what they import.
     """
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return sorted([*super().list_commands(context), *_ELSEWHERE])
+        return sorted([*super().list_commands(context), *_COMMANDS_OF_OTHER_PACKAGES])
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name not in _ELSEWHERE:
+        if name not in _COMMANDS_OF_OTHER_PACKAGES:
             return super().get_command(context, name)
-        command: click.Command = getattr(import_module(_ELSEWHERE[name]), name)
+        module = import_module(_COMMANDS_OF_OTHER_PACKAGES[name])
+        command: click.Command = getattr(module, name)
         return command
 
     def invoke(self, context: click.Context) -> Any:
@@ -53,7 +55,7 @@ class _Commands(click.Group):
 
 
 def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
-    """Declare an option under its dashed and its underscored name, as torchrun accepts both."""
+    """Declare an option with dashes and with underscores in its name: torchrun accepts both."""
     spelled = [
         *names,
         *(name[:2] + name[2:].replace("-", "_") for name in names if name[2:].count("-")),
@@ -65,8 +67,8 @@ def _torch_option(*names: str, **attributes: Any) -> Callable[[Any], Any]:
 @click.version_option(package_name="keepstep")
 @click.pass_context
 def main(context: click.Context) -> None:
-    """Keep a sharded PyTorch training job in step while machines fail, slow down, leave and join."""
-    # How `keepstep monitor`, which knows nothing of this package, gets at what the coordinator knows of a job.
+    """Run sharded PyTorch training jobs while machines fail, slow down, leave and join."""
+    # `keepstep monitor`, which must not import this package, connects to the coordinator with this.
     context.obj = _runtime
 
 
@@ -89,31 +91,31 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
     metavar="URL",
     help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.",
 )
-@click.option("--job", help="Name of the job; nodes with the same name and store work together.")
+@click.option("--job", help="Name of the job; nodes with the same name and store form one job.")
 @click.option(
     "--node", help="Name of this node, unique in the job. Default: made from the host name."
 )
 @_torch_option("--rdzv-id", help="Same as --job.")
 @_torch_option(
     "--rdzv-endpoint",
-    help="HOST:PORT of the coordinator; the node whose address it is starts one there.",
+    help="HOST:PORT of the coordinator; the node with this address starts one there.",
 )
 @_torch_option(
     "--rdzv-backend",
     default="etcd",
-    help="Accepted for torchrun's sake: the coordinator is always etcd.",
+    help="Accepted for compatibility with torchrun: the coordinator is always etcd.",
 )
-@_torch_option("--rdzv-conf", default="", help="last_call_timeout=S and join_timeout=S are heeded.")
+@_torch_option("--rdzv-conf", default="", help="last_call_timeout=S and join_timeout=S are used.")
 @click.option(
     "--standalone",
     is_flag=True,
-    help="One node with a coordinator of its own (the default without --store).",
+    help="One node with its own coordinator (the default without --store).",
 )
 @_torch_option(
     "--max-restarts",
     default=3,
     show_default=True,
-    help="Worker failures in a row without progress.",
+    help="Worker failures without progress in between that end the job.",
 )
 @_torch_option("--master-addr", help="With --master-port: same as --rdzv-endpoint ADDR:PORT.")
 @_torch_option("--master-port", type=int, help="See --master-addr.")
@@ -121,23 +123,25 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
 @_torch_option(
     "--node-rank",
     hidden=True,
-    help="Accepted for torchrun's sake: ranks follow from the order of arrival.",
+    help="Accepted for compatibility with torchrun: ranks follow the order of arrival.",
 )
 @_torch_option(
     "--monitor-interval",
     hidden=True,
-    help="Accepted for torchrun's sake: exits are noticed at once.",
+    help="Accepted for compatibility with torchrun: exits are detected at once.",
 )
 @_torch_option(
     "--start-method",
     hidden=True,
-    help="Accepted for torchrun's sake: workers are always fresh processes.",
+    help="Accepted for compatibility with torchrun: workers are always new processes.",
 )
-@click.option("--role", hidden=True, help="Accepted for torchrun's sake.")
+@click.option("--role", hidden=True, help="Accepted for compatibility with torchrun, and ignored.")
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as `python -m` would.")
-@_torch_option("--no-python", is_flag=True, help="Run SCRIPT as a program; it restarts cold.")
+@_torch_option(
+    "--no-python", is_flag=True, help="Run SCRIPT as a program, without warm spare processes."
+)
 @click.option(
-    "--monitor", is_flag=True, help="Have workers record what they do, for `keepstep monitor`."
+    "--monitor", is_flag=True, help="Let workers record telemetry for `keepstep monitor`."
 )
 @_torch_option(
     "--log-dir",
@@ -155,7 +159,10 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
     help="Warm processes kept ready to replace a failed worker.",
 )
 @click.option(
-    "--parity", default=1, show_default=True, help="Nodes of each group that may be lost at once."
+    "--parity",
+    default=1,
+    show_default=True,
+    help="Nodes of each group that may be lost at the same time.",
 )
 @_torch_option(
     "--group-size", default=8, show_default=True, help="Nodes that protect each other's snapshots."
@@ -164,35 +171,35 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
     "--domain",
     default="",
     envvar="KEEPSTEP_DOMAIN",
-    help="What this node fails together with, such as its rack: groups are spread over domains.",
+    help="Failure domain of this node, such as its rack: groups are spread over domains.",
 )
 @_torch_option(
     "--exchange-limit",
     metavar="SIZE",
-    help="Bytes a second that this node sends for parity, such as 500MB.",
+    help="Bytes per second that this node sends for parity, such as 500MB.",
 )
 @_torch_option(
     "--storage-limit",
     metavar="SIZE",
-    help="Bytes a second that this node writes to storage, such as 2GB.",
+    help="Bytes per second that this node writes to storage, such as 2GB.",
 )
 @click.option(
     "--lease-ttl",
     default=5.0,
     show_default=True,
-    help="Seconds after which a silent node is declared gone.",
+    help="Seconds after which a node that does not renew its lease is removed.",
 )
 @click.option(
     "--drain-timeout",
     default=60.0,
     show_default=True,
-    help="Seconds a worker has to reach a step's end.",
+    help="Seconds for a worker to reach the end of its step.",
 )
 @click.option(
     "--abort-timeout",
     default=5.0,
     show_default=True,
-    help="Seconds a worker has to give up a broken step.",
+    help="Seconds for a worker to leave a failed step.",
 )
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds to hand over state after SIGTERM."
@@ -201,7 +208,7 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(**options: Any) -> None:
     """Run SCRIPT on this node as part of an elastic job, as torchrun would."""
-    # Only agents load what the coordinator's client needs, so it is not imported with the package.
+    # Imported here, so that other commands do not load the coordinator's client.
     from keepstep.elastic.cli.launch import launch
 
     sys.exit(launch(**options))
@@ -236,12 +243,15 @@ def status(store: str | None, job: str | None, once: bool, as_json: bool) -> Non
 )
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
 @click.option(
-    "--reason", default="on request", show_default=True, help="Shown to whoever asks why."
+    "--reason",
+    default="on request",
+    show_default=True,
+    help="Reason of the eviction, shown to users.",
 )
-@click.option("--undo", is_flag=True, help="Let a node that was evicted return.")
+@click.option("--undo", is_flag=True, help="Let an evicted node return.")
 @click.argument("node")
 def evict(store: str | None, job: str | None, reason: str, undo: bool, node: str) -> None:
-    """Have NODE hand over its state, leave the job and stay away."""
+    """Let NODE hand over its state, leave the job and stay away."""
     from keepstep.elastic.cli.follow import evict_node
 
     evict_node(store, job, node, reason, undo=undo)

@@ -1,4 +1,4 @@
-"""What a person sees of a running job: one rendering of the view, for `keepstep status` and for the end of a demo."""
+"""Renders the view of a job as JSON and for a terminal, for `keepstep status` and the demo."""
 
 from __future__ import annotations
 
@@ -53,27 +53,28 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
 
 def render(job: str, view: View, wall_s: float) -> RenderableType:
     """Return the state of a job for a terminal, at a wall-clock time in seconds."""
-    facts = summary(view, wall_s)
+    state = summary(view, wall_s)
     snapshot, stored = view.snapshot, view.checkpoint
     lines = [
-        f"job {job}   generation {facts['generation']}   ranks {facts['world_size']}   step {facts['step']}",
+        f"job {job}   generation {state['generation']}   ranks {state['world_size']}   "
+        f"step {state['step']}",
         f"last committed snapshot: {f'step {snapshot.snapshot.step}' if snapshot else 'none'}",
         f"last stored checkpoint:  {f'step {stored.step} in {stored.url}' if stored else 'none'}",
     ]
-    if facts["world_size"]:
-        groups = len({node["group"] for node in facts["nodes"] if node["group"] is not None})
-        survives = f"{facts['parity']} node{'s' if facts['parity'] != 1 else ''}"
+    if state["world_size"]:
+        groups = len({node["group"] for node in state["nodes"] if node["group"] is not None})
+        survives = f"{state['parity']} node{'s' if state['parity'] != 1 else ''}"
         lines.append(
             f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}"
         )
-    lines += _describe_intervals(facts["intervals"])
-    if facts["closing"]:
-        lines.append(f"changing membership: {facts['closing']}")
+    lines += _describe_intervals(state["intervals"])
+    if state["closing"]:
+        lines.append(f"changing membership: {state['closing']}")
     nodes = Table(box=box.SIMPLE_HEAD)
     for name in ("node", "host", "ranks", "phase", "step", "snapshots"):
         nodes.add_column(name)
-    for node in facts["nodes"]:
-        leads = " *" if node["node"] == facts["leader"] else ""
+    for node in state["nodes"]:
+        leads = " *" if node["node"] == state["leader"] else ""
         nodes.add_row(
             Text(node["node"] + leads),
             node["host"],
@@ -91,59 +92,50 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
 
 
 def verdicts(view: View, wall_s: float) -> str:
-    """Return the monitor's verdicts that hold, with evidence and cost, one block of lines each."""
+    """Return the monitor's current verdicts as text, with evidence and cost."""
     assert view.verdicts is not None
     lines = [
-        f"the monitor says, as of {time.strftime('%H:%M:%S', time.localtime(view.verdicts.at_s))}:"
+        f"the monitor's verdicts at {_clock_time(view.verdicts.at_s)}:",
     ]
-    for one in view.current_verdicts:
+    for verdict in view.current_verdicts:
         cost = (
             "the job stands still"
-            if one.cost_s_per_step is None
-            else f"costs {one.cost_s_per_step:.2g} s a step"
+            if verdict.cost_s_per_step is None
+            else f"costs {verdict.cost_s_per_step:.2g} s per step"
         )
         lines.append(
-            f"  {one.subject}: {one.syndrome}, for {max(0.0, wall_s - one.since_s):.0f} s; {cost}; "
-            f"sure to {one.confidence:.0%}; advice: {one.advice}"
+            f"  {verdict.subject}: {verdict.syndrome}, "
+            f"for {max(0.0, wall_s - verdict.since_s):.0f} s; {cost}; "
+            f"confidence {verdict.confidence:.0%}; advice: {verdict.advice}"
         )
-        lines += [f"    {line}" for line in one.evidence]
+        lines += [f"    {line}" for line in verdict.evidence]
     if view.verdicts.omitted:
         lines.append(f"  and {view.verdicts.omitted} more, see the monitor's page")
     return "\n".join([*lines, ""])
 
 
 def recoveries(history: Sequence[Recovery]) -> Table:
-    """Return the changes of generation as a table: when each phase ended, in seconds after detection."""
+    """Return a table of the changes of generation: each phase's end, in seconds from detection."""
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
-        title="recoveries: seconds from detection to members settled, processes ready, state restored, first step done",
+        title="recoveries: seconds from detection to members settled, processes ready, "
+        "state restored, first step done",
         title_justify="left",
     )
-    columns = (
-        "reason",
-        "ranks",
-        "detected",
-        "members",
-        "ready",
-        "state",
-        "stepped",
-        "step",
-        "lost",
-        "from",
-    )
-    for name in columns:
+    columns = "reason ranks detected members ready state stepped step lost from"
+    for name in columns.split():
         table.add_column(name, no_wrap=name != "reason", min_width=8 if name == "reason" else None)
     for recovery in history:
-        began = recovery.detected_at_s
+        detected_s = recovery.detected_at_s
         table.add_row(
-            # Plain text: what gloo says begins with a path in brackets, which would be taken for markup.
+            # As `Text`: gloo's messages begin with a path in brackets, which rich takes for markup.
             Text(recovery.reason.splitlines()[0] if recovery.reason else ""),
             str(recovery.world_size),
-            time.strftime("%H:%M:%S", time.localtime(began)),
+            _clock_time(detected_s),
             *(
-                f"{at_s - began:.2f}"
+                f"{at_s - detected_s:.2f}"
                 for at_s in (
                     recovery.opened_at_s,
                     recovery.ready_at_s,
@@ -153,54 +145,56 @@ def recoveries(history: Sequence[Recovery]) -> Table:
             ),
             str(recovery.resumed_step),
             str(recovery.lost_steps),
-            # One below the other, and short: a terminal may have 80 columns.
+            # On separate lines, and short: a terminal may have 80 columns.
             recovery.source.replace("peers' memory", "peers'").replace(", ", ",\n"),
         )
     return table
 
 
 def _intervals(view: View, wall_s: float) -> dict[str, Any]:
-    """Return the intervals that the job chooses by itself, with what goes into them; null for what it was told."""
+    """Return the intervals that the job chooses, and what they depend on; None for fixed ones."""
     records = [joined.record for joined in view.nodes.values()]
     nodes = len(view.generation.members) if view.generation else 0
-    chooses = any(record.checkpoint_every == AUTO for record in records)
-    # The slowest to want a snapshot decides for all.
-    every, cost_s = max(((r.snapshot_every, r.snapshot_cost_s) for r in records), default=(0, 0.0))
+    chooses_checkpoints = any(record.checkpoint_every == AUTO for record in records)
+    # A snapshot needs all ranks, so the longest interval counts.
+    every, cost_s = max(
+        ((record.snapshot_every, record.snapshot_cost_s) for record in records), default=(0, 0.0)
+    )
+    checkpoint = view.checkpoint if chooses_checkpoints else None
     return {
         "failures_per_s": failures_per_s(view.history.recoveries, nodes, wall_s) if nodes else None,
         "snapshot_every": every or None,
         "snapshot_cost_s": cost_s if every else None,
-        "checkpoint_interval_s": checkpoint_interval_s(view, wall_s)
-        if chooses and view.checkpoint
-        else None,
-        "checkpoint_cost_s": view.checkpoint.took_s if chooses and view.checkpoint else None,
+        "checkpoint_interval_s": checkpoint_interval_s(view, wall_s) if checkpoint else None,
+        "checkpoint_cost_s": checkpoint.took_s if checkpoint else None,
     }
 
 
 def _describe_intervals(intervals: Mapping[str, Any]) -> list[str]:
-    """Return the choices in words, with the formula behind them."""
+    """Return the chosen intervals as lines of text, with their formula."""
     if not intervals["failures_per_s"]:
         return []
-    apart_h = 1 / intervals["failures_per_s"] / 3600
+    failure_interval_h = 1 / intervals["failures_per_s"] / 3600
     lines = []
     if intervals["snapshot_every"]:
         cost = f"{intervals['snapshot_cost_s'] * 1e3:.1f} ms"
         lines.append(
-            f"snapshots, chosen:    every {intervals['snapshot_every']} steps, of sqrt(2 * {cost} * {apart_h:.1f} h)"
+            f"snapshots, chosen:    every {intervals['snapshot_every']} steps, "
+            f"of sqrt(2 * {cost} * {failure_interval_h:.1f} h)"
         )
     if intervals["checkpoint_interval_s"]:
-        cost, minutes = (
-            f"{intervals['checkpoint_cost_s']:.1f} s",
-            intervals["checkpoint_interval_s"] / 60,
-        )
+        cost = f"{intervals['checkpoint_cost_s']:.1f} s"
         lines.append(
-            f"checkpoints, chosen:  every {minutes:.1f} min, of sqrt(2 * {cost} * {apart_h:.1f} h)"
+            f"checkpoints, chosen:  every {intervals['checkpoint_interval_s'] / 60:.1f} min, "
+            f"of sqrt(2 * {cost} * {failure_interval_h:.1f} h)"
         )
-    return (
-        [*lines, "                      (cost each, time between failures of the job)"]
-        if lines
-        else []
-    )
+    if lines:
+        lines.append("                      (cost of each, time between failures of the job)")
+    return lines
+
+
+def _clock_time(wall_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(wall_s))
 
 
 def _group(view: View, node: str) -> int | None:

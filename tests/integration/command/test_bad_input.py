@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command: one line that says what to do, an exit status, and nothing left behind."""
+"""Claims about invalid commands: one line with the remedy, an exit status, nothing left behind."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def script(directory: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["run", "--no-such-flag", "x.py"], "No such option"),
         (["run", "--nnodes", "4:2", "elastic/cli/main.py"], "the first number is the least"),
@@ -58,20 +58,22 @@ def script(directory: Path, text: str) -> str:
         (["doctor", "--patience", "-1"], "1<=x<=86400"),
     ],
 )
-def test_refusal_is_one_line_that_names_the_remedy(arguments: list[str], says: str) -> None:
-    done = keepstep(*arguments)
-    assert done.returncode != 0
-    assert says in done.stderr
-    assert "Traceback" not in done.stderr
+def test_invalid_command_ends_with_one_line_that_names_the_remedy(
+    arguments: list[str], message: str
+) -> None:
+    completed = keepstep(*arguments)
+    assert completed.returncode != 0
+    assert message in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
-def test_port_in_use_by_something_else_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = keepstep("run", "--rdzv-endpoint", endpoint, "elastic/cli/main.py")
-    assert done.returncode != 0
-    assert "in use" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_error_names_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        completed = keepstep("run", "--rdzv-endpoint", endpoint, "elastic/cli/main.py")
+    assert completed.returncode != 0
+    assert "in use" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback(
@@ -80,14 +82,14 @@ def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback
     failing = script(
         tmp_path, "import os\nif os.environ['RANK'] == '1':\n    import no_such_module\n"
     )
-    done = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "0", failing)
-    assert done.returncode == 1
-    assert "rank 1" in done.stderr
-    assert "no_such_module" in done.stderr
-    assert "elastic/" not in done.stderr
+    completed = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "0", failing)
+    assert completed.returncode == 1
+    assert "rank 1" in completed.stderr
+    assert "no_such_module" in completed.stderr
+    assert "elastic/" not in completed.stderr
 
 
-def test_script_that_knows_nothing_of_keepstep_gets_torchruns_environment_and_is_restarted(
+def test_script_without_keepstep_gets_the_environment_of_torchrun_and_is_restarted(
     tmp_path: Path,
 ) -> None:
     plain = script(
@@ -98,31 +100,34 @@ def test_script_that_knows_nothing_of_keepstep_gets_torchruns_environment_and_is
         "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
         "if attempt == 0 and os.environ['LOCAL_RANK'] == '1': sys.exit(3)\n"
         "dist.barrier()\n"
-        # In one piece, for the ranks share the terminal.
-        "sys.stdout.write(f\"total {int(total.item())} of {os.environ['WORLD_SIZE']} attempt {attempt}\\n\")\n",
+        "line = f\"total {int(total.item())} of {os.environ['WORLD_SIZE']} attempt {attempt}\"\n"
+        # One write, because the ranks share the terminal.
+        "sys.stdout.write(line + chr(10))\n",
     )
-    done = keepstep("run", "--nproc-per-node", "2", plain)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("total 2 of 2 attempt 1") == 2
+    completed = keepstep("run", "--nproc-per-node", "2", plain)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("total 2 of 2 attempt 1") == 2
 
 
-def test_program_that_is_not_python_runs(tmp_path: Path) -> None:
-    done = keepstep("run", "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "rank 0 of 1\n"
+def test_no_python_runs_a_program(tmp_path: Path) -> None:
+    completed = keepstep("run", "--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout == "rank 0 of 1\n"
 
 
-def test_checkpoint_place_that_cannot_be_written_ends_the_job_at_once(tmp_path: Path) -> None:
+def test_checkpoint_location_that_cannot_be_written_ends_the_job_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = keepstep(
+    completed = keepstep(
         "run", "examples/train.py", "--steps", "3", "--checkpoint", str(tmp_path / "file" / "below")
     )
-    assert done.returncode == 1
-    assert str(tmp_path / "file") in done.stderr
-    assert "generation 2" not in done.stderr
+    assert completed.returncode == 1
+    assert str(tmp_path / "file") in completed.stderr
+    assert "generation 2" not in completed.stderr
 
 
-def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: EmbeddedEtcd) -> None:
+def test_second_job_with_the_same_name_is_rejected(
+    tmp_path: Path, etcd_server: EmbeddedEtcd
+) -> None:
     waiting = script(tmp_path, "import signal\nsignal.pause()\n")
     common = ["--store", etcd_server.url, "--job", "same", "--nnodes", "2:2"]
     first = subprocess.Popen(
@@ -132,9 +137,9 @@ def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: Embedded
     try:
         assert first.stderr is not None
         assert "waiting for nodes" in "".join(first.stderr.readline() for _ in range(2))
-        done = keepstep("run", *common, "examples/train.py")
-        assert done.returncode != 0
-        assert "choose another --job" in done.stderr
+        completed = keepstep("run", *common, "examples/train.py")
+        assert completed.returncode != 0
+        assert "choose another --job" in completed.stderr
         first.send_signal(signal.SIGINT)
         assert first.wait(30) == 128 + signal.SIGINT
     finally:
@@ -144,20 +149,23 @@ def test_second_job_of_one_name_is_refused(tmp_path: Path, etcd_server: Embedded
             first.stderr.close()
 
 
-def test_interrupting_twice_leaves_no_process_no_directory_and_no_key(tmp_path: Path) -> None:
+def test_two_interrupts_leave_no_process_and_no_file(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     agent = subprocess.Popen(
-        [sys.executable, "-P", "-m", "keepstep", "run", "--nproc-per-node", "2", "examples/train.py", "--steps", "100000"],
+        [
+            sys.executable, "-P", "-m", "keepstep", "run", "--nproc-per-node", "2",
+            "examples/train.py", "--steps", "100000",
+        ],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:
         assert agent.stdout is not None
         assert "step 10" in agent.stdout.readline()
-        started = psutil.Process(agent.pid).children(recursive=True)
+        processes = psutil.Process(agent.pid).children(recursive=True)
         agent.send_signal(signal.SIGINT)
         agent.send_signal(signal.SIGINT)
         assert agent.wait(30) == 128 + signal.SIGINT
-        _, alive = psutil.wait_procs(started, timeout=10)
+        _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive
         assert [
             path

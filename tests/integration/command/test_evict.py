@@ -1,4 +1,4 @@
-"""Claims about `keepstep evict`, against a real coordinator."""
+"""Claims about `keepstep evict`, on a real coordinator."""
 
 import pytest
 
@@ -11,14 +11,16 @@ from keepstep.elastic.store.contract import Put
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 
 
-def test_an_eviction_is_undone_once_and_only_of_who_was_evicted(etcd_server: EmbeddedEtcd) -> None:
+def test_undo_removes_the_eviction_of_an_evicted_node_only(
+    etcd_server: EmbeddedEtcd,
+) -> None:
     keys, store = Keys("job"), BlockingStore(etcd_server.url)
     store.commit((), (Put(keys.eviction("b"), Eviction("slow", may_return=False).encode()),))
-    with pytest.raises(UsageError, match="node 'a' was not evicted; were: b"):
+    with pytest.raises(UsageError, match="node 'a' was not evicted; evicted nodes: b"):
         evict_node(etcd_server.url, "job", "a", "", undo=True)
     evict_node(etcd_server.url, "job", "b", "", undo=True)
     assert from_listing(keys, store.read(keys.prefix)).evictions == {}
-    with pytest.raises(UsageError, match="were: none"):
+    with pytest.raises(UsageError, match="evicted nodes: none"):
         evict_node(etcd_server.url, "job", "b", "", undo=True)
     with pytest.raises(UsageError, match="has no node 'b'"):
         evict_node(etcd_server.url, "job", "b", "on request", undo=False)
