@@ -1,4 +1,4 @@
-"""The main job, end to end: two nodes train a GPT, one is killed, the other carries on, the node comes back. `make demo`."""
+"""The demo (`make demo`): two nodes train a GPT; one is killed, the other continues, it returns."""
 
 from __future__ import annotations
 
@@ -26,74 +26,80 @@ STEPS, KILL_AT, RETURN_AT = 120, 35, 45
 
 @click.command()
 @click.option(
-    "--output", default=Path("demo-output"), type=Path, help="Where logs, checkpoint and plot go."
+    "--output",
+    default=Path("demo-output"),
+    type=Path,
+    help="Directory for logs, checkpoint and plot.",
 )
 def main(output: Path) -> None:
     console = Console()
     shutil.rmtree(output, ignore_errors=True)
-    console.rule(
-        "1. two nodes of two workers train a GPT with FSDP2; node-b is killed; it comes back"
-    )
+    console.rule("1. two nodes of two workers train a GPT with FSDP2; node-b is killed and returns")
     history = run(console, output / "disturbed", disturb=True)
-    console.rule("2. the same job undisturbed")
+    console.rule("2. the same job without a failure")
     run(console, output / "undisturbed", disturb=False)
-    console.rule("what happened")
+    console.rule("results")
     console.print(recoveries(history))
     plot(output, history)
     stored = StoredCheckpoint.open(str(output / "disturbed" / "checkpoint"))
     console.print(
-        f"checkpoint of step {stored.step}: {len(stored.tensors)} tensors in {stored.storage.url}/{stored.stored.directory}"
+        f"checkpoint of step {stored.step}: {len(stored.tensors)} tensors "
+        f"in {stored.storage.url}/{stored.stored.directory}"
     )
     console.print(f"loss over steps: {output / 'loss.png'}")
 
 
 def run(console: Console, directory: Path, *, disturb: bool) -> Sequence[Recovery]:
-    """Run the job, with or without a disaster; return its recoveries."""
+    """Run the job, with or without the loss of a node; return its recoveries."""
     directory.mkdir(parents=True)
     job = script(
         "train.py", "--steps", str(STEPS), "--log", str(directory),
-        "--checkpoint", str(directory / "checkpoint"), "--checkpoint-every", "10", "--pause", "0.05",
+        "--checkpoint", str(directory / "checkpoint"), "--checkpoint-every", "10",
+        "--pause", "0.05",
     )  # fmt: skip
     nodes = ["node-a", "node-b"]
     with LocalCluster("demo", job, nnodes="1:2", workers=2, log=directory / "agents") as cluster:
-        say = Narrator(console)
+        print_event = TimedPrinter(console)
         for node in nodes:
             cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
         cluster.wait_until(lambda view: step_of(view) > 0, 120)
-        say("both nodes train")
-        done: View | None = None
+        print_event("both nodes train")
+        final_view: View | None = None
         if disturb:
             cluster.wait_until(lambda view: step_of(view) >= KILL_AT, 120)
             cluster.kill("node-b")
-            say(f"step {KILL_AT}: node-b killed (agent, workers and snapshot server, with SIGKILL)")
+            print_event(
+                f"step {KILL_AT}: node-b killed (agent, workers and snapshot server, with SIGKILL)"
+            )
             cluster.wait_until(
                 lambda view: view.generation_number == 2 and len(view.history.recoveries) == 2, 60
             )
-            say("node-a carries on alone")
+            print_event("node-a continues alone")
             cluster.wait_until(lambda view: step_of(view) >= RETURN_AT, 120)
             cluster.start("node-b", "--rdzv-conf", "last_call_timeout=30")
-            say("node-b comes back")
-            joined = cluster.wait_until(
+            print_event("node-b starts again")
+            view = cluster.wait_until(
                 lambda view: len(view.history.recoveries) == 3 or is_stored(view), 120
             )
-            if len(joined.history.recoveries) == 3:
-                say("node-b has been taken in again")
+            if len(view.history.recoveries) == 3:
+                print_event("node-b has joined again")
             else:
-                say(
-                    "node-a was done before node-b was ready: this machine is too busy to show the return"
+                print_event(
+                    "node-a finished before node-b was ready: "
+                    "this machine is too busy to show the return"
                 )
                 nodes.remove("node-b")
-                done = joined
-        history = (done or cluster.wait_until(is_stored, 120)).history.recoveries
+                final_view = view
+        history = (final_view or cluster.wait_until(is_stored, 120)).history.recoveries
         for node in nodes:
             if cluster.wait(node, 60) != 0:
                 raise click.ClickException(cluster.output())
-        say(f"finished at step {STEPS}")
+        print_event(f"finished at step {STEPS}")
     return history
 
 
-class Narrator:
-    """Says things with the time since it began."""
+class TimedPrinter:
+    """Prints events with the seconds since its creation."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -104,7 +110,7 @@ class Narrator:
 
 
 def is_stored(view: View) -> bool:
-    """Whether the last step's checkpoint is stored; the job's keys go soon after."""
+    """Whether the last step's checkpoint is stored; the job's keys are deleted soon after."""
     return view.checkpoint is not None and view.checkpoint.step == STEPS
 
 
@@ -113,7 +119,7 @@ def step_of(view: View) -> int:
 
 
 def losses(directory: Path) -> list[tuple[float, int, float]]:
-    """Return (seconds since the first step, step, loss) of every step done, also of those done again."""
+    """Return (seconds since the first step, step, loss) of each step, also of repeated ones."""
     parts: dict[tuple[float, float], list[dict[str, float]]] = defaultdict(list)
     for line in read_steps(directory):
         parts[line["generation"], line["step"]].append(line)
@@ -135,19 +141,21 @@ def plot(output: Path, history: Sequence[Recovery]) -> None:
         ("undisturbed", {"lw": 5, "alpha": 0.35}),
         ("disturbed", {"lw": 1.2, "color": "crimson"}),
     ):
-        done = losses(output / name)
-        last = {step: loss for _, step, loss in done}
-        by_step.plot(list(last), list(last.values()), label=name, **style)
-        by_time.plot([at for at, _, _ in done], [step for _, step, _ in done], label=name, **style)
+        steps = losses(output / name)
+        last_losses = {step: loss for _, step, loss in steps}
+        by_step.plot(list(last_losses), list(last_losses.values()), label=name, **style)
+        by_time.plot(
+            [at_s for at_s, _, _ in steps], [step for _, step, _ in steps], label=name, **style
+        )
     bottom, top = by_step.get_ylim()
-    # One below the other, for the two may be near each other.
+    # At different heights, because the two steps may be near each other.
     heights = (top, top - (top - bottom) / 6)
-    for recovery, what, height in zip(
+    for recovery, event, height in zip(
         history[1:], ("node-b killed", "node-b back"), heights, strict=False
     ):
         by_step.axvline(recovery.resumed_step, ls=":", color="grey")
         by_step.annotate(
-            f"{what}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",
+            f"{event}:\nresumed at step {recovery.resumed_step}\nfrom {recovery.source}",
             (recovery.resumed_step, height), fontsize=8, va="top",
             ha="right" if recovery.resumed_step > by_step.get_xlim()[1] / 2 else "left",
         )  # fmt: skip

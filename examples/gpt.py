@@ -1,4 +1,4 @@
-"""A small byte-level GPT, to be read in a minute. It can be built on the meta device and sharded before it has memory."""
+"""A small byte-level GPT that can be built on the meta device and sharded before it has memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Return the mean cross-entropy of a batch of (inputs, targets), each int64 of shape (samples, length)."""
+        """Return the mean cross-entropy of a batch.
+
+        Args:
+            batch: inputs and targets, each int64 of shape (samples, length).
+        """
         inputs, targets = batch
         x = self.tokens(inputs) + self.positions(
             torch.arange(inputs.shape[1], device=inputs.device)
@@ -68,21 +72,24 @@ class GPT(nn.Module):
 
 
 def initialize(model: nn.Module, seed: int = 0) -> None:
-    """Fill the parameters: each from its own generator, so that the values depend neither on sharding nor on order."""
+    """Initialize the parameters, each with its own generator.
+
+    The values do not depend on the sharding or on the order of parameters.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-            whole = torch.empty(parameter.shape)
+            value = torch.empty(parameter.shape)
             if parameter.dim() > 1:
-                whole.normal_(0.0, 0.02, generator=generator)
+                value.normal_(0.0, 0.02, generator=generator)
             else:
-                whole.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                value.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
             if isinstance(parameter, DTensor):
-                # Every rank has made the same tensor, so each just keeps its piece.
-                whole = distribute_tensor(
-                    whole.to(parameter.device),
+                # Every rank has the same full tensor, so each can cut out its own shard.
+                value = distribute_tensor(
+                    value.to(parameter.device),
                     parameter.device_mesh,
                     parameter.placements,
                     src_data_rank=None,
                 )
-            parameter.copy_(whole)
+            parameter.copy_(value)

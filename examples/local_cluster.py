@@ -1,4 +1,7 @@
-"""Several "nodes" on one machine: a coordinator and agents that can be killed. The demo, the tests and the benchmarks stand on it."""
+"""Runs several "nodes" on one machine: a coordinator, and agents that can be killed.
+
+The demo, the tests and the benchmarks use it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,17 @@ from keepstep.elastic.store.etcd import EtcdStore
 
 
 class LocalCluster:
-    """A coordinator, unless one elsewhere is given, and any number of agents of one job. At a context's end every process is gone."""
+    """A coordinator and any number of agents of one job; the end of the context kills them all.
+
+    Args:
+        job: name of the job.
+        script: path of the training script, and its arguments.
+        nnodes: as for `keepstep run --nnodes`.
+        workers: number of workers per node.
+        log: directory for the agents' output.
+        last_call_s: seconds that the first generation waits for further nodes.
+        store: URL of a running coordinator; None: start one.
+    """
 
     def __init__(
         self,
@@ -66,17 +79,19 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """The coordinator's address."""
+        """The coordinator's URL."""
         return self._url if self._etcd is None else self._etcd.url
 
     def start(self, node: str, *options: str) -> None:
-        """Start a node's agent; its output goes to a file of its name."""
+        """Start a node's agent; its output goes to `<log>/<node>.log`."""
         with (self._log / f"{node}.log").open("ab") as output:
             self.agents[node] = subprocess.Popen(
                 [
-                    sys.executable, "-P", "-m", "keepstep", "run", "--store", self.url, "--job", self.job,
-                    "--node", node, "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
-                    "--rdzv-conf", f"last_call_timeout={self._last_call_s}", *options, *self._script,
+                    sys.executable, "-P", "-m", "keepstep", "run",
+                    "--store", self.url, "--job", self.job, "--node", node,
+                    "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
+                    "--rdzv-conf", f"last_call_timeout={self._last_call_s}",
+                    *options, *self._script,
                 ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -84,9 +99,9 @@ class LocalCluster:
             )  # fmt: skip
 
     def kill(self, node: str) -> float:
-        """Kill an agent and everything it started, at once, with SIGKILL; return when (monotonic seconds)."""
+        """Kill an agent and its descendants with SIGKILL; return the time in monotonic seconds."""
         agent = self.agents.pop(node)
-        tree = _tree(agent.pid)
+        tree = _process_tree(agent.pid)
         at_s = time.monotonic()
         for process in tree:
             try:
@@ -98,26 +113,26 @@ class LocalCluster:
 
     def workers_of(self, node: str) -> list[psutil.Process]:
         """Return a node's worker processes, spares included, oldest first."""
-        found = [
-            p
-            for p in _tree(self.agents[node].pid)
-            if "keepstep.elastic.worker.bootstrap" in " ".join(_arguments(p))
+        workers = [
+            process
+            for process in _process_tree(self.agents[node].pid)
+            if "keepstep.elastic.worker.bootstrap" in " ".join(_arguments(process))
         ]
-        return sorted(found, key=lambda process: (process.create_time(), process.pid))
+        return sorted(workers, key=lambda process: (process.create_time(), process.pid))
 
     def wait(self, node: str, timeout_s: float) -> int:
-        """Wait for an agent to end and return its exit status."""
+        """Wait for an agent's end and return its exit status."""
         return self.agents[node].wait(timeout_s)
 
     def terminate(self, node: str) -> None:
-        """Send an agent a preemption notice."""
+        """Send an agent a preemption notice (SIGTERM)."""
         self.agents[node].send_signal(signal.SIGTERM)
 
-    def wait_until(self, holds: Callable[[View], bool], timeout_s: float) -> View:
-        """Follow the job's state until something holds.
+    def wait_until(self, condition: Callable[[View], bool], timeout_s: float) -> View:
+        """Follow the job's state until a condition holds; return the view in which it does.
 
         Raises:
-            TimeoutError: it did not in time; the agents' last output is part of the message.
+            TimeoutError: it did not hold in time; the message has the agents' last output.
         """
 
         async def follow() -> View:
@@ -125,7 +140,7 @@ class LocalCluster:
             try:
                 async with asyncio.timeout(timeout_s):
                     async for view in views(client, Keys(self.job)):
-                        if holds(view):
+                        if condition(view):
                             return view
             finally:
                 await client.close()
@@ -135,7 +150,7 @@ class LocalCluster:
             return asyncio.run(follow())
         except TimeoutError:
             raise TimeoutError(
-                f"not within {timeout_s:.0f} s; agents said:\n{self.output()}"
+                f"not within {timeout_s:.0f} s; output of the agents:\n{self.output()}"
             ) from None
 
     def output(self) -> str:
@@ -147,7 +162,7 @@ class LocalCluster:
 
 
 def read_steps(directory: Path) -> list[dict[str, float]]:
-    """Return what every rank reported of every step, in the order of time."""
+    """Return the lines that `examples/train.py --log` wrote for all ranks, in the order of time."""
     lines = [
         json.loads(line)
         for path in directory.glob("rank-*.jsonl")
@@ -156,7 +171,7 @@ def read_steps(directory: Path) -> list[dict[str, float]]:
     return sorted(lines, key=lambda line: line["at_s"])
 
 
-def _tree(pid: int) -> list[psutil.Process]:
+def _process_tree(pid: int) -> list[psutil.Process]:
     try:
         root = psutil.Process(pid)
         return [root, *root.children(recursive=True)]

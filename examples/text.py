@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, byte by byte."""
+"""A text dataset that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @cache
 def standard_library() -> torch.Tensor:
-    """Return the sources, one after the other in the order of their names, as a uint8 tensor."""
+    """Return the sources, concatenated in the order of their names, as a uint8 tensor."""
     paths = sorted(Path(os.__file__).parent.glob("*.py"))
     return torch.frombuffer(
         bytearray(b"\n".join(path.read_bytes() for path in paths)), dtype=torch.uint8
@@ -19,7 +19,7 @@ def standard_library() -> torch.Tensor:
 
 
 class Windows:
-    """Consecutive windows of a text: sample i is (bytes, next bytes), each int64 of shape (length,)."""
+    """Consecutive windows of a text: samples (inputs, targets), each int64 of shape (length,)."""
 
     def __init__(self, text: torch.Tensor, length: int) -> None:
         self._text = text

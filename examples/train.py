@@ -1,4 +1,7 @@
-"""Train a small GPT with FSDP2, and survive: `keepstep run --nproc-per-node 2 examples/train.py --steps 200`."""
+"""Trains a small GPT with FSDP2, through failures of workers and nodes.
+
+`keepstep run --nproc-per-node 2 examples/train.py --steps 200`
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from pathlib import Path
 
 import click
 import torch
-from gpt import GPT, GPTConfig, initialize  # Beside this script.
+from gpt import GPT, GPTConfig, initialize  # `gpt` and `text` are files beside this script.
 from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
@@ -31,11 +34,12 @@ import keepstep
 @click.option(
     "--pause",
     default=0.0,
-    help="Seconds to wait in every step, to make a demonstration slow enough to watch.",
+    help="Seconds to wait in every step, so that a demonstration can be watched.",
 )
 def main(
     steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
-    checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int, log: Path | None, pause: float,
+    checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int,
+    log: Path | None, pause: float,
 ) -> None:  # fmt: skip
     config = GPTConfig(width=width, layers=layers, context=context, dropout=dropout)
 
@@ -65,7 +69,7 @@ def main(
 
 
 def report(log: Path | None, job: keepstep.Job, loss: torch.Tensor) -> None:
-    """Say how it goes; the mean over ranks of what each writes is the batch's loss."""
+    """Log or print the step. The batch's loss is the mean of the ranks' losses."""
     world = job.world
     if log is not None:
         line = {

@@ -1,4 +1,4 @@
-"""Fixtures that start real things, and how property tests draw."""
+"""The etcd fixture, and the settings of property tests."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 
-# The same examples at every run, however slow the machine is; `HYPOTHESIS_PROFILE=explore` draws others.
+# Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
