@@ -1,4 +1,4 @@
-"""What all whole-job tests need."""
+"""The environment of all tests with complete jobs."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole jobs for tests: how they are started, and what their ranks wrote down."""
+"""Starts complete jobs for tests, and reads what their ranks recorded."""
 
 import json
 from collections import defaultdict
@@ -16,12 +16,13 @@ Lines = dict[int, dict[int, dict[str, Any]]]
 def cluster(
     directory: Path, nnodes: str = "1:2", store: str | None = None, **options: Any
 ) -> LocalCluster:
+    """Return a cluster that runs `record.py` with these options; use it as a context manager."""
     (directory / "log").mkdir(parents=True, exist_ok=True)
-    given = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
-    # Both nodes are to be in the first generation, however late the machine starts the second.
+    script_options = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
+    # The long last call keeps the first generation open for a second node that starts late.
     return LocalCluster(
         "job",
-        [str(SCRIPT), given],
+        [str(SCRIPT), script_options],
         nnodes=nnodes,
         workers=2,
         log=directory / "agents",
@@ -31,25 +32,25 @@ def cluster(
 
 
 def last_run_of_each_step(directory: Path) -> Lines:
-    """Return, by step and rank, what was recorded when the step was done for the last time."""
-    done: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    """Return, by step and rank, the lines of the last generation that computed the step."""
+    recorded: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for path in (directory / "log").glob("rank-*.jsonl"):
         for text in path.read_text().splitlines():
             line = json.loads(text)
-            done[line["step"]][line["generation"]].append(line)
+            recorded[line["step"]][line["generation"]].append(line)
     return {
         step: {line["rank"]: line for line in generations[max(generations)]}
-        for step, generations in done.items()
+        for step, generations in recorded.items()
     }
 
 
 def samples(lines: Lines) -> list[int]:
-    """Return all samples in the order of steps, and of ranks within."""
+    """Return all samples, ordered by step and then by rank."""
     return [
-        s
+        sample
         for step in sorted(lines)
         for rank in sorted(lines[step])
-        for s in lines[step][rank]["samples"]
+        for sample in lines[step][rank]["samples"]
     ]
 
 

@@ -1,4 +1,4 @@
-"""A training script that writes down, for every step and rank, which samples it saw and the exact loss."""
+"""A training script that records the samples and the exact loss of every step and rank."""
 
 import functools
 import json
@@ -25,11 +25,12 @@ config = GPTConfig(width=32, layers=2, context=32, heads=2, dropout=options.get(
 
 
 class Average:
-    """A running average of the weights, sharded as they are."""
+    """A running average of the weights, with their sharding."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.values = {
-            name: torch.zeros_like(p, device="cpu") for name, p in model.named_parameters()
+            name: torch.zeros_like(parameter, device="cpu")
+            for name, parameter in model.named_parameters()
         }
 
     @torch.no_grad()
@@ -38,7 +39,7 @@ class Average:
             self.values[name].lerp_(parameter, 0.1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        # Copies, as some averages return them: what is restored has to find its way back.
+        # Copies, as some implementations return them: restoring must use `load_state_dict`.
         return {name: value.clone() for name, value in self.values.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -49,21 +50,22 @@ class Average:
 
 
 def two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    norms = [p for name, p in model.named_parameters() if "norm" in name]
-    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    named = list(model.named_parameters())
+    norms = [parameter for name, parameter in named if "norm" in name]
+    others = [parameter for name, parameter in named if "norm" not in name]
     return [AdamW(others, lr=1e-3), torch.optim.SGD(norms, lr=1e-2, momentum=0.9)]
 
 
 average: Average | None = None
 
-meddled = threading.Event()
-if options.get("meddle"):
+state_written = threading.Event()
+if options.get("write_between_steps"):
     begin = SnapshotClient.begin
 
     def begin_late(self: SnapshotClient, *arguments: Any, **options: Any) -> Any:
-        """Have the first copy begin when the state has been written to already."""
+        """Delay the first copy until the state has been written to."""
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            meddled.wait()
+            state_written.wait()
         return begin(self, *arguments, **options)
 
     SnapshotClient.begin = begin_late  # type: ignore[method-assign]
@@ -111,7 +113,8 @@ with keepstep.join(
                 scheduler.step()
             if average is not None:
                 average.update(job.model)
-            # Inside, so that it is on record before the step can be committed; what fails at the step's end is done and recorded again.
+            # Inside the step, so that the line is written before the step can be committed. A step
+            # that fails at its end is computed and recorded again.
             world = job.world
             line = {
                 "step": job.steps + 1,
@@ -124,7 +127,7 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if options.get("meddle"):
+        if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)
-            meddled.set()
+            state_written.set()

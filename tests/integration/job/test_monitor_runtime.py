@@ -1,4 +1,4 @@
-"""Claims about a job that its monitor watches: what it sees reaches the coordinator, and what it decides is carried out."""
+"""Claims about a monitored job: verdicts reach the coordinator, and actions are carried out."""
 
 import math
 import os
@@ -42,18 +42,19 @@ def build(world):
 with keepstep.join(build) as job:
     data = torch.utils.data.TensorDataset(torch.randn(4096, 4))
     for (batch,) in job.batches(data, global_batch=4, epochs=10**6):
-        over = torch.tensor(0)
+        is_finished = torch.tensor(0)
         with job.step():
             loss = job.model(batch).square().mean()
-            while (job.world.generation, job.steps) == (1, {HANGS_AT}) and str(job.world.rank) in sys.argv[2:]:
+            hangs = str(job.world.rank) in sys.argv[2:]
+            while hangs and (job.world.generation, job.steps) == (1, {HANGS_AT}):
                 pass
             loss.backward()
             for parameter in job.model.parameters():
                 dist.all_reduce(parameter.grad)
             job.optimizer.step()
-            over = torch.tensor(int(os.path.exists(sys.argv[1])))
-            dist.all_reduce(over, dist.ReduceOp.MIN)
-        if over:
+            is_finished = torch.tensor(int(os.path.exists(sys.argv[1])))
+            dist.all_reduce(is_finished, dist.ReduceOp.MIN)
+        if is_finished:
             break
 """
 
@@ -74,7 +75,8 @@ def identity_of(path: Path) -> WorkerIdentity:
     return reader.identity
 
 
-def native_recorder() -> None:
+def require_native_recorder() -> None:
+    """Build the native recorder; skip the test where it cannot be built."""
     from keepstep.monitor.telemetry.native import build
 
     try:
@@ -85,7 +87,7 @@ def native_recorder() -> None:
 
 @contextmanager
 def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A real `keepstep monitor` of the job for as long as the context lasts."""
+    """Run `keepstep monitor` of the job while the context lasts."""
     command = [sys.executable, "-P", "-m", "keepstep", "monitor", "--job", "job", "--port", "0"]
     with log.open("wb") as output:
         process = subprocess.Popen([*command, *options], stdout=output, stderr=subprocess.STDOUT)
@@ -97,39 +99,40 @@ def monitored(*options: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 @needs_compiler
-def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_on_by_itself(
+def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rings = tmp_path / "rings"
     monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
     monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
-    native_recorder()
-    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    require_native_recorder()
+    script, finish = tmp_path / "train.py", tmp_path / "finish"
     script.write_text(SCRIPT)
 
-    def is_named(view: View) -> bool:
+    def is_published(view: View) -> bool:
+        hang = ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
         return any(
-            (one.ranks, one.node, one.syndrome) == ((1,), "b", Syndrome.NON_COMMUNICATION_HANG)
-            for one in view.current_verdicts
+            (verdict.ranks, verdict.node, verdict.syndrome) == hang
+            for verdict in view.current_verdicts
         )
 
     running = LocalCluster(
         "job",
-        [str(script), str(enough), "1"],
+        [str(script), str(finish), "1"],
         nnodes="2:2",
         workers=1,
         log=tmp_path / "agents",
         last_call_s=60.0,
     )
-    said = tmp_path / "monitor.log"
-    with running, monitored("--store", running.url, "--act", "restart", log=said):
+    monitor_log = tmp_path / "monitor.log"
+    with running, monitored("--store", running.url, "--act", "restart", log=monitor_log):
         running.start("a", "--monitor")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b", "--monitor")
-        # Nothing but the monitor ends the loop.
-        named = running.wait_until(is_named, 120)
-        assert named.number == 1
+        # Only the monitor ends the loop.
+        view = running.wait_until(is_published, 120)
+        assert view.generation_number == 1
         view = running.wait_until(
             lambda view: len(view.history.recoveries) == 2 and step_of(view) > 2 * HANGS_AT, 120
         )
@@ -138,131 +141,124 @@ def test_a_hanging_rank_is_named_at_the_coordinator_restarted_and_the_job_goes_o
         )
         assert view.current_verdicts == ()
         assert view.restarts == {}
-        # Both record on, the one that survived as well as the one in whose place a spare is.
+        # Both ranks still record: the survivor and the spare that replaced the hanging worker.
         assert [identity_of(path) for path in ring_paths(rings / "job")] == [
             WorkerIdentity("job", 0, "a", generation=2, world_size=2),
             WorkerIdentity("job", 1, "b", generation=2, world_size=2),
         ]
-        enough.touch()
+        finish.touch()
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], (
-            running.output() + said.read_text()
+            running.output() + monitor_log.read_text()
         )
-    assert "restart worker: rank 1 on b, non-communication hang" in said.read_text()
-    # The agents took the rings away with the job.
+    assert "restart worker: rank 1 on b, non-communication hang" in monitor_log.read_text()
+    # The agents removed the rings at the end of the job.
     assert not list(rings.rglob("*.ring"))
 
 
 @needs_compiler
-def test_a_monitor_that_was_there_before_a_job_of_this_machine_acts_for_each_of_its_runs(
+def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
     monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
-    native_recorder()
-    script, enough, said = tmp_path / "train.py", tmp_path / "enough", tmp_path / "monitor.log"
+    require_native_recorder()
+    script, finish = tmp_path / "train.py", tmp_path / "finish"
+    monitor_log = tmp_path / "monitor.log"
     script.write_text(SCRIPT)
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "keepstep",
-        "run",
-        "--nproc-per-node",
-        "2",
-        "--monitor",
-        "--job",
-        "job",
-    ]
+        sys.executable, "-P", "-m", "keepstep", "run",
+        "--nproc-per-node", "2", "--monitor", "--job", "job",
+    ]  # fmt: skip
 
-    def until_said(text: str, times: int) -> None:
+    def wait_for_log(text: str, times: int) -> None:
         deadline_s = time.monotonic() + 60
-        while said.read_text().count(text) < times:
-            assert time.monotonic() < deadline_s, said.read_text()
+        while monitor_log.read_text().count(text) < times:
+            assert time.monotonic() < deadline_s, monitor_log.read_text()
             time.sleep(0.05)
 
-    with monitored("--act", "restart", log=said):
-        until_said("no coordinator of it was found here yet", 1)
-        # In the second run rank 1 hangs, and nothing but the monitor ends its loop.
-        for run, hanging, awaited in (
+    with monitored("--act", "restart", log=monitor_log):
+        wait_for_log("no coordinator of it was found here yet", 1)
+        # In the second run rank 1 hangs, and only the monitor ends its loop.
+        for run, hanging_rank, expected_text in (
             (1, "none", "tells of generation 1"),
             (2, "1", "restart worker: rank 1 on "),
         ):
-            enough.unlink(missing_ok=True)
+            finish.unlink(missing_ok=True)
             with (tmp_path / f"run-{run}.log").open("wb") as output:
                 job = subprocess.Popen(
-                    [*command, str(script), str(enough), hanging], stdout=output, stderr=output
+                    [*command, str(script), str(finish), hanging_rank], stdout=output, stderr=output
                 )
             try:
-                until_said(awaited, 1)
-                enough.touch()
+                wait_for_log(expected_text, 1)
+                finish.touch()
                 assert job.wait(120) == 0, (tmp_path / f"run-{run}.log").read_text()
             finally:
                 job.terminate()
                 job.wait()
-            until_said("it has ended, and its coordinator with it", run)
-    assert "Traceback" not in said.read_text()
-    assert "ERROR" not in said.read_text()
+            wait_for_log("it has ended, and its coordinator with it", run)
+    assert "Traceback" not in monitor_log.read_text()
+    assert "ERROR" not in monitor_log.read_text()
 
 
 @needs_compiler
-def test_a_node_of_which_all_ranks_hang_is_evicted_and_a_spare_node_takes_its_place(
+def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
     monkeypatch.setenv("XDG_RUNTIME_DIR", os.fspath(tmp_path))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(tmp_path / "rings"))
-    native_recorder()
-    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    require_native_recorder()
+    script, finish = tmp_path / "train.py", tmp_path / "finish"
     script.write_text(SCRIPT)
-    # Where both nodes are there, the first has ranks 0 and 1.
+    # Node a joins first and has ranks 0 and 1, so ranks 2 and 3 are those of node b.
     running = LocalCluster(
         "job",
-        [str(script), str(enough), "2", "3"],
+        [str(script), str(finish), "2", "3"],
         nnodes="1:2",
         workers=2,
         log=tmp_path / "agents",
         last_call_s=60.0,
     )
-    said = tmp_path / "monitor.log"
-    with running, monitored("--store", running.url, "--act", "replace", log=said):
+    monitor_log = tmp_path / "monitor.log"
+    with running, monitored("--store", running.url, "--act", "replace", log=monitor_log):
         running.start("a", "--monitor")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b", "--monitor")
         running.wait_until(lambda view: view.generation_number == 1, 60)
         running.start("c", "--monitor")
-        # Nothing but the monitor ends the loops.
+        # Only the monitor ends the loops.
         view = running.wait_until(
             lambda view: members(view) == ["a", "c"] and step_of(view) > 2 * HANGS_AT, 120
         )
         assert view.evictions["b"].reason.startswith("non-communication hang")
         assert view.history.recoveries[1].source == "memory"
-        # It left by itself, as if it had been sent SIGTERM, and not because the job had ended.
+        # The agent left as after SIGTERM, not because the job had ended.
         assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
-        # It may come back, for its doctor finds nothing; there is no place for it now.
+        # The node may return because its check finds nothing; now it is a spare.
         running.start("b", "--monitor")
         assert running.wait_until(lambda view: "b" in view.nodes, 120).evictions == {}
-        enough.touch()
+        finish.touch()
         assert [running.wait(node, 120) for node in "abc"] == [0, 0, 0], (
-            running.output() + said.read_text()
+            running.output() + monitor_log.read_text()
         )
-    assert "replace node: node b" in said.read_text()
+    assert "replace node: node b" in monitor_log.read_text()
 
 
-def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(
+def test_job_that_cannot_be_recorded_runs_and_logs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rings = tmp_path / "rings"
     rings.mkdir()
-    # Others could plant files there, which the recorder refuses.
+    # Other users could create files in this directory, so the recorder refuses it.
     rings.chmod(0o777)
     monkeypatch.setenv("PYTHONPATH", os.fspath(ROOT))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", os.fspath(rings))
-    script, enough = tmp_path / "train.py", tmp_path / "enough"
+    script, finish = tmp_path / "train.py", tmp_path / "finish"
     script.write_text(SCRIPT)
-    enough.touch()
+    finish.touch()
     running = LocalCluster(
-        "job", [str(script), str(enough)], nnodes="1:1", workers=1, log=tmp_path / "agents"
+        "job", [str(script), str(finish)], nnodes="1:1", workers=1, log=tmp_path / "agents"
     )
     with running:
         running.start("a", "--monitor")
@@ -270,16 +266,21 @@ def test_a_job_that_cannot_be_recorded_runs_all_the_same_and_says_so_once(
     assert running.output().count("rank 0 is not monitored") == 1
 
 
-def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(
+def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
     etcd_server: EmbeddedEtcd,
 ) -> None:
     keys, store = Keys("job"), BlockingStore(etcd_server.url)
     verdicts = CoordinatorVerdicts(etcd_server.url, "job")
     members = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
     hang = Verdict(
-        Subject("rank", (1,), "a"), Syndrome.NON_COMMUNICATION_HANG, 0.0, ("rank 1 never arrived",), 0.95, math.inf,
-        Advice.RESTART_WORKER,
-    )  # fmt: skip
+        subject=Subject("rank", (1,), "a"),
+        syndrome=Syndrome.NON_COMMUNICATION_HANG,
+        since_s=0.0,
+        evidence=("rank 1 never arrived",),
+        confidence=0.95,
+        cost_s_per_step=math.inf,
+        advice=Advice.RESTART_WORKER,
+    )
     restart = EnforcementAction(ActionKind.RESTART_WORKER, hang.subject, hang, "", ranks=(1,))
 
     def put(name: str, record: Record) -> None:
@@ -293,10 +294,10 @@ def test_a_monitor_that_lags_behind_writes_nothing_into_the_next_generation(
     assert view().verdicts is None
     assert not verdicts.enforce(restart, 1)
     verdicts.publish([hang], 2, 10.0)
-    assert [one.subject for one in view().current_verdicts] == ["rank 1 on a"]
+    assert [verdict.subject for verdict in view().current_verdicts] == ["rank 1 on a"]
     assert verdicts.enforce(restart, 2)
-    assert [one.rank for one in view().restarts_on("a")] == [1]
-    # Once a generation ends, its dead are the runtime's business.
+    assert [request.rank for request in view().restarts_on("a")] == [1]
+    # Once the generation closes, the runtime handles its dead ranks.
     put("closing", Closing(2, "rank 1 on a is restarted", True, 0.0))
     assert not verdicts.enforce(restart, 2)
     verdicts.publish([], 2, 11.0)

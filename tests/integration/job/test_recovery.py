@@ -1,4 +1,4 @@
-"""Claims about whole jobs: real agents, real workers over gloo, a real etcd, real SIGKILL."""
+"""Claims about complete jobs: real agents, workers over gloo, etcd and SIGKILL."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
             )
 
 
-def test_several_optimizers_and_an_average_of_the_weights_come_back_too(tmp_path: Path) -> None:
+def test_several_optimizers_and_averaged_weights_are_restored(tmp_path: Path) -> None:
     undisturbed = run_undisturbed(tmp_path / "undisturbed", two=True, average=True)
     with cluster(tmp_path / "disturbed", two=True, average=True) as running:
         running.start("a")
@@ -94,10 +94,10 @@ def test_several_optimizers_and_an_average_of_the_weights_come_back_too(tmp_path
             )
 
 
-def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(
+def test_writes_to_the_state_between_steps_are_reported_and_snapshots_continue(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path, meddle=True) as running:
+    with cluster(tmp_path, write_between_steps=True) as running:
         running.start("a")
         running.start("b")
         running.wait_until(
@@ -107,13 +107,16 @@ def test_who_writes_to_the_state_between_steps_is_told_and_still_has_snapshots(
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
     assert view.history.recoveries[1].source == "memory"
-    told = [line for line in running.output().splitlines() if "was written to while" in line]
-    assert len(told) <= 5
-    assert all("`with job.step()` only" in line for line in told)
-    assert told
+    warnings = [
+        line
+        for line in running.output().splitlines()
+        if "from now on training waits while state is copied" in line
+    ]
+    assert 1 <= len(warnings) <= 5
+    assert all("only inside `with job.step()`" in line for line in warnings)
 
 
-def test_lost_node_is_outlived_and_taken_in_again_without_storage(
+def test_job_survives_the_loss_of_a_node_and_its_return_without_storage(
     tmp_path: Path, without_dropout: Lines
 ) -> None:
     with cluster(tmp_path) as running:
@@ -128,7 +131,7 @@ def test_lost_node_is_outlived_and_taken_in_again_without_storage(
         assert lost.resumed_step > 0
         assert lost.lost_steps <= 2
         running.start("b")
-        # The job may be over before the node has warmed up; then it has nothing to join.
+        # The job may end before the node is ready; then the node cannot join.
         status = running.wait("a", 60)
         assert status == 0, running.output()
     disturbed = last_run_of_each_step(tmp_path)
@@ -137,7 +140,7 @@ def test_lost_node_is_outlived_and_taken_in_again_without_storage(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(
+def test_job_survives_the_loss_of_a_second_node_during_recovery_from_the_first(
     tmp_path: Path,
 ) -> None:
     with cluster(tmp_path, "1:3", checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
@@ -145,7 +148,7 @@ def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(
             running.start(node)
         running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 6, 120)
         running.kill("b")
-        # Its shards are being rebuilt, or just have been.
+        # Node b's shards are being rebuilt, or have just been.
         running.wait_until(lambda view: view.generation_number == 2, 60)
         running.kill("c")
         assert running.wait("a", 120) == 0, running.output()
@@ -153,7 +156,7 @@ def test_a_second_node_lost_while_the_first_loss_is_made_good_is_outlived_too(
     assert disturbed.keys() == set(range(1, STEPS + 1))
 
 
-def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Path) -> None:
+def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) -> None:
     def is_chosen(view: View) -> bool:
         return view.checkpoint is not None and any(
             joined.record.snapshot_every for joined in view.nodes.values()
@@ -165,10 +168,11 @@ def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Pat
         running.start("a")
         running.start("b")
         view = running.wait_until(is_chosen, 60)
-        facts = summary(view, time.time())["intervals"]
-        # Failures are weeks apart by what is known, and a snapshot costs milliseconds: that is many of these tiny steps.
-        assert facts["snapshot_every"] > 10
-        assert facts["checkpoint_interval_s"] > 60
+        intervals = summary(view, time.time())["intervals"]
+        # The prior is one failure in weeks, and a snapshot costs milliseconds: so the interval is
+        # many of these short steps.
+        assert intervals["snapshot_every"] > 10
+        assert intervals["checkpoint_interval_s"] > 60
         console = Console(file=io.StringIO(), record=True)
         console.print(render("job", view, time.time()))
         shown = console.export_text()
@@ -182,7 +186,7 @@ def test_a_job_that_chooses_its_own_intervals_says_so_and_recovers(tmp_path: Pat
     assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
-def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(
+def test_shards_missing_in_memory_are_read_from_storage_if_the_snapshot_is_stored(
     tmp_path: Path, without_dropout: Lines
 ) -> None:
     def is_stored(view: View) -> bool:
@@ -196,7 +200,7 @@ def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(
         for node in ("a", "b", "c"):
             running.start(node)
         running.wait_until(is_stored, 120)
-        # Of three nodes in a group, any one may be lost.
+        # Parity covers the loss of only one of the group's three nodes.
         for node in ("b", "c"):
             os.kill(running.agents[node].pid, signal.SIGKILL)
         lost = running.wait_until(
@@ -207,24 +211,24 @@ def test_what_memory_lacks_of_a_stored_snapshot_comes_from_storage(
     assert lost.resumed_step == 20
     disturbed = last_run_of_each_step(tmp_path)
     assert disturbed.keys() == set(range(1, 61))
-    first = {step: lines for step, lines in disturbed.items() if step <= STEPS}
-    assert samples(first) == samples(without_dropout)
-    assert mean_losses(first) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+    first_steps = {step: lines for step, lines in disturbed.items() if step <= STEPS}
+    assert samples(first_steps) == samples(without_dropout)
+    assert mean_losses(first_steps) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-@pytest.mark.parametrize("leaver", ["a", "b"])
-def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
-    tmp_path: Path, without_dropout: Lines, leaver: str
+@pytest.mark.parametrize("preempted", ["a", "b"])
+def test_preempted_node_hands_over_its_shards_and_no_step_is_lost(
+    tmp_path: Path, without_dropout: Lines, preempted: str
 ) -> None:
-    """Also if it leads and has rank 0: then the other's ranks move, and DTensor must not remember their old places."""
-    other = "b" if leaver == "a" else "a"
+    """Node a leads and has rank 0: without it the other ranks change, also for DTensor's caches."""
+    other = "b" if preempted == "a" else "a"
     with cluster(tmp_path) as running:
         running.start("a")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 6, 60)
-        running.terminate(leaver)
-        assert running.wait(leaver, 60) == 128 + signal.SIGTERM, running.output()
+        running.terminate(preempted)
+        assert running.wait(preempted, 60) == 128 + signal.SIGTERM, running.output()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
         assert view.leader == other
         assert running.wait(other, 60) == 0, running.output()
@@ -236,7 +240,7 @@ def test_preempted_node_hands_its_shards_over_and_no_step_is_lost(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(
+def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(
     tmp_path: Path, without_dropout: Lines
 ) -> None:
     with cluster(tmp_path, mesh={"dp": -1, "tp": 2}) as running:
@@ -250,30 +254,23 @@ def test_sharded_over_two_dimensions_a_killed_worker_changes_nothing(
     disturbed = last_run_of_each_step(tmp_path)
     assert disturbed.keys() == set(range(1, STEPS + 1))
     for step, lines in disturbed.items():
-        # Two ranks of one tensor-parallel group have the same samples and the same loss.
+        # The two ranks of a tensor-parallel group have the same samples and loss.
         assert (lines[0]["samples"], lines[2]["samples"]) == (
             lines[1]["samples"],
             lines[3]["samples"],
         ), step
         assert lines[0]["loss"] == lines[1]["loss"], step
-    one_of_each = {step: {0: lines[0], 1: lines[2]} for step, lines in disturbed.items()}
-    assert samples(one_of_each) == samples(without_dropout)
-    assert mean_losses(one_of_each) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
+    data_parallel = {step: {0: lines[0], 1: lines[2]} for step, lines in disturbed.items()}
+    assert samples(data_parallel) == samples(without_dropout)
+    assert mean_losses(data_parallel) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
-def test_evicted_node_hands_over_leaves_and_is_seen_to_have_left(tmp_path: Path) -> None:
+def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_path: Path) -> None:
     def keepstep(*arguments: str) -> str:
         command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "keepstep",
-            *arguments,
-            "--store",
-            running.url,
-            "--job",
-            "job",
-        ]
+            sys.executable, "-P", "-m", "keepstep", *arguments,
+            "--store", running.url, "--job", "job",
+        ]  # fmt: skip
         return subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=60
         ).stdout
@@ -296,21 +293,21 @@ def test_evicted_node_hands_over_leaves_and_is_seen_to_have_left(tmp_path: Path)
         running.wait_until(lambda view: step_of(view) > after["step"], 60)
 
 
-def test_agent_killed_alone_leaves_no_process_behind(tmp_path: Path) -> None:
+def test_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
     with cluster(tmp_path, "1:1") as running:
         running.start("a")
         running.wait_until(lambda view: step_of(view) >= 2, 60)
         agent = psutil.Process(running.agents["a"].pid)
-        started = agent.children(recursive=True)
-        assert len(started) >= 3
+        descendants = agent.children(recursive=True)
+        assert len(descendants) >= 3
         agent.kill()
-        gone, alive = psutil.wait_procs(started, timeout=20)
+        gone, alive = psutil.wait_procs(descendants, timeout=20)
         assert not alive
-        assert len(gone) == len(started)
+        assert len(gone) == len(descendants)
 
 
-def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Path) -> None:
-    """An agent that can no longer renew its lease is declared gone; the others go on."""
+def test_stopped_node_loses_its_lease_and_the_others_continue(tmp_path: Path) -> None:
+    """An agent that cannot renew its lease is no longer a member."""
     with cluster(tmp_path, checkpoint=str(tmp_path / "checkpoint"), every=3) as running:
         running.start("a", "--lease-ttl", "2")
         running.start("b", "--lease-ttl", "2")
@@ -320,27 +317,27 @@ def test_stopped_worker_is_noticed_by_the_generation_that_it_blocks(tmp_path: Pa
             process.suspend()
         running.wait_until(lambda view: view.generation_number == 2 and step_of(view) > 0, 60)
         assert running.wait("a", 120) == 0, running.output()
-        # What was declared gone wakes up, finds itself fenced out, and changes nothing.
+        # The stopped processes continue; fencing keeps them from changing anything.
         for process in tree:
             if process.is_running():
                 process.resume()
 
 
-def test_killed_node_that_comes_back_at_once_is_not_mistaken_for_its_own_double(
+def test_killed_node_may_return_under_its_name_before_its_lease_ends(
     tmp_path: Path,
 ) -> None:
     with cluster(
         tmp_path, steps=10**6, checkpoint=str(tmp_path / "checkpoint"), every=3
     ) as running:
         for node in ("a", "b"):
-            # So long that it would not have ended by itself.
+            # The lease must not end by itself during the test.
             running.start(node, "--lease-ttl", "60")
         running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 4, 60)
-        # While an agent lives, nobody else can take its name.
+        # While an agent lives, no other agent can join under its name.
         command = list(running.agents["a"].args)
-        double = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert double.returncode == 2
-        assert "node 'a' is already in job 'job'; choose another --node name" in double.stderr
+        second_agent = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert second_agent.returncode == 2
+        assert "node 'a' is already in job 'job'; choose another --node name" in second_agent.stderr
         running.kill("b")
         running.start("b", "--lease-ttl", "60")
         view = running.wait_until(

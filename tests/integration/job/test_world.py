@@ -1,4 +1,4 @@
-"""Entering and leaving process groups, by real processes over gloo."""
+"""Claims about entering and leaving process groups, with real processes over gloo."""
 
 import multiprocessing
 import os
@@ -30,51 +30,51 @@ def serve() -> tuple[TCPStore, int]:
     return store, port
 
 
-def survivor(line: Connection) -> None:
+def survivor(connection: Connection) -> None:
     groups = ProcessGroups()
-    line.send("connecting")
+    connection.send("connecting")
     try:
-        groups.enter(assignment(1, 0, line.recv()), {"dp": -1})
+        groups.enter(assignment(1, 0, connection.recv()), {"dp": -1})
     except RuntimeError:
         groups.leave()
-        line.send("failed")
-    newcomer(line, groups, 0)
+        connection.send("failed")
+    newcomer(connection, groups, 0)
 
 
-def newcomer(line: Connection, groups: ProcessGroups | None = None, rank: int = 1) -> None:
+def newcomer(connection: Connection, groups: ProcessGroups | None = None, rank: int = 1) -> None:
     groups = groups or ProcessGroups()
-    groups.enter(assignment(2, rank, line.recv()), {"dp": -1})
+    groups.enter(assignment(2, rank, connection.recv()), {"dp": -1})
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)
-    line.send(int(total))
-    # gloo's threads may abort the interpreter's exit.
+    connection.send(int(total))
+    # gloo's threads may abort the process during the interpreter's exit.
     os._exit(0)
 
 
-def test_who_failed_to_connect_finds_a_fresh_peer_in_the_next_generation() -> None:
+def test_rank_that_failed_to_connect_reaches_a_new_peer_in_the_next_generation() -> None:
     context = multiprocessing.get_context("spawn")
-    lines, processes = [], []
+    connections, processes = [], []
     for target in (survivor, newcomer):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=target, args=(theirs,), daemon=True)
+        test_end, process_end = context.Pipe()
+        process = context.Process(target=target, args=(process_end,), daemon=True)
         process.start()
-        lines.append(ours)
+        connections.append(test_end)
         processes.append(process)
     try:
         first, port = serve()
-        assert lines[0].recv() == "connecting"
-        lines[0].send(port)
+        assert connections[0].recv() == "connecting"
+        connections[0].send(port)
         while first.num_keys() == 0:
-            assert not lines[0].poll(0.01)
-        # It has said where it is, and waits for its peer.
+            assert not connections[0].poll(0.01)
+        # The rank has published its address and waits for its peer.
         del first
-        assert lines[0].recv() == "failed"
+        assert connections[0].recv() == "failed"
         second, port = serve()
-        for line in lines:
-            line.send(port)
-        for line in lines:
-            assert line.poll(20), "the two do not find each other"
-            assert line.recv() == 3
+        for connection in connections:
+            connection.send(port)
+        for connection in connections:
+            assert connection.poll(20), "the ranks do not connect"
+            assert connection.recv() == 3
         del second
     finally:
         for process in processes:
