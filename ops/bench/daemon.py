@@ -1,7 +1,8 @@
-"""What a node's monitor costs: processor time of `keepstep monitor` over real rings that are written to all the while.
+"""Measures the processor time of a node's `keepstep monitor` while ranks write to their rings.
 
-Each rank makes ten steps a second, with so many all-reduces each. The daemon is the command as it ships, reading twice and
-diagnosing once a second, or (--relay) only passing on. Its start is not counted.
+Each rank makes ten steps per second, with a given number of all-reduces each. The daemon is the
+real command, which reads twice and diagnoses once per second, or with --relay only forwards. Its
+start is not counted.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from keepstep.monitor.telemetry.ring_files import create_ring
 
 ROOT = Path(__file__).parents[2]
 STEP_S = 0.1
+PHASES = (Phase.STEP, Phase.DATA_WAIT, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 
 def write(rings: list[Ring], operations: int, stop: threading.Event) -> None:
+    """Write steps of all ranks to their rings until stopped."""
     step, number = 0, 0
     due_s = time.monotonic()
     while not stop.is_set():
@@ -35,26 +38,16 @@ def write(rings: list[Ring], operations: int, stop: threading.Event) -> None:
         now_s = time.monotonic()
         for ring in rings:
             ring.step = step
-            for phase in (
-                Phase.STEP,
-                Phase.DATA_WAIT,
-                Phase.FORWARD,
-                Phase.BACKWARD,
-                Phase.OPTIMIZER,
-            ):
+            for phase in PHASES:
                 ring.marks.begin(
-                    Kind.PHASE,
-                    phase,
-                    number=step,
-                    step=step,
-                    enqueued_s=now_s,
-                    ended_s=now_s + STEP_S * 0.9,
-                )
+                    Kind.PHASE, phase, number=step, step=step,
+                    enqueued_s=now_s, ended_s=now_s + STEP_S * 0.9,
+                )  # fmt: skip
             for place in range(operations):
                 at_s = now_s + STEP_S * 0.8 * place / operations
                 ring.operations.begin(
-                    Kind.OPERATION, Operation.ALL_REDUCE, number=number + place + 1, step=step, enqueued_s=at_s,
-                    ended_s=at_s + 1e-4, nbytes=1 << 22, communicator=7, dtype=9,
+                    Kind.OPERATION, Operation.ALL_REDUCE, number=number + place + 1, step=step,
+                    enqueued_s=at_s, ended_s=at_s + 1e-4, nbytes=1 << 22, communicator=7, dtype=9,
                 )  # fmt: skip
         number += operations
         due_s += STEP_S
@@ -73,34 +66,23 @@ def measure(ranks: int, operations: int, seconds: float, *, relay: bool) -> floa
     writer = threading.Thread(target=write, args=(rings, operations, stop))
     writer.start()
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "keepstep",
-        "monitor",
-        "--job",
-        "bench",
-        "--node",
-        "node-a",
-        "--port",
-        "0",
-    ]
+        sys.executable, "-P", "-m", "keepstep", "monitor",
+        "--job", "bench", "--node", "node-a", "--port", "0",
+    ]  # fmt: skip
     daemon = subprocess.Popen(
         [*command, *(["--relay"] if relay else [])], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     try:
         assert daemon.stdout is not None
         assert re.search("http", daemon.stdout.readline())
-        time.sleep(
-            5
-        )  # What it does at first, such as filling its memory, is no measure of what it costs.
+        # Work at the start, such as the allocation of memory, is not counted.
+        time.sleep(5)
         process = psutil.Process(daemon.pid)
         before, began_s = process.cpu_times(), time.monotonic()
         time.sleep(seconds)
         after = process.cpu_times()
-        return (after.user + after.system - before.user - before.system) / (
-            time.monotonic() - began_s
-        )
+        processor_s = after.user + after.system - before.user - before.system
+        return processor_s / (time.monotonic() - began_s)
     finally:
         daemon.terminate()
         daemon.wait()
@@ -114,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument(
-        "--operations", type=int, default=20, help="all-reduces a step; ten steps a second"
+        "--operations", type=int, default=20, help="all-reduces per step, at ten steps per second"
     )
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--json", action="store_true")
@@ -139,9 +121,8 @@ def main() -> None:
     }
     if not arguments.json:
         for role, share in shares.items():
-            print(
-                f"{role}: {share:.2%} of one processor, {share / (os.cpu_count() or 1):.2%} of this node's"
-            )
+            node_share = share / (os.cpu_count() or 1)
+            print(f"{role}: {share:.2%} of one processor, {node_share:.2%} of this node's")
     print(json.dumps(result))
 
 

@@ -1,22 +1,29 @@
-"""Does the monitor find the sick rank or link: faults injected into real jobs of several processes over gloo.
+"""Measures whether the monitor finds faults that are injected into real jobs over gloo.
 
-`python ops/bench/diagnosis.py --json [--quick] [--only NAME] [--ranks N] [--compute S]`. The last line is one JSON object.
+`python ops/bench/diagnosis.py --json [--quick] [--only NAME] [--ranks N] [--compute S]`. The last
+line is one JSON object.
 
-For every fault a job is started anew (DDP, FSDP2, or a pipeline by send and receive), each rank recorded by `monitor.attach()`. Once it has
-taken its baseline, the fault is injected, and the rings are read, aligned, diagnosed and treated by a policy that may restart and replace,
-every half second as a daemon does. Each rank is a node of its own to the diagnosis, and where faults are of the network, one in truth:
-a network namespace behind a switch in user space (`switched_network.py`). Judged is the first verdict after the injection: whether its
-syndrome is one that says what was injected, and its subject exactly who was injected. Collectives do not tell which link is slow or cut; there
-the job, or the group with both ends, is right. Of a link that delays, either direction is: gloo asks the receiver before it sends.
-What is made slower by a factor is the compute, `--compute` seconds of processor a step, beside which a step has some 0.03 s of its own for data,
-autograd and optimizer: of a rank's own time, the factor is that much less. Four ranks on two cores compute twice as long as they would alone.
-`seconds` and `steps` run from the injection, of a fault within a rank up to one step before it acts. `beside` are further verdicts
-within `SETTLE_S` that name somebody innocent.
+Every fault has its own job (DDP, FSDP2, or a pipeline by send and receive), with each rank recorded
+by `monitor.attach()`. Once the baseline is measured, the fault is injected. Every half second, as
+in a daemon, the rings are read, aligned and diagnosed, and a policy decides on restarts and
+replacements. Each rank is a node to the diagnosis; for faults of the network it is a network
+namespace behind a switch in user space (`switched_network.py`).
 
-`false_verdicts` counts verdicts before an injection, and all of jobs without one, `healthy_steps` the steps that went with them; beside healthy
-jobs runs a process that keeps one core busy. `false_evictions` counts restarts and replacements of who was innocent.
-`overhead` is a step's processor time with recording over that without, less one (the median of neighbouring windows that take turns):
-wall times are mostly noise on a shared machine; quartiles of both are in `overhead_detail`.
+The first verdict after the injection counts: its syndrome must be one of the fault's syndromes, and
+its subject exactly the rank or link with the fault. Collectives do not show which link is slow or
+cut; there the job, or the group with both ends, is right. For a link with a delay either direction
+is right: gloo asks the receiver before it sends. A slowdown multiplies the compute, which takes
+`--compute` processor seconds per step; data, autograd and optimizer take another 0.03 s, so the
+rank's own time grows by a smaller factor. Four ranks on two cores compute twice as long as on four.
+`seconds` and `steps` count from the injection; a fault within a rank acts up to one step later.
+`beside` are further verdicts within `SETTLE_S` about subjects without a fault.
+
+`false_verdicts` counts verdicts before an injection and all verdicts of healthy jobs, and
+`healthy_steps` the steps that these cover; a process keeps one core busy beside healthy jobs.
+`false_evictions` counts restarts and replacements of ranks without a fault. `overhead` is a step's
+processor time with recording over that without, minus one (the median over neighbouring windows,
+which alternate): wall times are mostly noise on a shared machine. `overhead_detail` has quartiles
+of both.
 """
 
 from __future__ import annotations
@@ -31,11 +38,11 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-# The benchmark beside this file is called as a module of the package is.
+# This directory has modules with the names of others, which it must not hide.
 HERE = str(Path(__file__).parent)
 sys.path.remove(HERE)
 ROOT = Path(__file__).parents[2]
@@ -59,7 +66,7 @@ from keepstep.monitor.telemetry.job_rings import JobRings  # noqa: E402
 from keepstep.monitor.verdicts import Subject, Syndrome, Verdict  # noqa: E402
 
 sys.path.insert(1, HERE)
-from diagnosis_worker import Control, Ill, Specification  # noqa: E402
+from diagnosis_worker import Control, Defect, Specification  # noqa: E402
 from switched_network import DEVICE, Network, address, is_possible  # noqa: E402
 
 sys.path.remove(HERE)
@@ -69,22 +76,22 @@ BASELINE_STEPS = 25
 BASELINE_S = 150.0
 PATIENCE_S = 25.0
 SETTLE_S = 3.0
-SICK, PEER = 1, 2
+FAULTY, PEER = 1, 2
 
 Inject = Callable[["Job"], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to which job, and what should be said of it.
+    """A fault, the kind of job that it is injected into, and the right verdicts.
 
     Args:
-        name: of the fault.
-        job: what trains.
-        inject: does it.
-        syndromes: that say what it is.
-        culprits: subjects that are right, as (kind, ranks).
-        network: whether it needs one.
+        name: name of the fault.
+        job: kind of the job.
+        inject: injects the fault.
+        syndromes: right syndromes.
+        culprits: right subjects, as (kind, ranks).
+        network: whether the job needs a switched network.
     """
 
     name: str
@@ -97,12 +104,12 @@ class Fault:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is the same for all jobs.
+    """What all jobs have in common.
 
     Args:
-        ranks: of each.
-        disk: directory on a disk, for their checkpoints.
-        compute_s: of processor that each rank computes in a step.
+        ranks: number of ranks of each job.
+        disk: directory on a disk for checkpoints.
+        compute_s: processor seconds that each rank computes per step.
     """
 
     ranks: int
@@ -111,7 +118,7 @@ class Setup:
 
 
 class Job:
-    """A running job with what reads it."""
+    """A running job and the monitoring of it."""
 
     def __init__(self, specification: Specification, network: Network | None) -> None:
         self.specification, self.network = specification, network
@@ -120,22 +127,22 @@ class Job:
         self.control = Control(directory / "control")
         self.errors = (directory / "stderr").open("w+")
         self._zygote = subprocess.Popen(
-            [sys.executable, str(Path(HERE) / "diagnosis_worker.py"), specification.told()],
+            [sys.executable, str(Path(HERE) / "diagnosis_worker.py"), specification.encode()],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=self.errors, text=True,
         )  # fmt: skip
         assert self._zygote.stdout is not None
-        told = self._zygote.stdout.readline()
-        if not told:
+        process_ids = self._zygote.stdout.readline()
+        if not process_ids:
             self.errors.seek(0)
             raise SystemExit(f"the job did not start: {self.errors.read()}")
-        self.processes: list[int] = json.loads(told)
-        self.watcher = Watcher(directory / "battery", specification.ranks)
+        self.processes: list[int] = json.loads(process_ids)
+        self.monitor = Monitor(directory / "battery", specification.ranks)
 
-    def ail(self, ill: Ill, value: float = 0.0, rank: int = SICK) -> None:
-        self.control.write(rank, ill, value)
+    def inject(self, defect: Defect, value: float = 0.0, rank: int = FAULTY) -> None:
+        self.control.write(rank, defect, value)
 
-    def send(self, number: signal.Signals, rank: int = SICK) -> None:
+    def send(self, number: signal.Signals, rank: int = FAULTY) -> None:
         os.kill(self.processes[rank], number)
 
     def wait(self) -> None:
@@ -146,32 +153,31 @@ class Job:
             try:
                 os.kill(process, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # It was the fault, or the fault's end.
+                pass  # The fault has ended it.
         self._zygote.wait()
-        self.watcher.close()
+        self.monitor.close()
         self.errors.close()
 
 
-class Watcher:
-    """What a daemon does twice a second, and with it the policy that acts."""
+class Monitor:
+    """Reads, diagnoses and decides as the monitor's daemon does, in one process."""
 
     def __init__(self, directory: Path, ranks: int) -> None:
         self.rings = JobRings(directory)
         self.probes = [NodeProbe(f"node-{rank}") for rank in range(ranks)]
-        self.past = NO_DIAGNOSIS_STATE
+        self.diagnosis_state = NO_DIAGNOSIS_STATE
         self.state = EnforcementState()
         self.policy = EnforcementPolicy(
             mode=Mode.REPLACE, replacements=100, restarts=100, fleet_share=1.0
         )
         self.nodes = {rank: f"node-{rank}" for rank in range(ranks)}
-        self.acted: list[tuple[int, ...]] = []
+        self.action_ranks: list[tuple[int, ...]] = []
         self.step = 0
         self._due_s = 0.0
         self._ranks = ranks
-        self._stepped: set[int] = set()
 
-    def look(self) -> tuple[Verdict, ...]:
-        """Wait for the next turn, and return what stands."""
+    def diagnose(self) -> tuple[Verdict, ...]:
+        """Wait for the next turn, and return the verdicts that hold."""
         time.sleep(max(0.0, self._due_s - time.monotonic()))
         self._due_s = max(self._due_s + EVERY_S, time.monotonic())
         job = self.rings.read(2**14)
@@ -184,17 +190,18 @@ class Watcher:
             for rank, process in processes.items()
         }
         now_s = time.monotonic()
-        self.past, verdicts = diagnose(job, metrics, self.past, now_s, Thresholds())
-        self.step = max(
-            (int(told.records["step"].max(initial=0)) for told in job.ranks.values()), default=0
+        self.diagnosis_state, verdicts = diagnose(
+            job, metrics, self.diagnosis_state, now_s, Thresholds()
         )
-        step_s = self.past.window.step_s()
+        self.step = max(
+            (int(rank.records["step"].max(initial=0)) for rank in job.ranks.values()), default=0
+        )
+        step_s = self.diagnosis_state.window.step_s()
         self.state, actions = decide(self.policy, self.state, verdicts, self.nodes, step_s, now_s)
         for action in actions:
             if action.kind is not ActionKind.ALERT:
-                self.acted.append(
-                    action.ranks or tuple(int(node.removeprefix("node-")) for node in action.nodes)
-                )
+                node_ranks = tuple(int(node.removeprefix("node-")) for node in action.nodes)
+                self.action_ranks.append(action.ranks or node_ranks)
         return verdicts
 
     def close(self) -> None:
@@ -207,62 +214,63 @@ class Watcher:
 def running(
     setup: Setup, kind: str, with_network: bool = False, overhead: int = 0
 ) -> Iterator[Job]:
-    """Run a job; it and its network are gone afterwards."""
-    with ExitStack() as owned:
-        directory = owned.enter_context(
+    """Run a job while the context lasts; its end removes the job and its network."""
+    with ExitStack() as stack:
+        directory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm")
         )
-        network = owned.enter_context(Network(setup.ranks)) if with_network else None
-        port = owned.enter_context(ReservedPort()).number
+        network = stack.enter_context(Network(setup.ranks)) if with_network else None
+        port = stack.enter_context(ReservedPort()).number
         specification = Specification(
             kind, setup.ranks, directory, setup.disk, setup.compute_s, port=port, overhead=overhead
         )
         if network is not None:
-            there = {"namespaces": network.namespaces, "device": DEVICE, "master": address(0)}
-            specification = Specification(**{**asdict(specification), **there})
+            specification = replace(
+                specification,
+                namespaces=network.namespaces,
+                device=DEVICE,
+                master=address(0),
+            )
         job = Job(specification, network)
-        owned.callback(job.close)
+        stack.callback(job.close)
         yield job
 
 
-def sound(fault: Fault, verdict: Verdict) -> tuple[bool, bool]:
-    """Return whether a verdict says what it is, and who."""
-    return verdict.syndrome in fault.syndromes, right(fault, verdict.subject)
-
-
-def right(fault: Fault, subject: Subject) -> bool:
+def is_right_subject(fault: Fault, subject: Subject) -> bool:
     for kind, ranks in fault.culprits:
-        # A group is right if it has all of them.
-        among = set(ranks) <= set(subject.ranks) if kind == "group" else ranks == subject.ranks
-        if kind == subject.kind and among:
+        # A group is right if it contains all ranks with the fault.
+        has_ranks = set(ranks) <= set(subject.ranks) if kind == "group" else ranks == subject.ranks
+        if kind == subject.kind and has_ranks:
             return True
     return False
 
 
-def told(verdict: Verdict) -> str:
+def describe(verdict: Verdict) -> str:
     return f"{verdict.syndrome}: {verdict.subject} [{'; '.join(verdict.evidence)}]"
 
 
-def one_of(verdicts: Collection[Verdict]) -> dict[tuple[Subject, Syndrome], Verdict]:
-    return {(one.subject, one.syndrome): one for one in verdicts}
+def by_identity(verdicts: Collection[Verdict]) -> dict[tuple[Subject, Syndrome], Verdict]:
+    return {(verdict.subject, verdict.syndrome): verdict for verdict in verdicts}
 
 
 def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
-    """Inject a fault into a job of its own."""
+    """Start a job, inject a fault into it, and judge the verdicts."""
     with running(setup, fault.job, fault.network) as job:
-        watcher = job.watcher
+        monitor = job.monitor
         before: dict[tuple[Subject, Syndrome], Verdict] = {}
         deadline_s = time.monotonic() + BASELINE_S
-        while watcher.past.window.newest < BASELINE_STEPS:
-            before |= one_of(watcher.look())
+        while monitor.diagnosis_state.window.newest < BASELINE_STEPS:
+            before |= by_identity(monitor.diagnose())
             if time.monotonic() > deadline_s:
                 job.errors.seek(0)
                 raise SystemExit(
-                    f"{fault.name}: the job made {watcher.step} steps in {BASELINE_S} s: {job.errors.read()}"
+                    f"{fault.name}: the job made {monitor.step} steps in {BASELINE_S} s: "
+                    f"{job.errors.read()}"
                 )
-        acted = len(watcher.acted)
-        standing = one_of(before.values())
-        began_s, began_step, step_s = time.monotonic(), watcher.step, watcher.past.window.step_s()
+        false_actions = len(monitor.action_ranks)
+        standing = by_identity(before.values())
+        began_s, began_step = time.monotonic(), monitor.step
+        step_s = monitor.diagnosis_state.window.step_s()
         fault.inject(job)
         first: Verdict | None = None
         entry: dict[str, Any] = {
@@ -275,63 +283,65 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
         beside: dict[tuple[Subject, Syndrome], Verdict] = {}
         until_s = began_s + PATIENCE_S
         while time.monotonic() < until_s:
-            found = one_of(watcher.look())
-            fresh = [verdict for key, verdict in found.items() if key not in standing]
-            if fresh and first is None:
-                first = fresh[0]
+            verdicts = by_identity(monitor.diagnose())
+            new = [verdict for key, verdict in verdicts.items() if key not in standing]
+            if new and first is None:
+                first = new[0]
                 entry |= {
                     "detected": True,
                     "seconds": round(time.monotonic() - began_s, 2),
-                    "steps": watcher.step - began_step,
+                    "steps": monitor.step - began_step,
                 }
                 until_s = time.monotonic() + SETTLE_S
             if first is not None:
                 beside |= {
-                    key: one for key, one in one_of(fresh).items() if not right(fault, one.subject)
+                    key: verdict
+                    for key, verdict in by_identity(new).items()
+                    if not is_right_subject(fault, verdict.subject)
                 }
-        right_syndrome, right_culprit = sound(fault, first) if first is not None else (False, False)
-        if first is not None and not right_culprit:
+        is_right_syndrome = first is not None and first.syndrome in fault.syndromes
+        is_right_culprit = first is not None and is_right_subject(fault, first.subject)
+        if first is not None and not is_right_culprit:
             beside.pop((first.subject, first.syndrome), None)
         job.errors.seek(0)
         innocent = [
-            who
-            for who in watcher.acted[acted:]
-            if not any(set(who) <= set(at) for _, at in fault.culprits)
+            ranks
+            for ranks in monitor.action_ranks[false_actions:]
+            if not any(set(ranks) <= set(culprits) for _, culprits in fault.culprits)
         ]
         return entry | {
-            "syndrome_ok": right_syndrome,
-            "culprit_ok": right_culprit,
-            "verdict": told(first) if first is not None else "",
-            "beside": [told(one) for one in beside.values()],
+            "syndrome_ok": is_right_syndrome,
+            "culprit_ok": is_right_culprit,
+            "verdict": describe(first) if first is not None else "",
+            "beside": [describe(verdict) for verdict in beside.values()],
             "step_s": round(step_s, 4),
-            "before": [told(one) for one in before.values()],
+            "before": [describe(verdict) for verdict in before.values()],
             "baseline_steps": began_step,
-            "evicted_innocent": len(innocent) + acted,
+            "evicted_innocent": len(innocent) + false_actions,
             "said": job.errors.read()[:400],
         }
 
 
 def healthy(kind: str, setup: Setup, steps: int, seconds: float, busy: bool) -> dict[str, Any]:
-    """Let a job train with nothing injected."""
+    """Train without an injected fault, and return the verdicts."""
     burners = []
     try:
         with running(setup, kind) as job:
             if busy:
-                burners = [
-                    subprocess.Popen([sys.executable, "-c", f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"])
-                    for core in list(os.sched_getaffinity(0))[:1]
-                ]  # fmt: skip
+                core = next(iter(os.sched_getaffinity(0)))
+                code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+                burners = [subprocess.Popen([sys.executable, "-c", code])]
             verdicts: dict[tuple[Subject, Syndrome], Verdict] = {}
             until_s = time.monotonic() + seconds
-            while job.watcher.step < steps and time.monotonic() < until_s:
-                verdicts |= one_of(job.watcher.look())
+            while job.monitor.step < steps and time.monotonic() < until_s:
+                verdicts |= by_identity(job.monitor.diagnose())
             return {
                 "job": kind,
                 "busy": busy,
-                "steps": job.watcher.step,
-                "step_s": round(job.watcher.past.window.step_s(), 4),
-                "verdicts": [told(one) for one in verdicts.values()],
-                "evictions": len(job.watcher.acted),
+                "steps": job.monitor.step,
+                "step_s": round(job.monitor.diagnosis_state.window.step_s(), 4),
+                "verdicts": [describe(verdict) for verdict in verdicts.values()],
+                "evictions": len(job.monitor.action_ranks),
             }
     finally:
         for burner in burners:
@@ -340,15 +350,14 @@ def healthy(kind: str, setup: Setup, steps: int, seconds: float, busy: bool) -> 
 
 
 def overhead(setup: Setup, windows: int) -> dict[str, Any]:
-    """Return what recording adds to a step, by processor time and by wall time."""
+    """Return what recording adds to a step, in processor time and in wall time."""
     with running(setup, "ddp", overhead=windows) as job:
         job.wait()
-        found = json.loads((Path(job.specification.directory) / "overhead.json").read_text())
+        windows_of = json.loads((Path(job.specification.directory) / "overhead.json").read_text())
     result = {}
-    for at, name in ((1, "processor"), (0, "wall")):
-        ratios = sorted(
-            a[at] / b[at] - 1 for a, b in zip(found["with"], found["without"], strict=True)
-        )
+    pairs = list(zip(windows_of["with"], windows_of["without"], strict=True))
+    for index, name in ((1, "processor"), (0, "wall")):
+        ratios = sorted(recorded[index] / plain[index] - 1 for recorded, plain in pairs)
         quarter = len(ratios) // 4
         result[name] = [
             round(value, 5)
@@ -358,28 +367,28 @@ def overhead(setup: Setup, windows: int) -> dict[str, Any]:
 
 
 def _throttle(job: Job) -> None:
-    """Give the sick rank a third of a processor, by its cgroup."""
+    """Limit the faulty rank to a quarter of a processor, by a cgroup."""
     for top in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")):
-        place = top / f"keepstep-battery-{os.getpid()}"
+        cgroup = top / f"keepstep-battery-{os.getpid()}"
         try:
-            place.mkdir(exist_ok=True)
-            if (place / "cpu.cfs_quota_us").exists():
-                (place / "cpu.cfs_period_us").write_text("20000")
-                (place / "cpu.cfs_quota_us").write_text("5000")
+            cgroup.mkdir(exist_ok=True)
+            if (cgroup / "cpu.cfs_quota_us").exists():
+                (cgroup / "cpu.cfs_period_us").write_text("20000")
+                (cgroup / "cpu.cfs_quota_us").write_text("5000")
             else:
-                (place / "cpu.max").write_text("5000 20000")
-            (place / "cgroup.procs").write_text(str(job.processes[SICK]))
+                (cgroup / "cpu.max").write_text("5000 20000")
+            (cgroup / "cgroup.procs").write_text(str(job.processes[FAULTY]))
         except OSError:
             continue
         return
-    raise SystemExit("no cgroup of processors can be made here")
+    raise SystemExit("a processor cgroup cannot be created on this machine")
 
 
 def _unthrottle() -> None:
     for top in (Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")):
-        place = top / f"keepstep-battery-{os.getpid()}"
-        if place.exists():
-            place.rmdir()
+        cgroup = top / f"keepstep-battery-{os.getpid()}"
+        if cgroup.exists():
+            cgroup.rmdir()
 
 
 def _on_network(change: Callable[[Network], None]) -> Inject:
@@ -390,13 +399,13 @@ def _on_network(change: Callable[[Network], None]) -> Inject:
     return inject
 
 
-def _ail(ill: Ill, value: float = 0.0) -> Inject:
-    return lambda job: job.ail(ill, value)
+def _defect(defect: Defect, value: float = 0.0) -> Inject:
+    return lambda job: job.inject(defect, value)
 
 
 def _cut(network: Network) -> None:
-    network.link(SICK, PEER, cut=True)
-    network.link(PEER, SICK, cut=True)
+    network.link(FAULTY, PEER, cut=True)
+    network.link(PEER, FAULTY, cut=True)
 
 
 def _slow_receiver(network: Network) -> None:
@@ -411,57 +420,73 @@ def faults() -> list[Fault]:
         {Syndrome.MISMATCH},
     )
     slow, slow_comm = {Syndrome.NON_COMMUNICATION_SLOW}, {Syndrome.COMMUNICATION_SLOW}
-    sick = [("rank", (SICK,))]
-    link = [("link", (SICK, PEER))]
-    either = [("link", (SICK, PEER)), ("link", (PEER, SICK))]
-    vague = [("group", (SICK, PEER)), ("job", ()), *either]
+    faulty = [("rank", (FAULTY,))]
+    link = [("link", (FAULTY, PEER))]
+    either = [("link", (FAULTY, PEER)), ("link", (PEER, FAULTY))]
+    unspecific = [("group", (FAULTY, PEER)), ("job", ()), *either]
+    delay = _on_network(lambda network: network.link(FAULTY, PEER, delay_s=0.03))
+    rate = _on_network(lambda network: network.link(FAULTY, PEER, rate=2e6))
+    loss = _on_network(lambda network: network.link(FAULTY, PEER, lost=0.2))
+    receiver, cut = _on_network(_slow_receiver), _on_network(_cut)
     stop: Inject = lambda job: job.send(signal.SIGSTOP)  # noqa: E731
     kill: Inject = lambda job: job.send(signal.SIGKILL)  # noqa: E731
-    found = []
+    battery = []
     for kind in ("ddp", "fsdp", "pipeline"):
-        found += [
-            Fault("stopped (SIGSTOP)", kind, stop, hang, sick),
-            Fault("infinite loop", kind, _ail(Ill.LOOP), hang, sick),
-            Fault("GIL held in C", kind, _ail(Ill.GIL), hang, sick),
-            Fault("killed (SIGKILL)", kind, kill, dead, sick),
-            Fault("exception in user code", kind, _ail(Ill.ERROR), dead, sick),
-            Fault("slow compute x2", kind, _ail(Ill.SLOW, 2.0), slow, sick),
+        battery += [
+            Fault("stopped (SIGSTOP)", kind, stop, hang, faulty),
+            Fault("infinite loop", kind, _defect(Defect.LOOP), hang, faulty),
+            Fault("GIL held in C", kind, _defect(Defect.GIL), hang, faulty),
+            Fault("killed (SIGKILL)", kind, kill, dead, faulty),
+            Fault("exception in user code", kind, _defect(Defect.ERROR), dead, faulty),
+            Fault("slow compute x2", kind, _defect(Defect.SLOW, 2.0), slow, faulty),
         ]
     for kind in ("ddp", "fsdp"):
-        found += [
-            Fault("slow compute x1.3", kind, _ail(Ill.SLOW, 1.3), slow, sick),
-            Fault("slow compute x5", kind, _ail(Ill.SLOW, 5.0), slow, sick),
-            Fault("slow data loader", kind, _ail(Ill.DATA_SLOW, 0.05), {Syndrome.DATA_STALL}, sick),
-            Fault("stalled data loader", kind, _ail(Ill.DATA_STALL), {Syndrome.DATA_STALL}, sick),
-            Fault("mismatch of size", kind, _ail(Ill.MISMATCH_SIZE), mismatch, sick),
-            Fault("mismatch of operation", kind, _ail(Ill.MISMATCH_OPERATION), mismatch, sick),
-            Fault("mismatch of order", kind, _ail(Ill.MISMATCH_ORDER), mismatch, sick),
+        battery += [
+            Fault("slow compute x1.3", kind, _defect(Defect.SLOW, 1.3), slow, faulty),
+            Fault("slow compute x5", kind, _defect(Defect.SLOW, 5.0), slow, faulty),
+            Fault(
+                "slow data loader",
+                kind,
+                _defect(Defect.DATA_SLOW, 0.05),
+                {Syndrome.DATA_STALL},
+                faulty,
+            ),
+            Fault(
+                "stalled data loader",
+                kind,
+                _defect(Defect.DATA_STALL),
+                {Syndrome.DATA_STALL},
+                faulty,
+            ),
+            Fault("mismatch of size", kind, _defect(Defect.MISMATCH_SIZE), mismatch, faulty),
+            Fault(
+                "mismatch of operation", kind, _defect(Defect.MISMATCH_OPERATION), mismatch, faulty
+            ),
+            Fault("mismatch of order", kind, _defect(Defect.MISMATCH_ORDER), mismatch, faulty),
         ]
-    found += [
-        Fault("throttled processor", "ddp", _throttle, {Syndrome.THROTTLED, *slow}, sick),
-        Fault("slow disk", "ddp", _ail(Ill.SLOW_DISK), {Syndrome.CHECKPOINT_STALL}, sick),
-        Fault("slow link, delay", "pipeline", _on_network(lambda net: net.link(SICK, PEER, delay_s=0.03)), slow_comm, either, True),
-        Fault("slow link, rate", "pipeline", _on_network(lambda net: net.link(SICK, PEER, rate=2e6)), slow_comm, link, True),
-        Fault("lossy link", "pipeline", _on_network(lambda net: net.link(SICK, PEER, lost=0.2)), slow_comm, link, True),
-        Fault("slow receiver", "pipeline", _on_network(_slow_receiver), slow_comm, [("rank", (PEER,))], True),
-        Fault("cut link", "pipeline", _on_network(_cut), {Syndrome.COMMUNICATION_HANG}, either, True),
-        Fault("slow link, delay", "ddp", _on_network(lambda net: net.link(SICK, PEER, delay_s=0.03)), slow_comm, vague, True),
-        Fault("cut link", "ddp", _on_network(_cut), {Syndrome.COMMUNICATION_HANG}, vague, True),
-    ]  # fmt: skip
-    return found
+    battery += [
+        Fault("throttled processor", "ddp", _throttle, {Syndrome.THROTTLED, *slow}, faulty),
+        Fault("slow disk", "ddp", _defect(Defect.SLOW_DISK), {Syndrome.CHECKPOINT_STALL}, faulty),
+        Fault("slow link, delay", "pipeline", delay, slow_comm, either, True),
+        Fault("slow link, rate", "pipeline", rate, slow_comm, link, True),
+        Fault("lossy link", "pipeline", loss, slow_comm, link, True),
+        Fault("slow receiver", "pipeline", receiver, slow_comm, [("rank", (PEER,))], True),
+        Fault("cut link", "pipeline", cut, {Syndrome.COMMUNICATION_HANG}, either, True),
+        Fault("slow link, delay", "ddp", delay, slow_comm, unspecific, True),
+        Fault("cut link", "ddp", cut, {Syndrome.COMMUNICATION_HANG}, unspecific, True),
+    ]
+    return battery
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Fewer jobs for each fault, fewer healthy steps.")
 @click.option(
-    "--only", multiple=True, help="Faults whose name or job has this in it; also healthy, overhead."
+    "--only", multiple=True, help="Faults whose name or job contains this; also healthy, overhead."
 )
-@click.option("--ranks", default=4, help="Of each job.")
-@click.option("--repeat", default=1, help="Times that each fault is injected.")
-@click.option(
-    "--compute", default=0.06, help="Seconds of processor that each rank computes in a step."
-)
+@click.option("--ranks", default=4, help="Number of ranks of each job.")
+@click.option("--repeat", default=1, help="Number of injections of each fault.")
+@click.option("--compute", default=0.06, help="Processor seconds that each rank computes per step.")
 @click.option("--disk", default=None, help="Directory on a real disk for the checkpoints.")
 def main(
     as_json: bool,
@@ -473,14 +498,16 @@ def main(
     disk: str | None,
 ) -> None:
     def wanted(*names: str) -> bool:
-        return not only or any(one in name for one in only for name in names)
+        return not only or any(part in name for part in only for name in names)
 
-    chosen = [one for one in faults() if wanted(one.name, one.job, f"{one.name}/{one.job}")]
+    chosen = [
+        fault for fault in faults() if wanted(fault.name, fault.job, f"{fault.name}/{fault.job}")
+    ]
     if quick:
-        kept: dict[str, Fault] = {}
+        by_name: dict[str, Fault] = {}
         for fault in chosen:
-            kept.setdefault(fault.name, fault)
-        chosen = list(kept.values())
+            by_name.setdefault(fault.name, fault)
+        chosen = list(by_name.values())
     entries: list[dict[str, Any]] = []
     left_out: list[str] = []
     networked = is_possible()
@@ -503,35 +530,35 @@ def main(
                     file=sys.stderr,
                     flush=True,
                 )
-        calm = []
+        healthy_jobs = []
         for kind in ("ddp", "fsdp", "pipeline"):
             if wanted("healthy", f"healthy/{kind}"):
                 for busy in (True,) if quick else (False, True):
-                    calm.append(
+                    healthy_jobs.append(
                         healthy(
                             kind, setup, 1000 if quick else 3000, 60.0 if quick else 300.0, busy
                         )
                     )
                     print(
-                        json.dumps(calm[-1], indent=1),
+                        json.dumps(healthy_jobs[-1], indent=1),
                         file=sys.stderr if as_json else sys.stdout,
                         flush=True,
                     )
-        cost = overhead(setup, 8 if quick else 30) if wanted("overhead") else None
+        overheads = overhead(setup, 8 if quick else 30) if wanted("overhead") else None
     result = {
         "faults": entries,
-        "detected": f"{sum(one['detected'] for one in entries)}/{len(entries)}",
-        "right_syndrome": f"{sum(one['syndrome_ok'] for one in entries)}/{len(entries)}",
-        "right_culprit": f"{sum(one['culprit_ok'] for one in entries)}/{len(entries)}",
-        "healthy": calm,
-        "false_verdicts": sum(len(one["before"]) for one in entries)
-        + sum(len(one["verdicts"]) for one in calm),
-        "healthy_steps": sum(one["baseline_steps"] for one in entries)
-        + sum(one["steps"] for one in calm),
-        "false_evictions": sum(one["evicted_innocent"] for one in entries)
-        + sum(one["evictions"] for one in calm),
-        "overhead": cost["processor"][1] if cost else None,
-        "overhead_detail": cost,
+        "detected": f"{sum(entry['detected'] for entry in entries)}/{len(entries)}",
+        "right_syndrome": f"{sum(entry['syndrome_ok'] for entry in entries)}/{len(entries)}",
+        "right_culprit": f"{sum(entry['culprit_ok'] for entry in entries)}/{len(entries)}",
+        "healthy": healthy_jobs,
+        "false_verdicts": sum(len(entry["before"]) for entry in entries)
+        + sum(len(job["verdicts"]) for job in healthy_jobs),
+        "healthy_steps": sum(entry["baseline_steps"] for entry in entries)
+        + sum(job["steps"] for job in healthy_jobs),
+        "false_evictions": sum(entry["evicted_innocent"] for entry in entries)
+        + sum(job["evictions"] for job in healthy_jobs),
+        "overhead": overheads["processor"][1] if overheads else None,
+        "overhead_detail": overheads,
         "left_out": left_out,
     }
     print(json.dumps(result))

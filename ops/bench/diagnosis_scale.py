@@ -1,10 +1,12 @@
-"""How well, how soon and at what cost the diagnosis judges simulated jobs of 1,024 to 16,384 ranks.
+"""Measures accuracy, delay and cost of the diagnosis on simulated jobs of 1,024 to 16,384 ranks.
 
-`python ops/bench/diagnosis_scale.py --json [--quick]`. The last line is one JSON object. A SIMULATION: traces come from
-`ops/bench/traces.py`; the code that judges them is the one that runs beside real jobs. Seconds to the verdict are the trace's.
+`python ops/bench/diagnosis_scale.py --json [--quick]`. The last line is one JSON object. A
+SIMULATION: `ops/bench/traces.py` makes the traces; the diagnosis is the code that runs beside real
+jobs. Seconds to the verdict are in the trace's time.
 
-A fault counts as found if a verdict names its culprit (a link may be named by one of its ends only where it is the end's only link) with its
-syndrome, within 20 steps; every other verdict counts against the precision, and on healthy traces as a false alarm.
+A fault counts as found if a verdict has its culprit and syndrome within 20 steps (one end stands
+for a link only if the link is that end's only one). Every other verdict counts against the
+precision, and on healthy traces as a false alarm.
 """
 
 from __future__ import annotations
@@ -65,16 +67,16 @@ Trial = dict[str, Any]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Fewer trials, and no accuracy at 16,384 ranks.")
 @click.option(
     "--ranks",
     "sizes",
     type=int,
     multiple=True,
-    help="Only jobs of this many ranks; may be given several times.",
+    help="Only jobs with this number of ranks; may be given several times.",
 )
-@click.option("--trials", "count", type=int, help="Faults to inject at each size.")
+@click.option("--trials", "count", type=int, help="Number of faults to inject at each size.")
 @click.option("--seed", default=1)
 def main(as_json: bool, quick: bool, sizes: tuple[int, ...], count: int | None, seed: int) -> None:
     console = Console(stderr=as_json, width=160)
@@ -89,22 +91,22 @@ def main(as_json: bool, quick: bool, sizes: tuple[int, ...], count: int | None, 
         outcome |= cost(shape, 2 if quick else 4, seed)
         results["sizes"][ranks] = outcome
         console.print(f"{ranks} ranks: {outcome}")
-    done = results["sizes"]
-    smallest, largest = min(done), max(done)
+    by_ranks = results["sizes"]
+    smallest, largest = min(by_ranks), max(by_ranks)
     for key in ("cpu_top", "cpu_nodes"):
         # 1 is linear in ranks.
         results[f"{key}_growth"] = round(
-            done[largest][key] / done[smallest][key] / (largest / smallest), 3
+            by_ranks[largest][key] / by_ranks[smallest][key] / (largest / smallest), 3
         )
-    console.print(report(done))
+    console.print(report(by_ranks))
     print(json.dumps(results))
 
 
 def report(sizes: dict[int, Any]) -> Table:
     table = Table(title="SIMULATED 3D-parallel jobs")
     columns = (
-        "faults", "precision", "recall", "hang_s", "slow_steps", "healthy_steps", "false_alarms", "step_s",
-        "cpu_top", "cpu_per_node", "cpu_nodes",
+        "faults", "precision", "recall", "hang_s", "slow_steps", "healthy_steps", "false_alarms",
+        "step_s", "cpu_top", "cpu_per_node", "cpu_nodes",
     )  # fmt: skip
     table.add_column("ranks")
     for column in columns:
@@ -115,7 +117,7 @@ def report(sizes: dict[int, Any]) -> Table:
 
 
 def accuracy(shape: Shape, count: int, seed: int, console: Console) -> dict[str, Any]:
-    """Inject faults drawn from the published mix, one a trial."""
+    """Inject faults drawn from published frequencies, one per trial."""
     if not count:
         return {"faults": 0}
     rng = np.random.default_rng(seed)
@@ -125,28 +127,26 @@ def accuracy(shape: Shape, count: int, seed: int, console: Console) -> dict[str,
         kinds[fault.kind].append(trial)
         if not trial["found"] or trial["wrong"]:
             console.print(f"{shape.ranks} ranks, {fault}: {trial}")
-    every = [trial for some in kinds.values() for trial in some]
-    right, wrong = (
-        sum(trial["found"] for trial in every),
-        sum(len(trial["wrong"]) for trial in every),
-    )
-    hangs = [trial["seconds"] for trial in every if trial["found"] and trial["hang"]]
-    steps = [trial["steps"] for trial in every if trial["found"] and not trial["hang"]]
+    all_trials = [trial for trials in kinds.values() for trial in trials]
+    right = sum(trial["found"] for trial in all_trials)
+    wrong = sum(len(trial["wrong"]) for trial in all_trials)
+    hangs = [trial["seconds"] for trial in all_trials if trial["found"] and trial["hang"]]
+    steps = [trial["steps"] for trial in all_trials if trial["found"] and not trial["hang"]]
     return {
-        "faults": len(every),
+        "faults": len(all_trials),
         "precision": round(right / max(1, right + wrong), 4),
-        "recall": round(right / len(every), 4),
+        "recall": round(right / len(all_trials), 4),
         "hang_s": [round(float(np.median(hangs)), 1), round(max(hangs), 1)] if hangs else None,
         "slow_steps": [float(np.median(steps)), max(steps)] if steps else None,
         "kinds": {
-            kind: f"{sum(trial['found'] for trial in some)}/{len(some)}"
-            for kind, some in sorted(kinds.items())
+            kind: f"{sum(trial['found'] for trial in trials)}/{len(trials)}"
+            for kind, trials in sorted(kinds.items())
         },
     }
 
 
 def inject(shape: Shape, fault: Fault, seed: int) -> Trial:
-    """Follow one job from its start through a fault; stop at the right verdict, or when it should long have come."""
+    """Diagnose one job from its start through a fault, until the right verdict or a deadline."""
     job = Simulation(shape, fault, seed)
     past, verdicts = NO_DIAGNOSIS_STATE, ()
     wrong: set[str] = set()
@@ -158,22 +158,18 @@ def inject(shape: Shape, fault: Fault, seed: int) -> Trial:
             job.read(ring, now_s, job.dead(step)), job.metrics(now_s, step), past, now_s, THRESHOLDS
         )
         began_s = now_s if step < fault.step else began_s
-        wrong |= wrongly(verdicts, fault, job, step)
-        if any(is_right(one, fault, job) for one in verdicts) or step > fault.step + WITHIN:
+        wrong |= wrong_verdicts(verdicts, fault, job, step)
+        if has_right_verdict(verdicts, fault, job) or step > fault.step + WITHIN:
             break
     hang = not np.isfinite(job.time_s).all()
     stopped_s = now_s
-    while (
-        hang
-        and not any(is_right(one, fault, job) for one in verdicts)
-        and now_s < stopped_s + PATIENCE_S
-    ):
+    while hang and not has_right_verdict(verdicts, fault, job) and now_s < stopped_s + PATIENCE_S:
         now_s += READ_EVERY_S
         past, verdicts = diagnose(
             job.read(ring, now_s, job.dead(step)), job.metrics(now_s, step), past, now_s, THRESHOLDS
         )
-        wrong |= wrongly(verdicts, fault, job, step)
-    found = any(is_right(one, fault, job) for one in verdicts)
+        wrong |= wrong_verdicts(verdicts, fault, job, step)
+    found = has_right_verdict(verdicts, fault, job)
     step_s = max(past.window.step_s(), 1e-9)
     seconds = now_s - (job.fault_s if hang else began_s)
     return {
@@ -182,33 +178,44 @@ def inject(shape: Shape, fault: Fault, seed: int) -> Trial:
         "seconds": round(seconds, 2),
         "steps": round(seconds / step_s, 1) if hang else step - fault.step + 1,
         "wrong": sorted(wrong),
-        "told": [] if found else [f"{one.syndrome}: {one.subject}" for one in verdicts],
+        "verdicts": [] if found else list(map(describe, verdicts)),
     }
 
 
 def overlap(ring: list[np.ndarray], records: list[np.ndarray]) -> list[np.ndarray]:
-    """Return rings that still hold half of what was read before."""
+    """Return rings that still contain half of the records of the last reading."""
     if not ring:
         return records
     return [joined([old[len(old) // 2 :], new]) for old, new in zip(ring, records, strict=True)]
 
 
-def wrongly(verdicts: tuple[Verdict, ...], fault: Fault, job: Simulation, step: int) -> set[str]:
+def describe(verdict: Verdict) -> str:
+    return f"{verdict.syndrome}: {verdict.subject}"
+
+
+def wrong_verdicts(
+    verdicts: tuple[Verdict, ...], fault: Fault, job: Simulation, step: int
+) -> set[str]:
     return {
-        f"{one.syndrome}: {one.subject}"
-        for one in verdicts
-        if step < fault.step or not is_right(one, fault, job)
+        describe(verdict)
+        for verdict in verdicts
+        if step < fault.step or not is_right(verdict, fault, job)
     }
 
 
+def has_right_verdict(verdicts: tuple[Verdict, ...], fault: Fault, job: Simulation) -> bool:
+    return any(is_right(verdict, fault, job) for verdict in verdicts)
+
+
 def is_right(verdict: Verdict, fault: Fault, job: Simulation) -> bool:
-    """Return whether a verdict names the fault's culprit and syndrome."""
+    """Whether a verdict has the fault's culprit and syndrome."""
     syndrome, kind = SYNDROMES[fault.kind]
     if verdict.syndrome is not syndrome:
         return False
     stage = fault.rank // (job.shape.replicas * job.shape.tensor)
-    apart = job.shape.replicas * job.shape.tensor
-    other = fault.rank + apart if stage + 1 < job.shape.stages else fault.rank - apart
+    stage_ranks = job.shape.replicas * job.shape.tensor
+    is_last_stage = stage + 1 == job.shape.stages
+    other = fault.rank - stage_ranks if is_last_stage else fault.rank + stage_ranks
     subject = verdict.subject
     if kind == "rank":
         return subject.kind == "rank" and subject.ranks == (fault.rank,)
@@ -232,68 +239,73 @@ def false_alarms(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
         return {"healthy_steps": 0, "false_alarms": None}
     job = Simulation(shape, None, seed + 77)
     past: DiagnosisState = NO_DIAGNOSIS_STATE
-    told: set[str] = set()
+    alarms: set[str] = set()
     ring: list[np.ndarray] = []
     for step, records, now_s in job.steps():
         ring = overlap(ring, records)
         past, verdicts = diagnose(
             job.read(ring, now_s, frozenset()), job.metrics(now_s, step), past, now_s, THRESHOLDS
         )
-        told |= {f"step {step} {one.syndrome}: {one.subject}" for one in verdicts}
+        alarms |= {f"step {step} {describe(verdict)}" for verdict in verdicts}
         if step == steps:
             break
     return {
         "healthy_steps": steps,
-        "false_alarms": len(told),
-        **({"alarms": sorted(told)[:5]} if told else {}),
+        "false_alarms": len(alarms),
+        **({"alarms": sorted(alarms)[:5]} if alarms else {}),
     }
 
 
 def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
-    """Measure processor seconds per second of trace, read every half second: at the top of the tree, and on all nodes together.
+    """Measure processor seconds per second of trace, which is read every half second.
 
-    Nodes are digested four racks at a time (256 nodes), as one process would not be in production; that spares this process the call
-    per node, and is told as `cpu_nodes`. One node's own digest is measured apart, as `cpu_per_node`.
+    `cpu_top` is the top of the tree; `cpu_nodes` is all nodes together, digested 256 nodes (four
+    racks) per call, unlike in production, to save the call per node; `cpu_per_node` is the digest
+    of one node, measured separately.
     """
     job = Simulation(shape, None, seed + 99)
     past: DiagnosisState = NO_DIAGNOSIS_STATE
     memory: dict[int, DigestState] = {}
-    alone: DigestState = EMPTY_DIGEST_STATE
+    node_state: DigestState = EMPTY_DIGEST_STATE
     ring: list[np.ndarray] = []
-    spent = {"top": 0.0, "nodes": 0.0, "one": 0.0}
+    spent = {"top": 0.0, "nodes": 0.0, "node": 0.0}
     from_s = until_s = 0.0
     for step, records, end_s in job.steps():
         ring = overlap(ring, records)
         if step <= 4:
-            # Warm up: the histories must hold some whole steps.
-            seen = job.read(ring, end_s, frozenset())
-            parts = racks(seen, memory)
+            # Warm up: the histories must contain some complete steps.
+            rings = job.read(ring, end_s, frozenset())
+            parts = racks(rings, memory)
             past, _ = conclude(
-                merge(parts, seen.communicators),
-                seen.communicators,
+                merge(parts, rings.communicators),
+                rings.communicators,
                 job.nodes,
                 {},
                 past,
                 end_s,
                 THRESHOLDS,
             )
-            alone, _ = digest(list(seen.ranks.values())[:NODE], seen.communicators, alone)
+            node_state, _ = digest(
+                list(rings.ranks.values())[:NODE], rings.communicators, node_state
+            )
             from_s = until_s = end_s
             continue
         if step > 4 + steps:
             break
         for now_s in np.arange(until_s + READ_EVERY_S, end_s, READ_EVERY_S):
-            seen = as_of(job.read(ring, float(now_s), frozenset()), float(now_s))
+            rings = as_of(job.read(ring, float(now_s), frozenset()), float(now_s))
             began = time.process_time()
-            parts = racks(seen, memory)
+            parts = racks(rings, memory)
             spent["nodes"] += time.process_time() - began
             began = time.process_time()
-            alone, _ = digest(list(seen.ranks.values())[:NODE], seen.communicators, alone)
-            spent["one"] += time.process_time() - began
+            node_state, _ = digest(
+                list(rings.ranks.values())[:NODE], rings.communicators, node_state
+            )
+            spent["node"] += time.process_time() - began
             began = time.process_time()
-            told = merge(parts, seen.communicators)
+            merged = merge(parts, rings.communicators)
             past, _ = conclude(
-                told, seen.communicators, job.nodes, {}, past, float(now_s), THRESHOLDS
+                merged, rings.communicators, job.nodes, {}, past, float(now_s), THRESHOLDS
             )
             spent["top"] += time.process_time() - began
             until_s = float(now_s)
@@ -303,17 +315,17 @@ def cost(shape: Shape, steps: int, seed: int) -> dict[str, Any]:
         "records_per_s": int(sum(map(len, records)) / max(past.window.step_s(), 1e-9)),
         "cpu_top": round(spent["top"] / seconds, 4),
         "cpu_nodes": round(spent["nodes"] / seconds, 4),
-        "cpu_per_node": round(spent["one"] / seconds, 5),
+        "cpu_per_node": round(spent["node"] / seconds, 5),
     }
 
 
-def racks(seen: JobRecords, memory: dict[int, DigestState]) -> list[Digest]:
-    """Return the digests of 256 nodes at a time."""
-    ranks, parts = list(seen.ranks.values()), []
+def racks(rings: JobRecords, memory: dict[int, DigestState]) -> list[Digest]:
+    """Return the digests, each of 256 nodes."""
+    ranks, parts = list(rings.ranks.values()), []
     for first in range(0, len(ranks), 256 * NODE):
         memory[first], part = digest(
             ranks[first : first + 256 * NODE],
-            seen.communicators,
+            rings.communicators,
             memory.get(first, EMPTY_DIGEST_STATE),
         )
         parts.append(part)
@@ -321,13 +333,13 @@ def racks(seen: JobRecords, memory: dict[int, DigestState]) -> list[Digest]:
 
 
 def as_of(job: JobRecords, now_s: float) -> JobRecords:
-    """Return what the rings held at an earlier moment."""
+    """Return what the rings contained at an earlier time."""
     ranks = {}
-    for rank, one in job.ranks.items():
-        here_s = one.read_at_s
-        records = one.records[one.records["enqueued_s"] <= here_s]
-        records["ended_s"][records["ended_s"] > here_s] = 0.0
-        ranks[rank] = replace(one, records=records)
+    for rank, ring in job.ranks.items():
+        read_at_s = ring.read_at_s
+        records = ring.records[ring.records["enqueued_s"] <= read_at_s]
+        records["ended_s"][records["ended_s"] > read_at_s] = 0.0
+        ranks[rank] = replace(ring, records=records)
     return JobRecords(ranks, job.communicators)
 
 

@@ -1,10 +1,13 @@
-"""One job of the battery: `python diagnosis_worker.py SPECIFICATION` imports PyTorch once and becomes as many ranks as wanted.
+"""Runs one job of diagnosis.py: `python diagnosis_worker.py SPECIFICATION`.
 
-The ranks train a small model until they are killed; what they do wrong, and from when on, is written into a page that all share (`Control`).
-Compute is real: products of small matrices, as many as take `compute_s` of a processor; a slow rank goes on multiplying until its
-work has taken the factor of what it took. Each step: data from a `DataLoader`, forward, backward, the gradient's norm over
-all ranks, optimizer; every fifth step all save something to a disk. After every two hundredth rank 0 of a replicated job evaluates by
-itself for some seconds while the others wait, and all of a sharded one together.
+The process imports PyTorch once and forks one child per rank. The ranks train a small model until
+they are killed. A file that all map (`Control`) names the rank with a defect and the defect.
+Compute is real: products of small matrices, as many as take `compute_s` processor seconds; a slow
+rank continues until its work has taken the factor of the normal time. A step consists of data from
+a `DataLoader`, forward, backward, the gradient's norm over all ranks, and the optimizer; after
+every fifth step all ranks save a file to a disk. After every two hundredth step rank 0 of a
+replicated job evaluates alone for some seconds while the others wait; all ranks of a sharded job
+evaluate together.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-# The benchmark beside this file is called as a module of the package is.
+# This directory has modules with the names of others, which it must not hide.
 HERE = str(Path(__file__).parent)
 if sys.path[0] == HERE:
     sys.path.remove(HERE)
@@ -36,10 +39,10 @@ EVALUATION_S = 4.0
 _SET_PARENT_DEATH_SIGNAL = 1
 
 
-class Ill(IntEnum):
-    """What a rank does wrong by itself."""
+class Defect(IntEnum):
+    """A defect of a rank."""
 
-    NOTHING = 0
+    NONE = 0
     LOOP = 1
     GIL = 2
     SLOW = 3
@@ -53,37 +56,37 @@ class Ill(IntEnum):
 
 
 class Control:
-    """Who has what, in a file that all map: read once a step."""
+    """The rank with a defect, and the defect, in a file that all processes map."""
 
-    _FORM = struct.Struct("<iid")
+    _FORMAT = struct.Struct("<iid")
 
     def __init__(self, path: Path) -> None:
         with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), self._FORM.size)
+            self._memory = mmap.mmap(file.fileno(), self._FORMAT.size)
 
-    def write(self, rank: int, ill: Ill, value: float) -> None:
-        self._FORM.pack_into(self._memory, 0, rank, ill, value)
+    def write(self, rank: int, defect: Defect, value: float) -> None:
+        self._FORMAT.pack_into(self._memory, 0, rank, defect, value)
 
-    def read(self, rank: int) -> tuple[Ill, float]:
-        who, ill, value = self._FORM.unpack_from(self._memory, 0)
-        return (Ill(ill), value) if who == rank else (Ill.NOTHING, 0.0)
+    def read(self, rank: int) -> tuple[Defect, float]:
+        faulty_rank, defect, value = self._FORMAT.unpack_from(self._memory, 0)
+        return (Defect(defect), value) if faulty_rank == rank else (Defect.NONE, 0.0)
 
 
 @dataclass(frozen=True)
 class Specification:
-    """A job.
+    """Describes a job.
 
     Args:
         job: "ddp", "fsdp" or "pipeline".
-        ranks: how many.
-        directory: for rings, control file, answers.
-        disk: directory on a disk, for checkpoints.
-        compute_s: of each rank in a step.
+        ranks: number of ranks.
+        directory: directory for rings, control file and results.
+        disk: directory on a disk for checkpoints.
+        compute_s: processor seconds that each rank computes per step.
         namespaces: the ranks' network namespaces; empty for loopback.
-        device: the interface that gloo uses.
+        device: the network interface that gloo uses.
         master: address of rank 0.
-        port: for the rendezvous.
-        overhead: windows to measure with recording and without; 0 to train for ever.
+        port: port of the process group's store.
+        overhead: number of windows with and without recording; 0: train until killed.
     """
 
     job: str
@@ -97,12 +100,12 @@ class Specification:
     port: int = 29500
     overhead: int = 0
 
-    def told(self) -> str:
+    def encode(self) -> str:
         return json.dumps(asdict(self))
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
@@ -110,8 +113,9 @@ def main() -> None:
     _end_with_parent()
     specification = Specification(**json.loads(sys.argv[1]))
     os.environ.update(
-        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=specification.device, MASTER_ADDR=specification.master,
-        MASTER_PORT=str(specification.port), WORLD_SIZE=str(specification.ranks), KEEPSTEP_JOB="battery",
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=specification.device,
+        MASTER_ADDR=specification.master, MASTER_PORT=str(specification.port),
+        WORLD_SIZE=str(specification.ranks), KEEPSTEP_JOB="battery",
         KEEPSTEP_MONITOR_DIR=specification.directory, PYTHONWARNINGS="ignore",
     )  # fmt: skip
     import torch
@@ -128,12 +132,13 @@ def main() -> None:
             _end_with_parent()
             status = 1
             try:
-                _be(rank, specification, products)
+                _run_rank(rank, specification, products)
                 status = 0
-            except Exception as error:  # noqa: BLE001 - a rank that fails says so and ends as processes do
+            except Exception as error:  # noqa: BLE001 - as an interpreter would
                 sys.excepthook(type(error), error, error.__traceback__)
             finally:
-                keepstep.monitor.telemetry.attachment.detach()  # What `atexit` does where the interpreter ends by itself.
+                # `os._exit` skips `atexit`, which would do this.
+                keepstep.monitor.telemetry.attachment.detach()
                 os._exit(status)
         children.append(child)
     print(json.dumps(children), flush=True)
@@ -142,19 +147,20 @@ def main() -> None:
 
 
 def _calibrated(compute_s: float) -> int:
+    """Return the number of products that take `compute_s` processor seconds."""
     import torch
 
-    one = torch.rand(96, 96)
+    matrix = torch.rand(96, 96)
     times = []
     for _ in range(20):
         began_s = time.process_time()
         for _ in range(20):
-            one @ one
+            matrix @ matrix
         times.append((time.process_time() - began_s) / 20)
     return max(1, int(compute_s / min(times)))
 
 
-def _be(rank: int, specification: Specification, products: int) -> None:
+def _run_rank(rank: int, specification: Specification, products: int) -> None:
     if specification.namespaces:
         sys.path.insert(0, HERE)
         from switched_network import enter
@@ -162,10 +168,10 @@ def _be(rank: int, specification: Specification, products: int) -> None:
         enter(specification.namespaces[rank])
     os.environ.update(RANK=str(rank), KEEPSTEP_NODE=f"node-{rank}")
 
-    def say_briefly(_: object, error: BaseException, __: object) -> None:
+    def print_briefly(_: object, error: BaseException, __: object) -> None:
         print(f"rank {rank}: {str(error).splitlines()[0][:200]}", file=sys.stderr, flush=True)
 
-    sys.excepthook = say_briefly
+    sys.excepthook = print_briefly
     import torch
     import torch.distributed as dist
 
@@ -178,54 +184,54 @@ def _be(rank: int, specification: Specification, products: int) -> None:
     step = {"ddp": _replicated, "fsdp": _sharded, "pipeline": _pipeline}[specification.job](
         rank, specification, work
     )
-    saved = Path(specification.disk) / f"rank-{rank}"
+    path = Path(specification.disk) / f"rank-{rank}"
     number = 0
 
-    def turn() -> None:
+    def run_step() -> None:
         nonlocal number
         number += 1
-        work.look()
+        work.read_defect()
         step()
         if number % SAVE_EVERY == 0:
-            _save(saved, work)
+            _save(path, work)
 
     if specification.overhead:
-        _compare(turn, rank, specification)
+        _compare(run_step, rank, specification)
         return
     while True:
-        turn()
+        run_step()
 
 
 class Work:
-    """The compute of a rank, and what ails it."""
+    """The compute of a rank, with its defect."""
 
     def __init__(self, products: int, rank: int, control: Control) -> None:
         import torch
 
         self.products, self.rank, self.control = products, rank, control
-        self.ill, self.value = Ill.NOTHING, 0.0
-        self._one = torch.rand(96, 96)
+        self.defect, self.value = Defect.NONE, 0.0
+        self._matrix = torch.rand(96, 96)
 
-    def look(self) -> None:
-        """See what ails this rank in the step to come."""
-        self.ill, self.value = self.control.read(self.rank)
+    def read_defect(self) -> None:
+        """Read this rank's defect for the next step."""
+        self.defect, self.value = self.control.read(self.rank)
 
     def do(self, share: float) -> None:
-        """Do a share of the step's compute, or go astray in it."""
-        if self.ill is Ill.LOOP:
+        """Do a share of the step's compute, or show the defect."""
+        if self.defect is Defect.LOOP:
             while True:
                 pass
-        if self.ill is Ill.GIL:
+        if self.defect is Defect.GIL:
             ctypes.PyDLL(None).sleep(600)
-        if self.ill is Ill.ERROR:
-            raise ValueError("a batch that nobody expected")
+        if self.defect is Defect.ERROR:
+            raise ValueError("an unexpected batch")
         began_s = time.monotonic()
         for _ in range(max(1, int(self.products * share))):
-            self._one @ self._one
-        if self.ill is Ill.SLOW:
+            self._matrix @ self._matrix
+        if self.defect is Defect.SLOW:
             until_s = began_s + self.value * (time.monotonic() - began_s)
             while time.monotonic() < until_s:
-                self._one @ self._one
+                self._matrix @ self._matrix
 
 
 def _batches(work: Work) -> Iterator[Any]:
@@ -235,9 +241,9 @@ def _batches(work: Work) -> Iterator[Any]:
     class Samples(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
             while True:
-                if work.ill is Ill.DATA_SLOW:
+                if work.defect is Defect.DATA_SLOW:
                     time.sleep(work.value)
-                if work.ill is Ill.DATA_STALL:
+                if work.defect is Defect.DATA_STALL:
                     os.read(os.pipe()[0], 1)
                 yield torch.rand(256)
 
@@ -245,17 +251,17 @@ def _batches(work: Work) -> Iterator[Any]:
 
 
 def _norm(work: Work, parameters: list[Any]) -> None:
-    """All ranks' gradient norm, or what a rank takes for it that parted from the others."""
+    """Reduce the gradient's norm over all ranks; with a mismatch defect call something else."""
     import torch
     import torch.distributed as dist
 
-    told = torch.zeros(64 if work.ill is Ill.MISMATCH_SIZE else 16)
-    if work.ill is Ill.MISMATCH_ORDER:
+    values = torch.zeros(64 if work.defect is Defect.MISMATCH_SIZE else 16)
+    if work.defect is Defect.MISMATCH_ORDER:
         return
-    if work.ill is Ill.MISMATCH_OPERATION:
-        dist.broadcast(told, src=0)
+    if work.defect is Defect.MISMATCH_OPERATION:
+        dist.broadcast(values, src=0)
         return
-    dist.all_reduce(told)
+    dist.all_reduce(values)
 
 
 def _blocks() -> Any:
@@ -272,10 +278,9 @@ def _replicated(rank: int, specification: Specification, work: Work) -> Callable
     model = nn.parallel.DistributedDataParallel(_blocks())
 
     def evaluate() -> None:
-        # Where steps are timed, there is none.
-        until_s = time.monotonic() + (
-            EVALUATION_S if rank == 0 and not specification.overhead else 0.0
-        )
+        # When steps are timed, nothing is evaluated.
+        evaluates = rank == 0 and not specification.overhead
+        until_s = time.monotonic() + (EVALUATION_S if evaluates else 0.0)
         while time.monotonic() < until_s:
             _evaluate(model.module, work)
 
@@ -286,8 +291,8 @@ def _sharded(rank: int, specification: Specification, work: Work) -> Callable[[]
     from torch.distributed.fsdp import fully_shard
 
     model = _blocks()
-    for at in (0, 2, 4):
-        fully_shard(model[at])
+    for index in (0, 2, 4):
+        fully_shard(model[index])
     fully_shard(model)
 
     def evaluate() -> None:
@@ -329,7 +334,7 @@ def _training(model: Any, work: Work, evaluate: Callable[[], None]) -> Callable[
 
 
 def _pipeline(rank: int, specification: Specification, work: Work) -> Callable[[], None]:
-    """Stages that send what they made to the next one, and gradients back (GPipe's schedule)."""
+    """Return a step of pipeline stages that send activations forward and gradients back (GPipe)."""
     import torch
     import torch.distributed as dist
 
@@ -344,26 +349,26 @@ def _pipeline(rank: int, specification: Specification, work: Work) -> Callable[[
         batch = next(batches).mean() if rank == 0 else None
         for _ in range(MICROBATCHES):
             if rank:
-                given = torch.empty(rows, 256)
-                dist.recv(given, rank - 1)
-                given.requires_grad_()
+                received = torch.empty(rows, 256)
+                dist.recv(received, rank - 1)
+                received.requires_grad_()
             else:
-                given = torch.full((rows, 256), float(batch))
+                received = torch.full((rows, 256), float(batch))
             work.do(0.4 / MICROBATCHES)
-            made = model(given)
-            inputs.append(given)
-            outputs.append(made)
+            output = model(received)
+            inputs.append(received)
+            outputs.append(output)
             if rank < last:
-                dist.send(made.detach(), rank + 1)
-        for given, made in zip(reversed(inputs), reversed(outputs), strict=True):
+                dist.send(output.detach(), rank + 1)
+        for received, output in zip(reversed(inputs), reversed(outputs), strict=True):
             gradient = torch.ones(rows, 256)
             if rank < last:
                 dist.recv(gradient, rank + 1)
             work.do(0.6 / MICROBATCHES)
-            made.backward(gradient)
+            output.backward(gradient)
             if rank:
-                assert given.grad is not None
-                dist.send(given.grad, rank - 1)
+                assert received.grad is not None
+                dist.send(received.grad, rank - 1)
         _norm(work, list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
@@ -372,10 +377,10 @@ def _pipeline(rank: int, specification: Specification, work: Work) -> Callable[[
 
 
 class _SlowFile(io.FileIO):
-    """A file on a disk on which everything waits for the platter: each few bytes are written through."""
+    """A file that flushes every 4 KiB to the disk."""
 
-    def write(self, told: Any) -> int:
-        view = memoryview(told).cast("B")
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
         for begin in range(0, len(view), 4096):
             super().write(view[begin : begin + 4096])
             os.fsync(self.fileno())
@@ -386,15 +391,15 @@ def _save(path: Path, work: Work) -> None:
     import torch
 
     state = {"weights": torch.zeros(2**16)}
-    if work.ill is Ill.SLOW_DISK:
+    if work.defect is Defect.SLOW_DISK:
         with _SlowFile(path, "wb") as file:
             torch.save(state, file)
     else:
         torch.save(state, path)
 
 
-def _compare(turn: Callable[[], None], rank: int, specification: Specification) -> None:
-    """Measure steps with recording and without, in turn; rank 0 writes what they took."""
+def _compare(run_step: Callable[[], None], rank: int, specification: Specification) -> None:
+    """Measure steps with and without recording, alternating; rank 0 writes the durations."""
     import torch.distributed as dist
 
     from keepstep import monitor
@@ -404,21 +409,21 @@ def _compare(turn: Callable[[], None], rank: int, specification: Specification) 
         dist.barrier()
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         for _ in range(count):
-            turn()
+            run_step()
         return (time.monotonic() - began_s) / count, (time.process_time() - began_cpu_s) / count
 
-    found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+    durations: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
     window(10)
     for number in range(specification.overhead):
-        # Either goes first as often as the other.
-        for way in ("with", "without") if number % 2 else ("without", "with"):
-            (monitor.attach if way == "with" else detach)()
+        # Each goes first equally often.
+        for variant in ("with", "without") if number % 2 else ("without", "with"):
+            (monitor.attach if variant == "with" else detach)()
             window(1)
-            found[way].append(window(10))
+            durations[variant].append(window(10))
     monitor.attach()
     window(5)
     if rank == 0:
-        (Path(specification.directory) / "overhead.json").write_text(json.dumps(found))
+        (Path(specification.directory) / "overhead.json").write_text(json.dumps(durations))
     dist.barrier()
 
 

@@ -1,8 +1,9 @@
-"""How long a job stands still when a worker or a node is killed: keepstep, torchrun and torchft on one machine, in one run.
+"""Measures how long a job makes no steps after a worker or a node is killed.
 
-`python ops/bench/recovery.py --json [--quick]`. The last line is one JSON object. torchft is measured if `.[bench]` is installed.
-Every contender trains the same GPT with the same global batch over four gloo workers; each rank appends the time of every completed
-step to a file, from which the gaps are read.
+`python ops/bench/recovery.py --json [--quick]`. The last line is one JSON object. keepstep,
+torchrun and torchft run on one machine; torchft is measured if `.[bench]` is installed. Every
+contender trains the same GPT with the same global batch on four gloo workers; each rank appends the
+time of every completed step to a file, and the gaps are computed from these files.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Measure = dict[str, Any]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="One kill of each kind instead of three.")
 def main(as_json: bool, quick: bool) -> None:
     console = Console(stderr=as_json)
@@ -60,8 +61,8 @@ def main(as_json: bool, quick: bool) -> None:
             "node": median(torchrun_node, 1, console),
         },
     }
-    plain, ours, ratio = healthy(3 if quick else 9)
-    results["step_s"] = {"plain": round(plain, 4), "keepstep": round(ours, 4)}
+    plain_s, keepstep_s, ratio = healthy(3 if quick else 9)
+    results["step_s"] = {"plain": round(plain_s, 4), "keepstep": round(keepstep_s, 4)}
     results["healthy_ratio"] = round(ratio, 4)
     table = Table(title="seconds (medians)")
     for name in ("contender", "killed", "gap_s", "full_s", "lost_steps"):
@@ -69,53 +70,49 @@ def main(as_json: bool, quick: bool) -> None:
     for contender in ("torchrun", "torchft", "keepstep"):
         for killed, measure in results[contender].items():
             table.add_row(
-                contender, killed, *(str(measure.get(k)) for k in ("gap_s", "full_s", "lost_steps"))
+                contender,
+                killed,
+                *(str(measure.get(key)) for key in ("gap_s", "full_s", "lost_steps")),
             )
     console.print(table)
     console.print(
-        f"healthy step: plain torch {plain:.4f} s, keepstep {ours:.4f} s, ratio {ratio:.4f}"
+        f"healthy step: plain torch {plain_s:.4f} s, keepstep {keepstep_s:.4f} s, ratio {ratio:.4f}"
     )
     print(json.dumps(results))
 
 
 def median(measure: Callable[[Path], Measure], repeats: int, console: Console) -> Measure:
     """Return the medians of several kills."""
-    found: list[Measure] = []
+    measures: list[Measure] = []
     for _ in range(repeats):
         directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
         try:
-            found.append(measure(directory))
-        except Exception as error:  # noqa: BLE001 - one contender's failure is a result, and must not hide the others
+            measures.append(measure(directory))
+        except Exception as error:  # noqa: BLE001 - the failure is this contender's result
             logs = " ".join(
                 path.read_text(errors="replace")[-300:] for path in directory.glob("*.log")
             )
-            found.append(
-                {
-                    "gap_s": None,
-                    "full_s": None,
-                    "lost_steps": None,
-                    "reason": f"{error} {logs}"[-600:],
-                }
-            )
+            reason = f"{error} {logs}"[-600:]
+            measures.append({"gap_s": None, "full_s": None, "lost_steps": None, "reason": reason})
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        console.print(f"{measure.__name__}: {found[-1]}")
-    good = [one for one in found if one["gap_s"] is not None]
-    if not good:
-        return found[0]
+        console.print(f"{measure.__name__}: {measures[-1]}")
+    succeeded = [result for result in measures if result["gap_s"] is not None]
+    if not succeeded:
+        return measures[0]
     return {
-        key: round(statistics.median(one[key] for one in good), 3)
+        key: round(statistics.median(result[key] for result in succeeded), 3)
         for key in ("gap_s", "full_s", "lost_steps")
     }
 
 
 def judge(lines: list[Line], killed_at_s: float) -> Measure:
-    """Read the gaps from the steps done after the kill by incarnations of the job that began after it."""
+    """Compute the gaps from the steps of incarnations of the job that began after the kill."""
     before = [line for line in lines if line["at_s"] <= killed_at_s]
     epochs = {line["epoch"] for line in before}
     renewed = [line for line in lines if line["epoch"] not in epochs]
     full = [line for line in renewed if line["world_size"] == WORLD]
-    # A step under way at the kill may still have been completed by everybody.
+    # All ranks may have completed a step that was in progress at the kill.
     reached = max(line["step"] for line in lines if line["epoch"] in epochs)
     return {
         "gap_s": renewed[0]["at_s"] - killed_at_s,
@@ -125,16 +122,16 @@ def judge(lines: list[Line], killed_at_s: float) -> Measure:
 
 
 def wait_for(
-    directory: Path, holds: Callable[[list[Line]], bool], every_s: float = 0.05
+    directory: Path, condition: Callable[[list[Line]], bool], every_s: float = 0.05
 ) -> list[Line]:
-    """Follow what the ranks write until something holds of it."""
+    """Read the lines of the ranks until a condition holds; return the lines."""
     until_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < until_s:
         lines = read_steps(directory)
-        if holds(lines):
+        if condition(lines):
             return lines
         time.sleep(every_s)
-    raise TimeoutError(f"not within {DEADLINE_S:.0f} s")
+    raise TimeoutError(f"the ranks did not reach the condition within {DEADLINE_S:.0f} s")
 
 
 def steps_reached(step: int) -> Callable[[list[Line]], bool]:
@@ -142,21 +139,21 @@ def steps_reached(step: int) -> Callable[[list[Line]], bool]:
 
 
 def recovered(killed_at_s: float) -> Callable[[list[Line]], bool]:
-    """Hold once some steps at full strength are done in an incarnation that began after the kill."""
+    """Return whether a new incarnation has made some steps with all ranks."""
 
-    def holds(lines: list[Line]) -> bool:
+    def has_recovered(lines: list[Line]) -> bool:
         epochs = {line["epoch"] for line in lines if line["at_s"] <= killed_at_s}
         full = [
             line for line in lines if line["epoch"] not in epochs and line["world_size"] == WORLD
         ]
         return len(full) >= 2 * WORLD
 
-    return holds
+    return has_recovered
 
 
 @contextmanager
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Collect processes; all that they started is gone at the end."""
+    """Yield a list for processes; kill them and their descendants at the end."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         yield started
@@ -167,7 +164,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all below it, at once."""
+    """Kill a process and its descendants with SIGKILL."""
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -215,15 +212,19 @@ def torchrun_worker(directory: Path) -> Measure:
 
 def torchrun_node(directory: Path) -> Measure:
     command = torchrun(
-        directory, "torchrun", "--nnodes", "1:2", "--nproc-per-node", "2", "--rdzv-backend", "c10d",
-        "--rdzv-endpoint", f"127.0.0.1:{TORCHRUN_PORT}", "--rdzv-id", "bench", "--local-addr", "127.0.0.1",
+        directory, "torchrun", "--nnodes", "1:2", "--nproc-per-node", "2",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{TORCHRUN_PORT}",
+        "--rdzv-id", "bench", "--local-addr", "127.0.0.1",
     )  # fmt: skip
     with processes() as started:
         started.append(start(command, directory, "node-0"))
-        # The first agent serves the store, so it has to be there first; the second is the one to be killed.
+        # The first agent serves the store, so it must start first; the second is killed.
         wait_for(
             directory,
-            lambda _: any(c.laddr.port == TORCHRUN_PORT for c in psutil.net_connections("tcp")),
+            lambda _: any(
+                connection.laddr.port == TORCHRUN_PORT
+                for connection in psutil.net_connections("tcp")
+            ),
         )
         started.append(start(command, directory, "node-1"))
         wait_for(directory, steps_reached(KILL_AT))
@@ -248,13 +249,9 @@ def torchft_worker(directory: Path) -> Measure:
 
     with processes() as started:
         options = [
-            "--bind",
-            f"127.0.0.1:{LIGHTHOUSE_PORT}",
-            "--min_replicas",
-            "1",
-            "--join_timeout_ms",
-            "1000",
-        ]
+            "--bind", f"127.0.0.1:{LIGHTHOUSE_PORT}",
+            "--min_replicas", "1", "--join_timeout_ms", "1000",
+        ]  # fmt: skip
         started.append(start([lighthouse, *options], directory, "lighthouse"))
         started.extend(group(number) for number in range(WORLD))
         wait_for(directory, steps_reached(KILL_AT))
@@ -263,7 +260,9 @@ def torchft_worker(directory: Path) -> Measure:
 
         def full(lines: list[Line]) -> list[Line]:
             return [
-                x for x in lines if x["rank"] == 3 and x["at_s"] > at_s and x["world_size"] == WORLD
+                line
+                for line in lines
+                if line["rank"] == 3 and line["at_s"] > at_s and line["world_size"] == WORLD
             ]
 
         lines = wait_for(directory, lambda lines: bool(full(lines)))
@@ -278,15 +277,15 @@ def torchft_worker(directory: Path) -> Measure:
 
 def keepstep(directory: Path, nodes: int) -> LocalCluster:
     return LocalCluster(
-        "bench", [str(WORKER), "keepstep", str(directory)], nnodes=f"1:{nodes}", workers=WORLD // nodes,
-        log=directory / "agents",
+        "bench", [str(WORKER), "keepstep", str(directory)],
+        nnodes=f"1:{nodes}", workers=WORLD // nodes, log=directory / "agents",
     )  # fmt: skip
 
 
 def keepstep_worker(directory: Path) -> Measure:
     with keepstep(directory, 1) as cluster:
         cluster.start("node-0")
-        # The spare warms up once the job runs; a failure in the first seconds would find none.
+        # The spare becomes ready after the job has started; wait for it.
         wait_for(
             directory,
             lambda lines: (
@@ -308,48 +307,54 @@ def keepstep_node(directory: Path) -> Measure:
 
 
 def healthy(pairs: int) -> tuple[float, float, float]:
-    """Return the step time of plain torch, that of keepstep with a snapshot every step, and the ratio.
+    """Return the step times of plain torch and of keepstep with snapshots, and their ratio.
 
-    Both jobs are started, and their workers stopped and continued in turn, so that both see the machine's drift alike. A window is
-    as long as keepstep goes from one stored checkpoint to the next, the first of a pair alternates, and the ratio is the median over pairs.
+    keepstep takes a snapshot after every step.
+
+    Both jobs run, and their workers are stopped and continued in turn, so that a drift of the
+    machine affects both alike. A window is as long as the interval of keepstep's stored
+    checkpoints; the order within a pair alternates, and the ratio is the median over pairs.
     """
-    places = {
+    directories = {
         mode: Path(tempfile.mkdtemp(prefix="keepstep-bench-")) for mode in ("plain", "keepstep")
     }
     try:
-        with processes() as started, keepstep(places["keepstep"], 1) as cluster:
+        with processes() as started, keepstep(directories["keepstep"], 1) as cluster:
             options = ("--standalone", "--nproc-per-node", str(WORLD))
             started.append(
-                start(torchrun(places["plain"], "plain", *options), places["plain"], "plain")
+                start(
+                    torchrun(directories["plain"], "plain", *options), directories["plain"], "plain"
+                )
             )
             cluster.start("node-0", "--spares", "0")
-            for place in places.values():
-                wait_for(place, steps_reached(10))
-            workers = {mode: pids(place) for mode, place in places.items()}
+            for directory in directories.values():
+                wait_for(directory, steps_reached(10))
+            workers = {mode: pids(directory) for mode, directory in directories.items()}
             signal_all(workers["keepstep"], signal.SIGSTOP)
-            found: dict[str, list[float]] = {mode: [] for mode in places}
+            step_s: dict[str, list[float]] = {mode: [] for mode in directories}
             for number in range(pairs):
                 order = ("plain", "keepstep") if number % 2 else ("keepstep", "plain")
                 for mode, other in (order, order[::-1]):
                     signal_all(workers[other], signal.SIGSTOP)
                     signal_all(workers[mode], signal.SIGCONT)
-                    found[mode].append(window(places[mode]))
+                    step_s[mode].append(window(directories[mode]))
             signal_all([*workers["plain"], *workers["keepstep"]], signal.SIGCONT)
     finally:
-        for place in places.values():
-            shutil.rmtree(place, ignore_errors=True)
-    ratios = [ours / plain for plain, ours in zip(found["plain"], found["keepstep"], strict=True)]
+        for directory in directories.values():
+            shutil.rmtree(directory, ignore_errors=True)
+    pairs_s = zip(step_s["plain"], step_s["keepstep"], strict=True)
+    ratios = [keepstep_s / plain_s for plain_s, keepstep_s in pairs_s]
     return (
-        statistics.median(found["plain"]),
-        statistics.median(found["keepstep"]),
+        statistics.median(step_s["plain"]),
+        statistics.median(step_s["keepstep"]),
         statistics.median(ratios),
     )
 
 
 def window(directory: Path) -> float:
-    """Return the mean step time over the next window, after two steps to settle."""
+    """Return the mean step time of the next window, which begins after two steps."""
     begin = max(line["step"] for line in read_steps(directory)) + 2
-    # Looking costs what is measured, so it is done seldom.
+    # Reading the files disturbs the measurement, so it is done seldom.
     lines = wait_for(directory, steps_reached(int(begin) + WINDOW), every_s=0.5)
     at_s = {line["step"]: line["at_s"] for line in lines if line["rank"] == 0}
     return (at_s[begin + WINDOW] - at_s[begin]) / WINDOW

@@ -1,4 +1,7 @@
-"""The workers of recovery.py: one model and one batch under four regimes. `recovery_worker.py MODE DIRECTORY`."""
+"""Runs one worker of recovery.py: the same model and batch for each contender.
+
+`recovery_worker.py MODE DIRECTORY`
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ CONFIG = GPTConfig(width=192, layers=4, heads=4, context=CONTEXT)
 MODE, DIRECTORY = sys.argv[1], Path(sys.argv[2])
 
 
-def note(rank: int, step: int, world_size: int, epoch: int) -> None:
+def record_step(rank: int, step: int, world_size: int, epoch: int) -> None:
     line = {
         "rank": rank, "step": step, "world_size": world_size, "epoch": epoch,
         "pid": os.getpid(), "at_s": time.monotonic(),
@@ -37,18 +40,19 @@ def batch_of(dataset: Windows, step: int, rank: int, world_size: int) -> Any:
     share = GLOBAL_BATCH // world_size
     begin = step * GLOBAL_BATCH + rank * share
     return torch.utils.data.default_collate(
-        [dataset[i % len(dataset)] for i in range(begin, begin + share)]
+        [dataset[index % len(dataset)] for index in range(begin, begin + share)]
     )
 
 
 def run_plain(*, saving: bool) -> None:
-    """FSDP2 under torchrun; with `saving`, each rank's shard goes to a file after every step."""
+    """Train with FSDP2 under torchrun; with `saving`, save each rank's shard after every step."""
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    served = dist.TCPStore(
+    tcp_store = dist.TCPStore(
         os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
     )
-    # Left to itself a restart finds the addresses of the last attempt in torchrun's store, and fails once more.
-    store = dist.PrefixStore(f"attempt-{attempt}", served)
+    # Without a prefix a restart reads the last attempt's addresses from torchrun's store, and
+    # fails.
+    store = dist.PrefixStore(f"attempt-{attempt}", tcp_store)
     dist.init_process_group(
         "gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
     )
@@ -62,9 +66,9 @@ def run_plain(*, saving: bool) -> None:
     model.to_empty(device="cpu")
     initialize(model)
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    # Distinguishes the incarnations of this job; the same on all ranks of one.
-    began = torch.tensor([time.monotonic()], dtype=torch.float64)
-    dist.broadcast(began, src=0)
+    # Distinguishes the incarnations of this job; it is equal on all ranks.
+    start_s = torch.tensor([time.monotonic()], dtype=torch.float64)
+    dist.broadcast(start_s, src=0)
     step = resume(model, optimizer, rank, world_size) if saving else 0
     dataset = Windows(standard_library(), CONTEXT)
     while step < STEPS:
@@ -85,20 +89,20 @@ def run_plain(*, saving: bool) -> None:
             }
             torch.save(state, path.with_suffix(".tmp"))
             path.with_suffix(".tmp").rename(path)
-        note(rank, step, world_size, int(began.item() * 1000))
+        record_step(rank, step, world_size, int(start_s.item() * 1000))
 
 
 def resume(model: torch.nn.Module, optimizer: AdamW, rank: int, world_size: int) -> int:
-    """Load the newest step that every rank has saved in this layout; in another layout the job starts over."""
-    found = {}
+    """Load the newest step that all ranks have saved for this world size; return it, 0 for none."""
+    paths = {}
     for path in DIRECTORY.glob(f"shard-{world_size}-{rank}-?.pt"):
-        found[torch.load(path, weights_only=False)["step"]] = path
+        paths[torch.load(path, weights_only=False)["step"]] = path
     steps = [torch.zeros(2, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(steps, torch.tensor([*sorted(found), 0, 0][:2]))
-    common = set.intersection(*(set(one.tolist()) for one in steps)) - {0}
+    dist.all_gather(steps, torch.tensor([*sorted(paths), 0, 0][:2]))
+    common = set.intersection(*(set(rank_steps.tolist()) for rank_steps in steps)) - {0}
     if not common:
         return 0
-    state = torch.load(found[max(common)], weights_only=False)
+    state = torch.load(paths[max(common)], weights_only=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local(parameter).copy_(state["model"][name])
@@ -133,24 +137,27 @@ def run_keepstep() -> None:
         return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
 
     dataset = Windows(standard_library(), CONTEXT)
-    stored = str(DIRECTORY / "checkpoint")
-    with keepstep.join(build, checkpoint=stored, checkpoint_every=25, snapshot_every=1) as job:
+    checkpoint = str(DIRECTORY / "checkpoint")
+    with keepstep.join(build, checkpoint=checkpoint, checkpoint_every=25, snapshot_every=1) as job:
         for batch in job.batches(dataset, GLOBAL_BATCH, steps=STEPS, shuffle=False):
             with job.step() as step:
                 job.model(batch).backward()
                 job.optimizer.step()
             if step.completed:
-                note(job.world.rank, job.steps, job.world.world_size, job.world.generation)
+                record_step(job.world.rank, job.steps, job.world.world_size, job.world.generation)
 
 
 def run_torchft() -> None:
-    """Four replica groups of one rank, each with the whole model: torchft replicates groups, it does not shard over them."""
+    """Train with torchft: four replica groups of one rank, each with the full model.
+
+    torchft replicates the model over groups; it does not shard it over them.
+    """
     from datetime import timedelta
 
     from torchft import Manager, Optimizer, ProcessGroupGloo
 
     group = int(os.environ["REPLICA_GROUP_ID"])
-    # torchft expects the group's own store to be there, as torchrun would have it.
+    # torchft expects a store of the group, as torchrun provides it.
     port = int(os.environ["MASTER_PORT"])
     own_store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     model = GPT(CONFIG)
@@ -174,7 +181,8 @@ def run_torchft() -> None:
     while manager.current_step() < STEPS:
         managed.zero_grad()
         model(batch_of(dataset, manager.current_step(), group, 4)).backward()
-        # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients does what it would.
+        # torchft 0.2's DDP hook does not work with this PyTorch; one reduction of all gradients
+        # replaces it.
         gradients = [
             parameter.grad for parameter in model.parameters() if parameter.grad is not None
         ]
@@ -184,7 +192,7 @@ def run_torchft() -> None:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
         managed.step()
-        note(group, manager.current_step(), manager.num_participants(), 0)
+        record_step(group, manager.current_step(), manager.num_participants(), 0)
     del own_store
 
 

@@ -1,10 +1,12 @@
-"""A network of one machine per rank, on one machine: namespaces joined by a switch in user space that delays, throttles, loses and cuts.
+"""Connects network namespaces by a switch in user space that delays, throttles, drops and cuts.
 
-What `tc netem` does where the kernel has it. Every rank lives in a network namespace of its own with one TUN device; the switch, a process,
-reads packets from all of them and hands each to its receiver when the pair's link says. Links are one way: (sender, receiver).
-A link holds back what exceeds its rate as a long queue does, and does not reorder.
+It replaces `tc netem` where the kernel lacks it. Every rank has a network namespace with one TUN
+device. The switch, a process, reads packets from all of them and delivers each to its receiver
+according to the pair's link. Links have one direction: (sender, receiver). A link queues what
+exceeds its rate, without a limit, and does not reorder.
 
-Needs root and /dev/net/tun; `is_possible` tells. `Network` owns the namespaces and the process, and takes both away.
+It needs root and /dev/net/tun; see `is_possible`. `Network` owns the namespaces and the process,
+and removes both at its end.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from types import TracebackType
 
 DEVICE = "switched"
 MTU = 9000
-_LINK = struct.Struct(
-    "<dddd"
-)  # delay in seconds, bytes a second (0: no limit), share lost, 1 if cut
+# Delay in seconds, bytes per second (0: no limit), share of packets lost, 1 if cut.
+_LINK = struct.Struct("<dddd")
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
 
 
 def is_possible() -> bool:
+    """Whether this machine and user can have a `Network`."""
     return os.geteuid() == 0 and Path("/dev/net/tun").exists() and shutil.which("ip") is not None
 
 
@@ -49,7 +51,7 @@ def enter(namespace: str) -> None:
 
 
 class Network:
-    """`size` machines and the switch between them."""
+    """A network namespace for each of `size` ranks, and the switch between them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -93,7 +95,7 @@ class Network:
         lost: float = 0.0,
         cut: bool = False,
     ) -> None:
-        """Say what a link does from now on; `rate` in bytes a second."""
+        """Set a link's properties from now on; `rate` in bytes per second, 0: no limit."""
         _LINK.pack_into(
             self._links,
             (sender * self.size + receiver) * _LINK.size,
@@ -104,9 +106,9 @@ class Network:
         )
 
     def _device(self, rank: int) -> int:
-        """Return the open TUN device of a rank, made by a child within the namespace: a device stays where it was made."""
+        """Return the open TUN device of a rank, created in its namespace, where it stays."""
         namespace = self.namespaces[rank]
-        home = os.open("/proc/self/ns/net", os.O_RDONLY)
+        own_namespace = os.open("/proc/self/ns/net", os.O_RDONLY)
         try:
             enter(namespace)
             device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -114,21 +116,21 @@ class Network:
                 device, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
             )
         finally:
-            ctypes.CDLL(None).setns(home, _CLONE_NEWNET)
-            os.close(home)
-        for told in (
+            ctypes.CDLL(None).setns(own_namespace, _CLONE_NEWNET)
+            os.close(own_namespace)
+        for command in (
             ["address", "add", f"{address(rank)}/24", "dev", DEVICE],
             ["link", "set", DEVICE, "mtu", str(MTU), "txqueuelen", "10000", "up"],
             ["link", "set", "lo", "up"],
         ):
-            subprocess.run(["ip", "-n", namespace, *told], check=True)
+            subprocess.run(["ip", "-n", namespace, *command], check=True)
         return device
 
 
 def _serve(devices: list[int], links: mmap.mmap) -> None:
     size = len(devices)
     rank_of = {device: rank for rank, device in enumerate(devices)}
-    chance = random.Random(1)
+    rng = random.Random(1)
     free_s = [0.0] * (size * size)
     last_s = [0.0] * (size * size)
     waiting: list[tuple[float, int, int, bytes]] = []
@@ -137,11 +139,11 @@ def _serve(devices: list[int], links: mmap.mmap) -> None:
     for device in devices:
         poll.register(device, select.POLLIN)
 
-    def hand_over(receiver: int, packet: bytes) -> None:
+    def deliver(receiver: int, packet: bytes) -> None:
         try:
             os.write(devices[receiver], packet)
         except BlockingIOError:
-            pass  # Dropped, as a full queue drops.
+            pass  # The packet is dropped: the receiver's queue is full.
 
     while True:
         timeout_ms = None if not waiting else max(0.0, 1e3 * (waiting[0][0] - time.monotonic()))
@@ -155,22 +157,22 @@ def _serve(devices: list[int], links: mmap.mmap) -> None:
                 receiver = packet[19] - 1 if packet[0] >> 4 == 4 else -1
                 if not 0 <= receiver < size:
                     continue
-                at = sender * size + receiver
-                delay_s, rate, lost, cut = _LINK.unpack_from(links, at * _LINK.size)
-                if cut or (lost and chance.random() < lost):
+                link = sender * size + receiver
+                delay_s, rate, lost, cut = _LINK.unpack_from(links, link * _LINK.size)
+                if cut or (lost and rng.random() < lost):
                     continue
                 now_s = time.monotonic()
-                if not delay_s and not rate and last_s[at] <= now_s:
-                    hand_over(receiver, packet)
+                if not delay_s and not rate and last_s[link] <= now_s:
+                    deliver(receiver, packet)
                     continue
-                free_s[at] = max(now_s, free_s[at]) + (len(packet) / rate if rate else 0.0)
-                last_s[at] = max(last_s[at], free_s[at] + delay_s)
+                free_s[link] = max(now_s, free_s[link]) + (len(packet) / rate if rate else 0.0)
+                last_s[link] = max(last_s[link], free_s[link] + delay_s)
                 count += 1
-                heapq.heappush(waiting, (last_s[at], count, receiver, packet))
+                heapq.heappush(waiting, (last_s[link], count, receiver, packet))
         now_s = time.monotonic()
         while waiting and waiting[0][0] <= now_s:
             _, _, receiver, packet = heapq.heappop(waiting)
-            hand_over(receiver, packet)
+            deliver(receiver, packet)
 
 
 if __name__ == "__main__":

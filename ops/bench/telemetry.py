@@ -1,13 +1,16 @@
-"""What recording costs a worker: microseconds an operation, and the share of a training step.
+"""Measures the cost of recording in a worker: per operation, and as a share of a training step.
 
 `python ops/bench/telemetry.py --json [--quick]`. The last line is one JSON object.
 
-`operation_us` is one all-reduce of 16 bytes in a group of one, the cheapest there is, called again and again on one thread: processor time
-of the process with its backend's threads, so that neither waiting nor other processes count. `phase_us` is a mark, `measure_us` a measure,
-`read_us` what another process needs for the last 4,096 records of each lane. `step` is a small GPT under FSDP2 on two ranks with one
-thread each; windows of steps with and without recording take turns. The share that recording takes of a step is given twice: `overhead_share`
-as measured (the median of the ratios of neighbouring windows' processor times, less one, with their spread: the noise of a shared
-machine), and `overhead_share_computed` from the step's operations and marks and what one of each costs.
+`operation_us` is the time of an all-reduce of 16 bytes in a group of one rank, the cheapest
+operation, called repeatedly on one thread: processor time of the process with its backend's
+threads, so that neither waiting nor other processes count. `phase_us` is the time of a mark,
+`measure_us` of a measure, `read_us` of reading the last 4,096 records of each lane in another
+process. `step` is a step of a small GPT with FSDP2 on two ranks with one thread each; windows of
+steps with and without recording alternate. The share of recording in a step is given twice:
+`overhead_share` as measured (the median of the ratios of neighbouring windows' processor times,
+minus one, with quartiles that show the noise of a shared machine), and `overhead_share_computed`
+from the numbers of operations and marks in a step and the cost of each.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# The benchmark beside this file is called as the package is.
+# This directory has modules with the names of others, which it must not hide.
 sys.path.remove(str(Path(__file__).parent))
 
 import click
@@ -37,7 +40,7 @@ Result = dict[str, Any]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Fewer repeats.")
 def main(as_json: bool, quick: bool) -> None:
     with (
@@ -48,36 +51,39 @@ def main(as_json: bool, quick: bool) -> None:
             subprocess.Popen(
                 [sys.executable, __file__, "worker"],
                 env={
-                    **os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number),
-                    "KEEPSTEP_MONITOR_DIR": directory, "KEEPSTEP_JOB": "bench", "BENCH_QUICK": "1" if quick else "",
+                    **os.environ, "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+                    "RANK": str(rank), "WORLD_SIZE": str(WORLD),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number),
+                    "KEEPSTEP_MONITOR_DIR": directory, "KEEPSTEP_JOB": "bench",
+                    "BENCH_QUICK": "1" if quick else "",
                 },
                 stdout=subprocess.PIPE, text=True,
             )
             for rank in range(WORLD)
         ]  # fmt: skip
-        told = [worker.communicate()[0] for worker in workers]
+        outputs = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
-        raise SystemExit("a worker failed; what it printed is above")
-    result = json.loads(told[0].splitlines()[-1])
+        raise SystemExit("a worker failed; see its output above")
+    result = json.loads(outputs[0].splitlines()[-1])
     if not as_json:
         print(json.dumps(result, indent=2))
     print(json.dumps(result))
 
 
 def best_us(act: Callable[[], object], repeats: int, count: int = 1000) -> float:
-    """Return the processor time of one call in microseconds: the least of several runs."""
-    found = []
+    """Return the processor time of one call in microseconds: the minimum of several runs."""
+    times_us = []
     for _ in range(repeats):
         began = time.process_time()
         for _ in range(count):
             act()
-        found.append(1e6 * (time.process_time() - began) / count)
-    return min(found)
+        times_us.append(1e6 * (time.process_time() - began) / count)
+    return min(times_us)
 
 
 def work() -> None:
-    """Be one rank; rank 0 prints the result."""
+    """Run one rank; rank 0 prints the result."""
     import torch
     import torch.distributed as dist
     from gpt import GPT, GPTConfig, initialize
@@ -93,24 +99,26 @@ def work() -> None:
     quick = bool(os.environ["BENCH_QUICK"])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    alone = [dist.new_group([one]) for one in range(WORLD)][rank]
+    own_group = [dist.new_group([member]) for member in range(WORLD)][rank]
     result: Result = {}
 
     if rank == 0:
         repeats = 5 if quick else 15
-        one = torch.ones(4)
+        values = torch.ones(4)
         operation_us: dict[str, list[float]] = {"with": [], "without": []}
         for _ in range(3):
-            for way, change in (("without", detach), ("with", monitor.attach)):
+            for variant, change in (("without", detach), ("with", monitor.attach)):
                 change()
-                best_us(lambda: dist.all_reduce(one, group=alone), 1)
-                operation_us[way].append(
-                    best_us(lambda: dist.all_reduce(one, group=alone), repeats)
+                best_us(lambda: dist.all_reduce(values, group=own_group), 1)
+                operation_us[variant].append(
+                    best_us(lambda: dist.all_reduce(values, group=own_group), repeats)
                 )
         recorder = monitor.attach()
         rings = JobRings(job_directory("bench"))
         result = {
-            "operation_us": {way: round(min(found), 2) for way, found in operation_us.items()},
+            "operation_us": {
+                variant: round(min(times_us), 2) for variant, times_us in operation_us.items()
+            },
             "phase_us": round(
                 best_us(lambda: recorder.end(recorder.begin(Phase.CHECKPOINT)), repeats), 2
             ),
@@ -129,7 +137,7 @@ def work() -> None:
     tokens = torch.randint(0, config.vocabulary, (2, config.context))
 
     def window(steps: int) -> tuple[float, float]:
-        """Return seconds and processor seconds of a step."""
+        """Return the seconds and processor seconds of a step."""
         dist.barrier()
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         for _ in range(steps):
@@ -142,26 +150,25 @@ def work() -> None:
     windows, steps = (4, 10) if quick else (12, 10)
     monitor.attach()
     window(5)
-    found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+    durations: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
     for turn in range(windows):
-        # Either goes first as often as the other.
-        for way in ("with", "without") if turn % 2 else ("without", "with"):
-            (monitor.attach if way == "with" else detach)()
+        # Each goes first equally often.
+        for variant in ("with", "without") if turn % 2 else ("without", "with"):
+            (monitor.attach if variant == "with" else detach)()
             window(1)
-            found[way].append(window(steps))
+            durations[variant].append(window(steps))
     monitor.attach()
     window(steps)
     dist.barrier()
     if rank == 0:
         records = JobRings(job_directory("bench")).read(2**14).ranks[0].records
-        mine = records[records["step"] == records["step"].max() - 2]
-        operations = int((mine["kind"] == Kind.OPERATION).sum())
-        marks = len(mine) - operations
-        step_s = statistics.median(seconds for seconds, _ in found["without"])
-        cpu_s = statistics.median(seconds for _, seconds in found["without"])
-        shares = sorted(
-            a[1] / b[1] - 1 for a, b in zip(found["with"], found["without"], strict=True)
-        )
+        step_records = records[records["step"] == records["step"].max() - 2]
+        operations = int((step_records["kind"] == Kind.OPERATION).sum())
+        marks = len(step_records) - operations
+        step_s = statistics.median(seconds for seconds, _ in durations["without"])
+        cpu_s = statistics.median(seconds for _, seconds in durations["without"])
+        pairs = zip(durations["with"], durations["without"], strict=True)
+        shares = sorted(recorded_s / plain_s - 1 for (_, recorded_s), (_, plain_s) in pairs)
         added_us = result["operation_us"]["with"] - result["operation_us"]["without"]
         result["step"] = {
             "step_s": round(step_s, 5),
@@ -180,7 +187,7 @@ def work() -> None:
         )
         print(json.dumps(result), flush=True)
     dist.barrier()
-    # gloo's threads abort some interpreters that end in good order.
+    # gloo's threads may abort the process at the interpreter's exit.
     os._exit(0)
 
 

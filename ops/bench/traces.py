@@ -1,12 +1,15 @@
-"""Simulated traces of 3D-parallel jobs, as the rings of all their ranks would hold them. Simulation: no process runs.
+"""Simulates traces of 3D-parallel jobs, as the rings of all their ranks would contain them.
 
-The job trains by pipeline stages (GPipe's schedule: all microbatches forward, then backward), tensor-parallel groups of one node, and
-data parallelism across nodes. Every rank's time is followed through compute, tensor-parallel all-reduces, messages between stages,
-the gradients' all-reduce and one all-reduce of the norm over all ranks; whoever waits for somebody late is late in turn. All ranks
-of a stage advance at once, as arrays, so a step costs time linear in ranks.
+It is a simulation: no process runs. The job trains with pipeline stages (GPipe's schedule: all
+microbatches forward, then backward), tensor-parallel groups of one node, and data parallelism
+across nodes. Every rank has a time, which advances through compute, tensor-parallel all-reduces,
+messages between stages, the gradients' all-reduce and one all-reduce of the norm over all ranks; a
+rank that waits for a late rank becomes late too. All ranks of a stage advance together, as arrays,
+so the cost of a step is linear in ranks.
 
-Jitter: log-normal compute per operation and per rank, a factor common to each step (sequence length), hiccups (rare, exponential) of
-single ranks, log-normal transfers; nodes' clocks are off by hours, and aligned to within 0.2 ms.
+Jitter: log-normal compute per operation and per rank, a factor common to each step (sequence
+length), hiccups (rare, exponential) of single ranks, log-normal transfers; nodes' clocks differ by
+hours, and are aligned to within 0.2 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ BF16 = DTYPES.index("bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a job is cut: ranks count tensor-parallel first, then data-parallel, then stages."""
+    """Parallel dimensions of a job. Ranks count tensor-parallel, then replicas, then stages."""
 
     stages: int
     replicas: int
@@ -51,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """How noisy a healthy job is: standard deviations of logarithms, and hiccups."""
+    """Noise of a healthy job: standard deviations of logarithms, and hiccups."""
 
     operation: float = 0.04
     step: float = 0.06
@@ -63,7 +66,7 @@ class Jitter:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong: from `step` on, at `rank`. `kind` is one of KINDS; `factor` says how much, for slow ones."""
+    """A fault of `rank` from `step` on. `kind` is one of KINDS; `factor` is that of a slowdown."""
 
     kind: str
     rank: int
@@ -72,14 +75,18 @@ class Fault:
 
 
 KINDS = (
-    "dead process", "dead node", "hang", "stuck collective", "stuck link", "mismatch", "slow rank", "slow node", "throttled node",
-    "slow link", "slow sender", "data stall", "corruption", "loss not finite", "device error",
+    "dead process", "dead node", "hang", "stuck collective", "stuck link", "mismatch",
+    "slow rank", "slow node", "throttled node", "slow link", "slow sender", "data stall",
+    "corruption", "loss not finite", "device error",
 )  # fmt: skip
 
 
 @dataclass
 class Block:
-    """One operation, phase or measure of all ranks of a stage; times by the job's clock, inf for what never happens."""
+    """One operation, phase or measure of all ranks of a stage.
+
+    Times are by the job's clock; inf: it never happens.
+    """
 
     kind: Kind
     code: int
@@ -90,14 +97,13 @@ class Block:
     began_s: np.ndarray
     ended_s: np.ndarray
     flags: int = 0
-    changed: tuple[int, int] | None = (
-        None  # (position in the stage, other code): a rank that calls something else
-    )
+    # (position in the stage, code): a rank that calls another operation.
+    changed: tuple[int, int] | None = None
 
 
 @dataclass
 class Simulation:
-    """A job under simulation; `steps` yields what the rings gained with each step."""
+    """A simulated job; `steps` yields the records of each step."""
 
     shape: Shape
     fault: Fault | None
@@ -118,8 +124,8 @@ class Simulation:
             self.rng.normal(0, self.jitter.rank, (shape.stages, shape.replicas, shape.tensor))
         )
         self.time_s = np.full((shape.stages, shape.replicas, shape.tensor), 2e4)
-        self.last_s = 2e4  # when anything last happened
-        self.fault_s = np.inf  # when a standstill began
+        self.last_s = 2e4  # time of the last event
+        self.fault_s = np.inf  # time at which a hang began
         self.written = [0] * shape.stages
         self.calls: dict[object, int] = {}
         ranks = np.arange(shape.ranks).reshape(self.time_s.shape)
@@ -145,7 +151,10 @@ class Simulation:
                 )
 
     def steps(self) -> Iterator[tuple[int, list[np.ndarray], float]]:
-        """Yield (step, records of each rank by its node's clock, when the last rank was through), for ever or until a hang."""
+        """Yield steps without end, or until a hang.
+
+        A step is (number, records of each rank by its node's clock, time of the last event).
+        """
         step = 0
         while True:
             step += 1
@@ -156,29 +165,31 @@ class Simulation:
                 return
 
     def read(self, records: list[np.ndarray], at_s: float, dead: frozenset[int]) -> JobRecords:
-        """Return the rings at a moment, by the job's clock."""
-        told = {}
-        for rank, mine in enumerate(records):
+        """Return the rings at a time by the job's clock."""
+        rings = {}
+        for rank, rank_records in enumerate(records):
             place = rank // NODE
             offset_s = float(self.offset_s[place])
-            told[rank] = RankRecords(
-                rank, self.nodes[rank], mine, at_s - offset_s, rank not in dead,
+            rings[rank] = RankRecords(
+                rank, self.nodes[rank], rank_records, at_s - offset_s, rank not in dead,
                 offset_s + float(self.offset_error_s[place]), 2e-4,
             )  # fmt: skip
-        return JobRecords(told, self.communicators)
+        return JobRecords(rings, self.communicators)
 
     def metrics(self, at_s: float, step: int) -> dict[str, NodeMetrics]:
-        """Return what the nodes' daemons would have measured."""
-        bad = f"n{self.fault.rank // NODE:05d}" if self.fault and step >= self.fault.step else ""
+        """Return what the nodes' daemons would measure."""
+        faulty_node = (
+            f"n{self.fault.rank // NODE:05d}" if self.fault and step >= self.fault.step else ""
+        )
         kind = self.fault.kind if self.fault else ""
-        told = {}
+        metrics = {}
         for place, node in enumerate(dict.fromkeys(self.nodes.values())):
-            hot = node == bad and kind == "throttled node"
-            xids = (79,) if node == bad and kind == "device error" else ()
+            is_hot = node == faulty_node and kind == "throttled node"
+            xids = (79,) if node == faulty_node and kind == "device error" else ()
             gpu = GpuMetrics(
-                0, 92.0 if hot else 60.0, 1.1e9 if hot else 1.7e9, xids=xids, busy_share=0.9
+                0, 92.0 if is_hot else 60.0, 1.1e9 if is_hot else 1.7e9, xids=xids, busy_share=0.9
             )
-            told[node] = NodeMetrics(
+            metrics[node] = NodeMetrics(
                 node,
                 at_s - float(self.offset_s[place]),
                 cpu_hz=3e9,
@@ -186,10 +197,10 @@ class Simulation:
                 memory_available=2**39,
                 gpus=(gpu,),
             )
-        return told
+        return metrics
 
     def dead(self, step: int) -> frozenset[int]:
-        """Return the ranks whose process is gone."""
+        """Return the ranks whose process has ended."""
         if not self.fault or step < self.fault.step:
             return frozenset()
         if self.fault.kind == "dead process":
@@ -220,16 +231,9 @@ class Simulation:
                         self._stop(fault, where)
                     for half in range(2):
                         self._compute(stage, (2.0 if backward else 1.0) * common / 2, fault, where)
-                        strange = (
-                            first
-                            and fault is not None
-                            and fault.kind == "mismatch"
-                            and micro == half == 1
-                            and not backward
-                        )
-                        self._tensor(
-                            blocks, stage, where if strange and stage == where[0] else None
-                        )
+                        is_mismatch = first and fault is not None and fault.kind == "mismatch"
+                        is_here = stage == where[0] and micro == half == 1 and not backward
+                        self._tensor(blocks, stage, where if is_mismatch and is_here else None)
                     sends[stage, micro] = time_s[stage].copy()
         for stage in range(shape.stages):
             self._gradients(blocks, stage, fault, first, where)
@@ -274,17 +278,20 @@ class Simulation:
         return self.calls[key]
 
     def _tensor(
-        self, blocks: list[list[Block]], stage: int, strange: tuple[int, ...] | None
+        self, blocks: list[list[Block]], stage: int, mismatched: tuple[int, ...] | None
     ) -> None:
         time_s = self.time_s[stage]
         ended_s = time_s.max(axis=1, keepdims=True) + self._transfer(
             self.transfer_s / 4, (time_s.shape[0], 1)
         )
         changed = None
-        if strange is not None:
-            ended_s[strange[1]] = np.inf
-            self.fault_s = float(time_s[strange[1]].max())
-            changed = (int(strange[1] * self.shape.tensor + strange[2]), int(Operation.BROADCAST))
+        if mismatched is not None:
+            ended_s[mismatched[1]] = np.inf
+            self.fault_s = float(time_s[mismatched[1]].max())
+            changed = (
+                int(mismatched[1] * self.shape.tensor + mismatched[2]),
+                int(Operation.BROADCAST),
+            )
         ended_s = np.broadcast_to(ended_s, time_s.shape) + self._leaving(time_s.shape)
         number = np.full(time_s.shape, self._number(("tensor", stage)))
         identity = np.broadcast_to(self.tensor_id[stage][:, None], time_s.shape)
@@ -304,7 +311,7 @@ class Simulation:
         self.time_s[stage] = ended_s
 
     def _leaving(self, size: tuple[int, ...]) -> np.ndarray:
-        """Return by how much ranks leave a collective apart, in seconds."""
+        """Return the differences between ranks' ends of a collective, in seconds."""
         return self.rng.exponential(2e-5, size)
 
     def _message(
@@ -397,11 +404,11 @@ class Simulation:
     def _world(self, blocks: list[list[Block]]) -> None:
         ended_s = self.time_s.max() + float(self._transfer(self.transfer_s, (1,))[0])
         number = self._number("world")
-        for stage, mine in enumerate(blocks):
+        for stage, stage_blocks in enumerate(blocks):
             began_s = self.time_s[stage].copy()
             size = began_s.shape
             over_s = np.full(size, ended_s) + self._leaving(size)
-            mine.append(
+            stage_blocks.append(
                 Block(
                     Kind.OPERATION,
                     Operation.ALL_REDUCE,
@@ -422,7 +429,8 @@ class Simulation:
             began_s = self.time_s[stage].copy()
             took_s = self._transfer(0.005, began_s.shape)
             if fault and fault.kind == "data stall" and stage == where[0]:
-                # So many twentieths of what a step computes from its first stage to its last and back.
+                # The factor is in twentieths of a step's compute, from the first stage to the last
+                # and back.
                 computed_s = 3 * self.compute_s * (self.shape.microbatches + self.shape.stages - 1)
                 took_s[where[1], where[2]] += computed_s * fault.factor / 20
             self.time_s[stage] = began_s + took_s
@@ -478,12 +486,15 @@ class Simulation:
             )
 
     def _records(self, blocks: list[list[Block]], step: int) -> list[np.ndarray]:
-        """Return each rank's records of a step; what never began is left out, what never ended has not."""
+        """Return each rank's records of a step.
+
+        Blocks that never began are left out; those that never end have `ended_s` 0.
+        """
         by_rank: list[np.ndarray] = []
-        for stage, mine in enumerate(blocks):
+        for stage, stage_blocks in enumerate(blocks):
             count = self.time_s[stage].size
-            table = np.zeros((count, len(mine)), RECORD)
-            for place, block in enumerate(mine):
+            table = np.zeros((count, len(stage_blocks)), RECORD)
+            for place, block in enumerate(stage_blocks):
                 for times in (block.began_s, block.ended_s):
                     self.last_s = max(
                         self.last_s, float(times[np.isfinite(times)].max(initial=0.0))
@@ -515,28 +526,30 @@ class Simulation:
                 table[name] -= offsets_s[:, None]
             began = np.isfinite(table["enqueued_s"])
             table["ended_s"][~np.isfinite(table["ended_s"])] = 0.0
-            table["stamp"] = 2 * (self.written[stage] + np.arange(len(mine)) + 1)
-            self.written[stage] += len(mine)
-            by_rank.extend(row[here] for row, here in zip(table, began, strict=True))
+            table["stamp"] = 2 * (self.written[stage] + np.arange(len(stage_blocks)) + 1)
+            self.written[stage] += len(stage_blocks)
+            by_rank.extend(row[mask] for row, mask in zip(table, began, strict=True))
         return by_rank
 
 
 def mixture(rng: np.random.Generator, count: int, shape: Shape, step: int) -> list[Fault]:
-    """Draw faults by published mixes; which of our kinds stands for which cause is ours.
+    """Draw faults by published frequencies. The assignment of causes to our kinds is our own.
 
-    Fail-stop: the 419 unexpected interruptions of Llama 3's 54 days on 16,384 GPUs (arXiv 2407.21783, table 5). Fail-slow: as often,
-    mostly compute, some links (Greyhound). Mismatches and stalls: once each in 20, from no source.
+    Fail-stop: the 419 unexpected interruptions of Llama 3's 54 days on 16,384 GPUs
+    (arXiv 2407.21783, table 5). Fail-slow: as often, mostly compute, some links (Greyhound).
+    Mismatches and stalls: one in 20 each, without a source.
     """
     weights: Mapping[str, float] = {
-        "dead process": 74 + 36, "device error": 74 + 36, "hang": 54 + 7 + 17, "stuck collective": 20, "stuck link": 15 + 7,
-        "dead node": 32 + 19, "corruption": 6, "throttled node": 6 + 60, "slow rank": 150, "slow node": 60, "slow link": 50,
+        "dead process": 74 + 36, "device error": 74 + 36, "hang": 54 + 7 + 17,
+        "stuck collective": 20, "stuck link": 15 + 7, "dead node": 32 + 19, "corruption": 6,
+        "throttled node": 6 + 60, "slow rank": 150, "slow node": 60, "slow link": 50,
         "slow sender": 30, "mismatch": 40, "data stall": 40, "loss not finite": 20,
     }  # fmt: skip
     kinds, chances = list(weights), np.array(list(weights.values()))
     faults = []
     for kind in rng.choice(kinds, count, p=chances / chances.sum()).tolist():
         rank = int(rng.integers(shape.ranks))
-        if kind in ("data stall",):
+        if kind == "data stall":
             # Only the first and the last stage load data.
             rank = rank % (shape.replicas * shape.tensor)
         faults.append(Fault(kind, rank, step, float(rng.choice([1.3, 1.5, 2.0, 3.0]))))
