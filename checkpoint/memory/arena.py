@@ -1,6 +1,8 @@
-"""Memory that snapshots live in: anonymous files (memfd) that one process owns and others map by a descriptor that it hands them.
+"""Maps the memory that snapshots live in: anonymous files (memfd) of the snapshot server.
 
-A memfd has no name in any file system, so nothing is left behind whatever dies, and it does not depend on the size of /dev/shm.
+One process owns a file; others map it by a descriptor that they are sent. A memfd has no name in
+any file system, so nothing is left behind whichever process dies, and its size is not limited by
+that of /dev/shm.
 """
 
 from __future__ import annotations
@@ -13,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from keepstep.checkpoint.layout.boxes import Box, Entry
+from keepstep.transport import FileRange
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Arena:
-    """One mapped buffer. `close` unmaps it; memory goes back to the system when the last process has."""
+    """One mapped buffer of `nbytes` bytes. `close` unmaps it.
+
+    The memory returns to the system when the last process has unmapped it.
+    """
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
         self.descriptor = descriptor
@@ -29,11 +35,20 @@ class Arena:
 
     @classmethod
     def create(cls, nbytes: int) -> Arena:
-        """Make a buffer of this size."""
+        """Create a buffer of this size."""
         descriptor = os.memfd_create("keepstep-arena", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, max(nbytes, 1))
             return cls(descriptor, nbytes, writable=True)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    @classmethod
+    def map(cls, descriptor: int, nbytes: int, *, writable: bool) -> Arena:
+        """Map a buffer by a descriptor that was received; it is closed if that fails."""
+        try:
+            return cls(descriptor, nbytes, writable=writable)
         except BaseException:
             os.close(descriptor)
             raise
@@ -43,8 +58,20 @@ class Arena:
         """The buffer's bytes."""
         return memoryview(self._map)
 
+    def range(self, offset: int, count: int) -> FileRange:
+        """Return `count` bytes from a byte offset on, to be sent without copying them.
+
+        Raises:
+            ValueError: the buffer ends before.
+        """
+        if offset < 0 or count < 0 or offset + count > self.nbytes:
+            raise ValueError(
+                f"bytes {offset} to {offset + count} are not in a buffer of {self.nbytes} bytes"
+            )
+        return FileRange(self.descriptor, offset, self.buffer[offset : offset + count])
+
     def close(self) -> None:
-        """Unmap and close. Views that others still hold keep the mapping until they go."""
+        """Unmap and close. Views that others still hold keep the mapping until they are gone."""
         del self.bytes
         try:
             self._map.close()
@@ -54,28 +81,33 @@ class Arena:
 
 
 def box_bytes(entry: Entry, memory: Bytes, box: Box) -> Bytes:
-    """Return a view of a box (global coordinates, inside the entry's): its shape plus a last axis of one element's bytes."""
+    """Return a view of a box's bytes: the box's shape plus a last axis of one element's bytes.
+
+    Args:
+        entry: the tensor's part that the memory holds.
+        memory: the buffer that the entry describes.
+        box: in global coordinates, inside the entry's box.
+    """
     itemsize = entry.nbytes // max(entry.box.size, 1)
-    whole = memory[entry.byte_offset : entry.byte_offset + entry.nbytes]
-    return whole.reshape(*entry.box.shape, itemsize)[box.within(entry.box).slices]
+    entry_bytes = memory[entry.byte_offset : entry.byte_offset + entry.nbytes]
+    return entry_bytes.reshape(*entry.box.shape, itemsize)[box.within(entry.box).slices]
 
 
 def contiguous_range(entry: Entry, box: Box) -> tuple[int, int] | None:
-    """Return (byte offset, count) of a box inside its buffer if its bytes lie in one piece there, else None."""
+    """Return (byte offset, byte count) of a box in its buffer; None if its bytes lie scattered."""
     itemsize = entry.nbytes // max(entry.box.size, 1)
     inner = box.within(entry.box)
-    strides = _strides(entry.box.shape)
-    # In one piece: after the first axis that is cut, all axes are whole; before it, all have length one.
-    cut = next(
-        (i for i, (n, m) in enumerate(zip(inner.shape, entry.box.shape, strict=True)) if n != m),
-        None,
-    )
-    if cut is not None:
-        later = [i for i in range(cut + 1, len(strides)) if inner.shape[i] != entry.box.shape[i]]
-        last_cut = later[-1] if later else cut
-        if any(inner.shape[i] != 1 for i in range(last_cut)):
-            return None
-    start = sum(o * s for o, s in zip(inner.offset, strides, strict=True))
+    outer_shape = entry.box.shape
+    cut_axes = [
+        axis
+        for axis, (length, full) in enumerate(zip(inner.shape, outer_shape, strict=True))
+        if length != full
+    ]
+    # Contiguous means: every axis before the last one that is cut has length one.
+    if cut_axes and any(length != 1 for length in inner.shape[: cut_axes[-1]]):
+        return None
+    strides = _strides(outer_shape)
+    start = sum(offset * stride for offset, stride in zip(inner.offset, strides, strict=True))
     return entry.byte_offset + start * itemsize, inner.size * itemsize
 
 

@@ -1,119 +1,219 @@
-"""A snapshot server's client: for workers beside it (shared memory) and for ranks elsewhere (bytes over TCP)."""
+"""Connects to a snapshot server: workers beside it share its memory, ranks elsewhere read bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Box, Json, ShardIndex
+from keepstep.checkpoint.layout.boxes import ShardIndex
 from keepstep.checkpoint.memory.arena import Arena
+from keepstep.checkpoint.memory.messages import (
+    MAX_INDEX_NBYTES,
+    SNAPSHOT_PROTOCOL,
+    Begin,
+    Begun,
+    BoxBytes,
+    ClientRequest,
+    Holdings,
+    IndexBytes,
+    IndexPending,
+    ListHoldings,
+    Opened,
+    OpenShard,
+    ReadBoxes,
+    ReadIndex,
+    Refused,
+    Seal,
+    Sealed,
+    ServerReply,
+    ShardBox,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.memory.wire import Connection
+from keepstep.transport import Identity, TransportError, connect
 
-_TIMEOUT_S = 30.0
+_IDLE_S = 30.0
+
+ReplyT = TypeVar("ReplyT", bound=ServerReply)
 
 
 class SnapshotClient:
-    """One connection to a snapshot server, for one thread at a time. `close` ends it and unmaps what it mapped."""
+    """One connection to a snapshot server, for one thread at a time. `close` ends it.
 
-    def __init__(self, address: str, secret: bytes, timeout_s: float = _TIMEOUT_S) -> None:
+    After an error of the connection every call raises SnapshotUnavailable.
+
+    Args:
+        address: `unix:PATH` or `tcp:HOST:PORT`.
+        secret: the job's.
+        idle_s: how long to wait while not a byte moves.
+        node: how the server's log names this client; by default the host's name.
+
+    Raises:
+        SnapshotUnavailable: no snapshot server of this job answers there.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, idle_s: float = _IDLE_S, *, node: str = ""
+    ) -> None:
         self.address = address
-        self._connection = Connection.connect(address, secret, timeout_s)
+        identity = Identity(node or socket.gethostname(), secret)
+        with translated_transport_errors():
+            self._connection = connect(address, SNAPSHOT_PROTOCOL, identity, idle_s=idle_s)
         self._arenas: dict[int, Arena] = {}
 
     def begin(
         self, snapshot: SnapshotId, rank: int, nbytes: int, *, discard_uncommitted: bool = False
     ) -> tuple[int, Arena]:
-        """Ask for a buffer to write a snapshot into; return its number and memory.
+        """Ask for a buffer to write a shard into; return its number and memory.
 
-        The same number means the same memory as before, still mapped. With `discard_uncommitted` the rank's last snapshot is forgotten, which
-        another rank has not sealed and never will.
+        The same number means the same memory as before, still mapped. The client unmaps it when it
+        is closed.
+
+        Args:
+            snapshot: what the shard is a part of.
+            rank: whose part.
+            nbytes: its size, index included.
+            discard_uncommitted: forget the rank's last snapshot, which another rank has not sealed
+                and never will.
 
         Raises:
-            SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed, memory is short, or the
-                server is gone.
+            SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed,
+                memory is short, or the server is gone.
         """
-        reply = self._ask(
-            verb="begin",
-            snapshot=[snapshot.generation, snapshot.step],
-            rank=rank,
-            nbytes=nbytes,
-            mapped=list(self._arenas),
-            discard_uncommitted=discard_uncommitted,
+        begun = self._ask(
+            Begin(
+                snapshot=snapshot,
+                rank=rank,
+                nbytes=nbytes,
+                mapped=tuple(self._arenas),
+                discard_uncommitted=discard_uncommitted,
+            ),
+            Begun,
         )
-        for gone in reply["dropped"]:
-            self._arenas.pop(gone).close()
-        number = int(reply["buffer"])
-        if number not in self._arenas:
-            self._arenas[number] = Arena(
-                self._connection.take_descriptor(), reply["capacity"], writable=True
-            )
-        return number, self._arenas[number]
+        for number in begun.dropped:
+            if number in self._arenas:
+                self._arenas.pop(number).close()
+        if begun.buffer not in self._arenas:
+            self._arenas[begun.buffer] = self._map(begun.capacity, writable=True)
+        return begun.buffer, self._arenas[begun.buffer]
 
     def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
-        """Declare a shard complete, whose index lies in its buffer at this place. Raises as `begin` does."""
-        self._ask(
-            verb="seal",
-            snapshot=[snapshot.generation, snapshot.step],
-            rank=rank,
-            index=[index_offset, index_nbytes],
+        """Declare a shard complete, whose index lies at this place in its buffer.
+
+        Raises as `begin` does.
+        """
+        request = Seal(
+            snapshot=snapshot, rank=rank, index_offset=index_offset, index_nbytes=index_nbytes
         )
+        self._ask(request, Sealed)
 
     def holdings(self) -> dict[SnapshotId, list[int]]:
-        """Return the ranks sealed, for every snapshot held."""
-        return {SnapshotId(*name): ranks for name, ranks in self._ask(verb="holdings")["sealed"]}
+        """Return the ranks that have sealed each snapshot held."""
+        holdings = self._ask(ListHoldings(), Holdings)
+        return {sealed.snapshot: list(sealed.ranks) for sealed in holdings.sealed}
 
     def index(self, snapshot: SnapshotId, rank: int, *, wait: bool = False) -> ShardIndex:
         """Return what a sealed shard holds; with `wait`, once it has been rebuilt there."""
-        while True:
-            reply = self._ask(
-                verb="index", snapshot=[snapshot.generation, snapshot.step], rank=rank, wait=wait
-            )
-            if "index" in reply:
-                return ShardIndex.from_json(reply["index"])
+        encoded = bytearray()
+
+        def allocate(nbytes: int) -> Sequence[memoryview]:
+            if nbytes > MAX_INDEX_NBYTES:
+                return ()
+            encoded.extend(bytes(nbytes))
+            return (memoryview(encoded),)
+
+        request = ReadIndex(snapshot=snapshot, rank=rank, wait=wait)
+        while isinstance(self._ask(request, IndexBytes, IndexPending, into=allocate), IndexPending):
+            pass
+        return decode_index(encoded, rank)
 
     def open(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Map a sealed shard for reading (only beside the server). The caller closes it."""
-        reply = self._ask(verb="open", snapshot=[snapshot.generation, snapshot.step], rank=rank)
-        return Arena(self._connection.take_descriptor(), reply["capacity"], writable=False)
+        opened = self._ask(OpenShard(snapshot=snapshot, rank=rank), Opened)
+        return self._map(opened.capacity, writable=False)
 
     def read(
         self,
         snapshot: SnapshotId,
-        pieces: Sequence[tuple[int, str, Box]],
+        boxes: Sequence[ShardBox],
         into: Sequence[memoryview],
         *,
         background: bool = False,
     ) -> None:
-        """Read boxes (rank, key, box) of sealed shards, one after the other, into buffers of their sizes.
+        """Read boxes of sealed shards, one after the other, into buffers of their sizes.
 
-        With `background` the server sends no faster than it is allowed to beside the training.
+        With `background` the server sends no faster than it may beside the training.
         """
-        self._ask(
-            lambda: into,
-            verb="read",
-            background=background,
-            snapshot=[snapshot.generation, snapshot.step],
-            pieces=[[rank, key, list(box.offset), list(box.shape)] for rank, key, box in pieces],
-        )
+        request = ReadBoxes(snapshot=snapshot, boxes=tuple(boxes), background=background)
+        self._ask(request, BoxBytes, into=lambda _: into)
 
     def close(self) -> None:
-        """End the connection and unmap everything."""
+        """End the connection and unmap everything that `begin` mapped."""
         self._connection.close()
         for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
 
-    def _ask(self, into: Any = None, **request: Json) -> dict[str, Any]:
-        self._connection.send(request)
+    def _map(self, capacity: int, *, writable: bool) -> Arena:
+        with translated_transport_errors():
+            descriptor = self._connection.take_descriptor()
+        return Arena.map(descriptor, capacity, writable=writable)
 
-        def buffers(message: dict[str, Any], nbytes: int) -> Sequence[memoryview]:
-            return tuple(into()) if into is not None and "error" not in message else ()
+    def _ask(
+        self,
+        request: ClientRequest,
+        *expected: type[ReplyT],
+        into: Callable[[int], Sequence[memoryview]] = lambda _: (),
+    ) -> ReplyT:
+        """Send a request and return its reply; `into` returns the buffers for a payload's size."""
 
-        reply = self._connection.receive(buffers)
-        if reply is None:
-            raise SnapshotUnavailable(f"the snapshot server at {self.address} is gone")
-        if "error" in reply:
-            raise SnapshotUnavailable(reply["error"])
-        return reply
+        def buffers(reply: ServerReply, nbytes: int) -> Sequence[memoryview]:
+            return into(nbytes) if isinstance(reply, expected) else ()
+
+        try:
+            with translated_transport_errors():
+                self._connection.send(request)
+                reply = self._connection.receive(buffers)
+        except BaseException:
+            # The reply may still come: it would be taken for the next request's.
+            self._connection.interrupt()
+            raise
+        match reply:
+            case None:
+                raise SnapshotUnavailable(f"the snapshot server at {self.address} is gone")
+            case Refused(reason=reason):
+                raise SnapshotUnavailable(reason)
+            case _ if isinstance(reply, expected):
+                return reply
+            case _:
+                raise SnapshotUnavailable(
+                    f"the snapshot server at {self.address} answered {type(request).__name__} by "
+                    f"{type(reply).__name__}; run one version of keepstep on all nodes"
+                )
+
+
+@contextmanager
+def translated_transport_errors() -> Iterator[None]:
+    """Raise SnapshotUnavailable for errors of the connection to a snapshot server."""
+    try:
+        yield
+    except TransportError as error:
+        raise SnapshotUnavailable(f"snapshot server: {error}") from error
+
+
+def decode_index(encoded: bytes | bytearray | memoryview, rank: int) -> ShardIndex:
+    """Return the index of a rank's shard.
+
+    Raises:
+        SnapshotUnavailable: the bytes are no index.
+    """
+    try:
+        return ShardIndex.from_json(json.loads(bytes(encoded)))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise SnapshotUnavailable(
+            f"the index of rank {rank}'s shard cannot be read ({error!r:.200}); "
+            f"its memory is damaged, or its writer runs another version of keepstep"
+        ) from error

@@ -1,8 +1,9 @@
-"""Restoring from memory: a committed snapshot, wherever its shards are held, as one source of boxes.
+"""Reads a committed snapshot from memory, wherever its shards are held, as one `Source` of boxes.
 
-A rank reads its own old shard first, then those of its node (both straight from shared memory), then other nodes' over TCP. Indexes
-are fetched only until what is wanted is covered, so a rank whose layout has not changed asks nobody else. What no holder has may come
-from elsewhere, such as a stored checkpoint of the same snapshot.
+A rank reads its own old shard first, then those of its node (both from shared memory), then other
+nodes' over TCP. It fetches indexes only until they cover what is wanted, so a rank whose layout has
+not changed asks no other node. What no holder has comes from a fallback, such as a stored
+checkpoint of the same snapshot.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Box, Json, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import Read, plan_available_reads
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
-from keepstep.checkpoint.memory.arena import box_bytes
+from keepstep.checkpoint.memory.arena import Bytes, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.messages import ShardBox
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 
 _PARALLEL_PEERS = 8
@@ -29,7 +31,10 @@ _PARALLEL_PEERS = 8
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A snapshot server, `unix:PATH` if it is this node's, and the ranks whose shards it holds, or rebuilds from parity."""
+    """A snapshot server, and the ranks whose shards it holds, or rebuilds from parity.
+
+    `address` is `unix:PATH` for this node's server and `tcp:HOST:PORT` for another's.
+    """
 
     address: str
     ranks: tuple[int, ...]
@@ -40,11 +45,18 @@ class MemorySource:
     """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections.
 
     Args:
-        snapshot: which.
-        holders: who has which ranks' shards.
+        snapshot: which one to read.
+        holders: who has which ranks' shards; of two for a rank the later one counts.
         secret: the job's.
         rank: whose shard is nearest.
-        open_fallback: opens what has the shards that no holder has; called at most once, and only if one is needed.
+        open_fallback: opens a source that has the shards that no holder has; called at most once,
+            and only if one of them is needed.
+
+    Attributes:
+        local_nbytes: bytes read from this node's memory.
+        peer_nbytes: bytes read from other nodes, rebuilt ones among them.
+        rebuilt_nbytes: bytes read of shards that were rebuilt from parity.
+        fallback_nbytes: bytes read from the fallback.
     """
 
     def __init__(
@@ -82,26 +94,26 @@ class MemorySource:
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
-        """Every tensor; looking one up asks only as many holders as it takes to find it."""
+        """Every tensor. Looking one up asks holders, nearest first, until one has it."""
         return self._tensors
 
     @property
     def documents(self) -> Mapping[str, Json]:
-        """Every document; looking one up asks only as many holders as it takes to find it."""
+        """Every document. Looking one up asks holders, nearest first, until one has it."""
         return self._documents
 
     def describe(self) -> str:
-        """Return in words where the bytes came from."""
-        also = {
+        """Return where the bytes came from, in words."""
+        nbytes_by_origin = {
             "peers' memory": self.peer_nbytes,
             "parity": self.rebuilt_nbytes,
             "storage": self.fallback_nbytes,
         }
-        return ", ".join(["memory", *(name for name, nbytes in also.items() if nbytes)])
+        return ", ".join(["memory", *(name for name, nbytes in nbytes_by_origin.items() if nbytes)])
 
     @property
     def fallback(self) -> Source | None:
-        """What has the shards that no holder has, if anything."""
+        """The source of the shards that no holder has, opened the first time; None without one."""
         if self._fallback is None and self._open_fallback is not None:
             self._fallback = self._open_fallback()
         return self._fallback
@@ -124,44 +136,48 @@ class MemorySource:
         """See `Source.read`."""
         wanted = [(request.key, request.box) for request in requests]
         reads: list[Read] = []
-        # The number in `wanted` of each box that is still to be found, in the order in which it is asked for.
-        asked = list(range(len(wanted)))
         open_boxes = wanted
+        # The position in `requests` of each open box.
+        numbers = list(range(len(wanted)))
         for source, rank in enumerate(self._ranks_nearest_first):
-            found, missing = plan_available_reads(open_boxes, [self.index(rank)])
-            reads += [Read(asked[r.wanted], source, r.entry, r.box) for r in found]
-            asked = [asked[number] for number, _ in missing]
+            covered, missing = plan_available_reads(open_boxes, [self.index(rank)])
+            reads += [Read(numbers[r.wanted], source, r.entry, r.box) for r in covered]
+            numbers = [numbers[number] for number, _ in missing]
             open_boxes = [
-                (wanted[number][0], box) for number, (_, box) in zip(asked, missing, strict=True)
+                (wanted[number][0], box) for number, (_, box) in zip(numbers, missing, strict=True)
             ]
             if not open_boxes:
                 break
         if open_boxes and self.fallback is not None:
-            self._read_fallback(self.fallback, list(zip(asked, open_boxes, strict=True)), requests)
+            self._read_fallback(self.fallback, open_boxes, [requests[number] for number in numbers])
         elif open_boxes:
             key, box = open_boxes[0]
             raise LayoutMismatch(
-                f"{key}: elements at offset {box.offset}, shape {box.shape}, are in no shard of step {self.step}; "
-                "the model has changed, or a rank did not save it"
+                f"{key}: elements at offset {box.offset}, shape {box.shape}, are in no shard of "
+                f"step {self.step}; the model has changed, or a rank did not save it"
             )
         self._fetch(reads, requests)
 
     def _read_fallback(
         self,
         fallback: Source,
-        missing: Sequence[tuple[int, tuple[str, Box]]],
+        boxes: Sequence[tuple[str, Box]],
         requests: Sequence[BoxRequest],
     ) -> None:
-        itemsizes = {
-            key: numpy_dtype(fallback.tensors[key].dtype).itemsize for _, (key, _) in missing
-        }
-        pieces = [np.empty((*box.shape, itemsizes[key]), np.uint8) for _, (key, box) in missing]
+        """Read boxes from the fallback, each into the part of its request that it is."""
+        itemsizes = [numpy_dtype(fallback.tensors[key].dtype).itemsize for key, _ in boxes]
+        pieces = [
+            np.empty((*box.shape, itemsize), np.uint8)
+            for (_, box), itemsize in zip(boxes, itemsizes, strict=True)
+        ]
         fallback.read([
             BoxRequest(key, box, piece.reshape(-1).data)
-            for (_, (key, box)), piece in zip(missing, pieces, strict=True)
+            for (key, box), piece in zip(boxes, pieces, strict=True)
         ])  # fmt: skip
-        for (number, (key, box)), piece in zip(missing, pieces, strict=True):
-            _target(requests[number], key, itemsizes[key], box)[...] = piece
+        for (key, box), request, itemsize, piece in zip(
+            boxes, requests, itemsizes, pieces, strict=True
+        ):
+            _target(request, key, itemsize, box)[...] = piece
             self.fallback_nbytes += piece.nbytes
 
     def close(self) -> None:
@@ -179,25 +195,24 @@ class MemorySource:
         return self._clients[address]
 
     def _fetch(self, reads: Sequence[Read], requests: Sequence[BoxRequest]) -> None:
-        remote: dict[str, list[Read]] = defaultdict(list)
         local: dict[int, list[Read]] = defaultdict(list)
+        remote: dict[str, list[Read]] = defaultdict(list)
         for read in reads:
             rank = self._ranks_nearest_first[read.source]
-            if self._holder[rank].rebuilds:
-                self.rebuilt_nbytes += read.box.size * (
-                    read.entry.nbytes // max(read.entry.box.size, 1)
-                )
+            holder = self._holder[rank]
+            if holder.rebuilds:
+                self.rebuilt_nbytes += read.box.size * _itemsize(read.entry)
             if self._is_local(rank):
                 local[rank].append(read)
             else:
-                remote[self._holder[rank].address].append(read)
-        for rank, mine in local.items():
-            self._copy_local(rank, mine, requests)
+                remote[holder.address].append(read)
+        for rank, local_reads in local.items():
+            self._copy_local(rank, local_reads, requests)
         if remote:
             with ThreadPoolExecutor(_PARALLEL_PEERS) as pool:
                 for future in [
-                    pool.submit(self._copy_remote, self._client(address), theirs, requests)
-                    for address, theirs in remote.items()
+                    pool.submit(self._copy_remote, self._client(address), peer_reads, requests)
+                    for address, peer_reads in remote.items()
                 ]:
                     future.result()
 
@@ -217,11 +232,11 @@ class MemorySource:
     def _copy_remote(
         self, client: SnapshotClient, reads: Sequence[Read], requests: Sequence[BoxRequest]
     ) -> None:
-        pieces, buffers, scattered = [], [], []
+        boxes, buffers, scattered = [], [], []
         for read in reads:
-            pieces.append((self._ranks_nearest_first[read.source], read.entry.key, read.box))
-            itemsize = read.entry.nbytes // max(read.entry.box.size, 1)
-            target = _target(requests[read.wanted], read.entry.key, itemsize, read.box)
+            rank = self._ranks_nearest_first[read.source]
+            boxes.append(ShardBox(rank, read.entry.key, read.box))
+            target = _target(requests[read.wanted], read.entry.key, _itemsize(read.entry), read.box)
             if target.flags.c_contiguous:
                 buffers.append(target.reshape(-1).data)
             else:
@@ -229,13 +244,16 @@ class MemorySource:
                 scattered.append((target, staging))
                 buffers.append(staging.reshape(-1).data)
             self.peer_nbytes += target.nbytes
-        client.read(self._snapshot, pieces, buffers)
+        client.read(self._snapshot, boxes, buffers)
         for target, staging in scattered:
             target[...] = staging
 
 
 class _UnionMapping(Mapping[str, Any]):
-    """A union over the ranks' indexes that is searched nearest first. What begins `rank/<rank>/` only that rank has."""
+    """A union over the ranks' indexes, searched nearest first, and over the fallback.
+
+    Only the rank itself has keys that begin with `rank/<rank>/`.
+    """
 
     def __init__(
         self,
@@ -246,12 +264,12 @@ class _UnionMapping(Mapping[str, Any]):
         self._snapshot = snapshot
         self._view = view
         self._view_fallback = view_fallback
-        self._seen: dict[int, dict[str, Any]] = {}
+        self._parts: dict[int, dict[str, Any]] = {}
 
     def _part(self, rank: int) -> dict[str, Any]:
-        if rank not in self._seen:
-            self._seen[rank] = self._view(self._snapshot.index(rank))
-        return self._seen[rank]
+        if rank not in self._parts:
+            self._parts[rank] = self._view(self._snapshot.index(rank))
+        return self._parts[rank]
 
     def __getitem__(self, key: str) -> Any:
         ranks = self._snapshot.ranks
@@ -268,11 +286,11 @@ class _UnionMapping(Mapping[str, Any]):
         return self._view_fallback(fallback)[key]
 
     def __iter__(self) -> Iterator[str]:
+        keys = {key: None for rank in self._snapshot.ranks for key in self._part(rank)}
         fallback = self._snapshot.fallback
-        found = {key: None for rank in self._snapshot.ranks for key in self._part(rank)}
-        return iter(
-            found | dict.fromkeys(self._view_fallback(fallback) if fallback is not None else ())
-        )
+        if fallback is not None:
+            keys |= dict.fromkeys(self._view_fallback(fallback))
+        return iter(keys)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -282,14 +300,20 @@ def _specs(index: ShardIndex) -> dict[str, TensorSpec]:
     return {entry.key: TensorSpec(entry.dtype, entry.global_shape) for entry in index.entries}
 
 
-def _target(
-    request: BoxRequest, key: str, itemsize: int, box: Box
-) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Return the part of a request's buffer that a box fills: its shape plus a last axis of one element's bytes."""
-    whole = np.frombuffer(request.into, dtype=np.uint8)
-    if whole.nbytes != request.box.size * itemsize:
+def _itemsize(entry: Entry) -> int:
+    """Return the size of one element in bytes."""
+    return entry.nbytes // max(entry.box.size, 1)
+
+
+def _target(request: BoxRequest, key: str, itemsize: int, box: Box) -> Bytes:
+    """Return the part of a request's buffer that a box fills.
+
+    Its shape is the box's plus a last axis of one element's bytes.
+    """
+    buffer = np.frombuffer(request.into, dtype=np.uint8)
+    if buffer.nbytes != request.box.size * itemsize:
         raise SnapshotUnavailable(
             f"{key}: the snapshot's elements have {itemsize} bytes, the tensor to fill has others; "
             "its dtype has changed"
         )
-    return whole.reshape(*request.box.shape, itemsize)[box.within(request.box).slices]
+    return buffer.reshape(*request.box.shape, itemsize)[box.within(request.box).slices]

@@ -1,75 +1,64 @@
-"""Blocks of stripes on their way between snapshot servers: what is said about them, the connections, and their combination on arrival.
+"""Reads blocks of stripes from other snapshot servers, and combines them as they arrive.
 
-A node's own bytes, as stripes see them, are the shards of its ranks one after the other; its table says where each begins. Blocks are
-combined tile by tile as they arrive, so that they pass through the processor's cache and never through Python.
+Blocks are combined tile by tile, so that they pass through the processor's cache and no Python
+object is made of them. What is combined is authenticated only when `combine` has returned.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.memory.arena import Bytes
-from keepstep.checkpoint.memory.wire import Connection, Message
+from keepstep.checkpoint.memory.client import translated_transport_errors
+from keepstep.checkpoint.memory.erasure_group import ErasureGroup
+from keepstep.checkpoint.memory.messages import (
+    SNAPSHOT_PROTOCOL,
+    ClientRequest,
+    Refused,
+    ServerReply,
+)
 from keepstep.checkpoint.parity.erasure import Combination, Row
 from keepstep.checkpoint.parity.stripes import Stripes
+from keepstep.transport import Connection, Identity, connect
 
 # As many sources' tiles as fit a core's cache beside the target's.
 _TILES_NBYTES = 2**20
 _SMALLEST_TILE_NBYTES = 64 * 2**10
+_TILE_ALIGNMENT = 64
 
-_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class ShardLocation:
-    """A rank's shard as part of its node's bytes: its place in these, where its index lies in it, and its CRC-32C."""
-
-    rank: int
-    offset: int
-    nbytes: int
-    index_offset: int
-    crc: int
-
-    def to_json(self) -> Json:
-        """Return the part as a JSON list."""
-        return [self.rank, self.offset, self.nbytes, self.index_offset, self.crc]
+ServerConnection: TypeAlias = Connection[ClientRequest, ServerReply]
+ReplyT = TypeVar("ReplyT", bound=ServerReply)
 
 
-ShardTable = tuple[ShardLocation, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ErasureGroup:
-    """An erasure group as one of its nodes sees it: where the others answer, by position, and which position is its own."""
-
-    generation: int
-    addresses: tuple[str, ...]
-    position: int
-    parity: int
-
-    @property
-    def stripes(self) -> Stripes:
-        """Which node holds which block."""
-        return Stripes(len(self.addresses), self.parity)
+def stripes_of(group: ErasureGroup) -> Stripes:
+    """Return which node of a group holds which block."""
+    return Stripes(len(group.addresses), group.parity)
 
 
 class ServerConnections:
-    """Connections to other servers, for one thread; `interrupt`, from any, makes what it waits for end."""
+    """Connections to other servers, for one thread.
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._connections: dict[str, Connection] = {}
+    `interrupt`, from any thread, ends them and whatever waits on them.
+    """
 
-    def get(self, address: str) -> Connection:
-        """Return the connection to an address, made the first time."""
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._connections: dict[str, ServerConnection] = {}
+
+    def get(self, address: str) -> ServerConnection:
+        """Return the connection to an address, made the first time.
+
+        Raises:
+            SnapshotUnavailable: no snapshot server of this job answers there.
+        """
         if address not in self._connections:
-            self._connections[address] = Connection.connect(address, self._secret, _TIMEOUT_S)
+            with translated_transport_errors():
+                self._connections[address] = connect(address, SNAPSHOT_PROTOCOL, self._identity)
         return self._connections[address]
 
     def retain_only(self, addresses: Collection[str]) -> None:
@@ -78,50 +67,75 @@ class ServerConnections:
             self._connections.pop(address).close()
 
     def interrupt(self) -> None:
-        """Have every receive fail."""
+        """End all connections; they stay in place, so that what uses them fails."""
         for connection in list(self._connections.values()):
             connection.interrupt()
 
 
 def combine(
     coefficients: Row,
-    sources: Sequence[Connection],
+    sources: Sequence[ServerConnection],
     counts: Sequence[int],
     target: Bytes,
     stop: threading.Event,
 ) -> None:
-    """Receive as many bytes as the counts say from each source, and write their combination; short ones are followed by zeros.
+    """Receive payloads and write their combination; short ones count as followed by zeros.
+
+    Args:
+        coefficients: one for each source.
+        sources: connections on which a payload comes next.
+        counts: the payloads' sizes in bytes, at most the target's.
+        target: where to write. Its content is valid only when this has returned.
+        stop: ends the attempt when set.
 
     Raises:
-        SnapshotUnavailable: a connection broke, or the attempt was stopped.
+        SnapshotUnavailable: a connection broke, a payload was changed on the way, or the attempt
+            was stopped.
     """
-    if coefficients == (1,) and counts[0] == target.nbytes:
-        sources[0].receive_into(target.data)
-        return
-    combination = Combination(coefficients)
-    tile = max(_SMALLEST_TILE_NBYTES, _TILES_NBYTES // (len(sources) + 1) // 64 * 64)
-    scratch = np.empty((len(sources), tile), np.uint8)
-    for start in range(0, target.nbytes, tile):
-        if stop.is_set():
-            raise SnapshotUnavailable("the generation is over")
-        nbytes = min(tile, target.nbytes - start)
-        for source, count, row in zip(sources, counts, scratch, strict=True):
-            here = min(max(count - start, 0), nbytes)
-            source.receive_into(row[:here].data)
-            row[here:nbytes] = 0
-        combination.into(target[start : start + nbytes], [row[:nbytes] for row in scratch])
+    with translated_transport_errors():
+        if coefficients == (1,) and counts[0] == target.nbytes:
+            sources[0].fill(target.data)
+            return
+        combination = Combination(coefficients)
+        tile_nbytes = max(
+            _SMALLEST_TILE_NBYTES,
+            _TILES_NBYTES // (len(sources) + 1) // _TILE_ALIGNMENT * _TILE_ALIGNMENT,
+        )
+        tiles = np.empty((len(sources), tile_nbytes), np.uint8)
+        for start in range(0, target.nbytes, tile_nbytes):
+            if stop.is_set():
+                raise SnapshotUnavailable("the generation is over")
+            nbytes = min(tile_nbytes, target.nbytes - start)
+            for source, count, tile in zip(sources, counts, tiles, strict=True):
+                received_nbytes = min(max(count - start, 0), nbytes)
+                source.fill(tile[:received_nbytes].data)
+                tile[received_nbytes:nbytes] = 0
+            combination.into(target[start : start + nbytes], [tile[:nbytes] for tile in tiles])
 
 
-def receive_head(source: Connection) -> tuple[Message, int]:
-    """Return an answer's message and the size of its payload, which is still to come."""
-    head = source.receive_head()
-    if head is None:
-        raise SnapshotUnavailable(f"{source.peer}: is gone")
-    if "error" in head[0]:
-        raise SnapshotUnavailable(head[0]["error"])
-    return head
+def send_request(source: ServerConnection, request: ClientRequest) -> None:
+    """Send a request to another server. Raises SnapshotUnavailable if the connection broke."""
+    with translated_transport_errors():
+        source.send(request)
 
 
-def table_nbytes(table: ShardTable) -> int:
-    """Return how many bytes a table is of."""
-    return table[-1].offset + table[-1].nbytes if table else 0
+def receive_head(source: ServerConnection, expected: type[ReplyT]) -> tuple[ReplyT, int]:
+    """Return the reply to a request and the size of its payload, which is still to come.
+
+    Raises:
+        SnapshotUnavailable: the server refused, or the connection broke.
+    """
+    with translated_transport_errors():
+        head = source.receive_head()
+    match head:
+        case None:
+            raise SnapshotUnavailable(f"{source.peer}: is gone")
+        case (Refused(reason=reason), _):
+            raise SnapshotUnavailable(reason)
+        case (reply, nbytes) if isinstance(reply, expected):
+            return reply, nbytes
+        case (reply, _):
+            raise SnapshotUnavailable(
+                f"{source.peer}: answered by {type(reply).__name__}, not {expected.__name__}; "
+                f"run one version of keepstep on all nodes"
+            )

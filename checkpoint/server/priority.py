@@ -1,13 +1,16 @@
-"""Who gives way to whom on a processor that all want."""
+"""Lowers the priority of threads that compete with training for the processor."""
 
 from __future__ import annotations
 
 import os
 import threading
 
-_LOWEST = 19
+_LOWEST_PRIORITY = 19
 
 
 def yield_to_training() -> None:
-    """Have this thread, and those that it starts, run when the training leaves a processor free; Linux has priorities by thread."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+    """Give this thread, and those that it starts, the lowest priority.
+
+    On Linux niceness belongs to threads, and a new thread inherits it.
+    """
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -14,11 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from keepstep.checkpoint.memory.messages import Persisted, PersistFailed, Protected
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
-from keepstep.elastic.agent.snapshot_process import SnapshotProcess
+from keepstep.elastic.agent.snapshot_process import (
+    ServerDied,
+    SnapshotEvent,
+    SnapshotProcess,
+    stored_part,
+)
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Publish
@@ -383,18 +389,18 @@ class Agent:
         await self._snapshots.commit(snapshot)
         await self._worker_group.broadcast({"type": "committed", "step": snapshot.step})
 
-    def _on_snapshot_event(self, event: Mapping[str, object]) -> None:
-        """The snapshot server has protected or stored something, or has failed to."""
-        if event["event"] == "protected":
-            self._report()
-        elif event["event"] in ("persisted", "persist_failed") and self._persisting is not None:
-            part = event["part"] if event["event"] == "persisted" else {"error": event["reason"]}
-            assert isinstance(part, Mapping)
-            self._membership.update(
-                persisted=PersistedPart(self._persisting.step, self._persisting.generation, part)
-            )
-        elif event["event"] == "died":
-            self._worker_group.fail("the snapshot server of this node died")
+    def _on_snapshot_event(self, event: SnapshotEvent) -> None:
+        """Pass on what the snapshot server has protected or stored, or has failed to."""
+        match event:
+            case Protected():
+                self._report()
+            case Persisted() | PersistFailed() if self._persisting is not None:
+                step, generation = self._persisting.step, self._persisting.generation
+                self._membership.update(
+                    persisted=PersistedPart(step, generation, stored_part(event))
+                )
+            case ServerDied():
+                self._worker_group.fail("the snapshot server of this node died")
         self._wake.set()
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""The agent's side of its node's snapshot server: the process, the control connection, and what the server has told so far."""
+"""Runs this node's snapshot server for the agent: the process, its commands, and its events."""
 
 from __future__ import annotations
 
@@ -8,45 +8,95 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.erasure_group import ErasureGroup
+from keepstep.checkpoint.memory.messages import (
+    CONTROL_PROTOCOL,
+    AgentCommand,
+    AgentReply,
+    AgentRequest,
+    Commit,
+    FinishProtection,
+    NodeHoldings,
+    OpenGeneration,
+    PartListing,
+    Persist,
+    Persisted,
+    PersistFailed,
+    PersistTask,
+    Protected,
+    Publish,
+    Published,
+    PublishFailed,
+    RankHolder,
+    Rebuild,
+    Refused,
+    ReportHoldings,
+    ServerEvent,
+    Serving,
+    Verify,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.memory.wire import Message, encode, read_message
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Generation, PersistRequest, SnapshotCommit, group_of
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Member,
+    PersistRequest,
+    SnapshotCommit,
+    group_of,
+)
 from keepstep.processes import module_command
+from keepstep.transport import StreamConnection, TransportError
 
 _START_S = 30.0
+_END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDied:
+    """The snapshot server ended although the agent did not close it."""
+
+
+SnapshotEvent: TypeAlias = Protected | Persisted | PersistFailed | ServerDied
+ControlConnection: TypeAlias = StreamConnection[AgentRequest, AgentReply | ServerEvent]
 
 
 class SnapshotProcess:
-    """One snapshot server. Made by `start`; `close` ends it, and with it all that it holds."""
+    """One snapshot server. Made by `start`; `close` ends it, and frees all that it holds.
+
+    Attributes:
+        local_address: where this node's workers reach the server.
+        address: where other nodes reach it.
+        memory_nbytes: the memory that it uses, as last reported.
+    """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        control: ControlConnection,
         directory: Path,
         node: str,
         workers: int,
-        on_event: Callable[[Mapping[str, Any]], None],
+        on_event: Callable[[SnapshotEvent], None],
     ) -> None:
         self._process = process
-        self._reader, self._writer = streams
+        self._control = control
         self._node = node
         self._workers = workers
         self._on_event = on_event
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Message]] = {}
-        self._published: asyncio.Future[Message] | None = None
+        self._replies: dict[int, asyncio.Future[NodeHoldings]] = {}
+        self._publishing: asyncio.Future[None] | None = None
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sealed: set[SnapshotId] = set()
         self._protected: set[SnapshotId] = set()
         self._closing = False
-        self._listener = asyncio.create_task(self._listen())
+        self._receiving = asyncio.create_task(self._receive_all())
         self.local_address = f"unix:{directory / 'snapshots.sock'}"
         self.address = ""
         self.memory_nbytes = 0
@@ -59,38 +109,46 @@ class SnapshotProcess:
         directory: Path,
         host: str,
         secret: bytes,
-        on_event: Callable[[Mapping[str, Any]], None],
+        on_event: Callable[[SnapshotEvent], None],
         limits: RateLimits,
     ) -> SnapshotProcess:
         """Start a server and wait until it serves.
 
-        `on_event` is called with `protected` (a snapshot is sealed here, and its parity kept), `persisted`, `persist_failed` and `died`.
+        Args:
+            node: this node's name.
+            workers: how many ranks the node has.
+            directory: where the server makes its Unix socket.
+            host: the address of this node that other nodes reach.
+            secret: the job's.
+            on_event: called when a snapshot is sealed and protected here, when a part of a
+                checkpoint is written or has failed to be, and when the server has died.
+            limits: how fast the server sends and writes beside the training.
 
         Raises:
             JobFailed: it does not start.
         """
-        ours, theirs = socket.socketpair()
-        socket_path = directory / "snapshots.sock"
-        socket_path.unlink(missing_ok=True)
-        with theirs:
+        own_end, server_end = socket.socketpair()
+        (directory / "snapshots.sock").unlink(missing_ok=True)
+        with server_end:
             process = subprocess.Popen(  # noqa: ASYNC220 - forking takes milliseconds, once per node
                 module_command(
                     "keepstep.checkpoint.server.server", "--directory", str(directory),
-                    "--host", host, "--control", str(theirs.fileno()), "--parent", str(os.getpid()),
-                    "--ranks", str(workers),
-                    "--exchange-limit", str(limits.exchange), "--storage-limit", str(limits.storage),
+                    "--host", host, "--node", node, "--control", str(server_end.fileno()),
+                    "--parent", str(os.getpid()), "--ranks", str(workers),
+                    "--exchange-limit", str(limits.exchange),
+                    "--storage-limit", str(limits.storage),
                 ),
                 stdin=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(server_end.fileno(),),
                 start_new_session=True,
             )  # fmt: skip
         assert process.stdin is not None
         with process.stdin as pipe:
             pipe.write(secret.hex().encode() + b"\n")
-        ours.setblocking(False)
-        self = cls(
-            process, await asyncio.open_connection(sock=ours), directory, node, workers, on_event
+        control: ControlConnection = StreamConnection.over_pair(
+            own_end, CONTROL_PROTOCOL.client, f"the snapshot server of node {node}"
         )
+        self = cls(process, control, directory, node, workers, on_event)
         try:
             async with asyncio.timeout(_START_S):
                 self.address = await self._serving
@@ -103,7 +161,7 @@ class SnapshotProcess:
 
     @property
     def sealed(self) -> tuple[SnapshotId, ...]:
-        """Snapshots that all local ranks have sealed, as far as the server has told."""
+        """Snapshots that all local ranks have sealed, as last reported by the server."""
         return tuple(sorted(self._sealed))
 
     @property
@@ -112,140 +170,183 @@ class SnapshotProcess:
         return tuple(sorted(self._protected))
 
     async def refresh(self) -> None:
-        """Ask the server what it holds."""
-        await self._ask({"verb": "holdings"})
+        """Have the server report what it holds."""
+        await self._ask(ReportHoldings())
 
     async def finish_protection(self) -> None:
-        """Give the server a moment to complete the parity that it can still complete, and ask what it holds."""
-        await self._ask({"verb": "finish_protection"})
+        """Give the server a moment to complete the parity that it can still complete."""
+        await self._ask(FinishProtection())
 
     async def verify(self) -> None:
-        """Have memory that has changed since it was sealed forgotten."""
-        await self._ask({"verb": "verify"})
+        """Have the server forget snapshots whose memory has changed since they were sealed."""
+        await self._ask(Verify())
 
     async def open_generation(self, generation: Generation) -> None:
-        """Have nothing accepted any more from workers of older generations, and what is sealed protected by this one's groups."""
-        group = group_of(generation.members, self._node)
-        nodes = [member.node for member in group]
-        await self._ask({
-            "verb": "open_generation",
-            "generation": generation.generation,
-            "addresses": [member.server for member in group] or [self.address],
-            "position": nodes.index(self._node) if group else 0,
-            "parity": generation.parity if group else 0,
-        })  # fmt: skip
+        """Open a generation: workers of older ones are refused from now on.
+
+        Snapshots sealed in it are protected by its erasure groups.
+        """
+        members = group_of(generation.members, self._node)
+        nodes = [member.node for member in members]
+        group = ErasureGroup(
+            generation=generation.generation,
+            addresses=tuple(member.server for member in members) or (self.address,),
+            position=nodes.index(self._node) if members else 0,
+            parity=generation.parity if members else 0,
+        )
+        await self._ask(OpenGeneration(group=group))
 
     async def rebuild(self, resume: SnapshotCommit) -> None:
-        """Begin to rebuild those shards of lost nodes that this one adopts; their readers wait for them."""
-        orphans = {adoption.rank for adoption in resume.shard_rebuilds}
-        mine = {adoption.rank for adoption in resume.shard_rebuilds if adoption.node == self._node}
+        """Begin to rebuild the shards of lost nodes that this node adopts; readers wait for them."""
+        lost_ranks = {adoption.rank for adoption in resume.shard_rebuilds}
+        adopted_ranks = {
+            adoption.rank for adoption in resume.shard_rebuilds if adoption.node == self._node
+        }
         for holder in resume.holders:
-            ranks = sorted(mine & set(holder.ranks))
-            if not ranks:
-                continue
-            group = resume.group_of(holder.node)
-            await self._ask({
-                "verb": "rebuild",
-                "snapshot": [resume.snapshot.generation, resume.snapshot.step],
-                "addresses": [member.server for member in group],
-                "position": group.index(holder),
-                "parity": resume.parity,
-                "lost": [position for position, member in enumerate(group) if orphans & set(member.ranks)],
-                "ranks": ranks,
-            })  # fmt: skip
+            ranks = sorted(adopted_ranks & set(holder.ranks))
+            if ranks:
+                members = resume.group_of(holder.node)
+                await self._ask(
+                    Rebuild(
+                        snapshot=resume.snapshot,
+                        group=_group_seen_from(holder, members, resume),
+                        lost=tuple(
+                            position
+                            for position, member in enumerate(members)
+                            if lost_ranks & set(member.ranks)
+                        ),
+                        ranks=tuple(ranks),
+                    )
+                )
 
     async def commit(self, snapshot: SnapshotId) -> None:
-        """Let go of everything older than this snapshot."""
-        await self._ask({"verb": "commit", "snapshot": [snapshot.generation, snapshot.step]})
+        """Have everything older than this snapshot freed."""
+        await self._ask(Commit(snapshot=snapshot))
 
     async def persist(self, request: PersistRequest) -> None:
         """Begin to write this node's part of a checkpoint; the outcome comes as an event."""
-        position = [holder.node for holder in request.commit.holders].index(self._node)
+        part = [holder.node for holder in request.commit.holders].index(self._node)
         try:
-            await self._ask({"verb": "persist", "name": position, **self._describe(request)})
+            await self._ask(Persist(task=self._task_of(request), part=part))
         except SnapshotUnavailable as error:
-            self._on_event({"event": "persist_failed", "reason": str(error)})
+            self._on_event(PersistFailed(snapshot=request.commit.snapshot, reason=str(error)))
 
     async def publish(self, request: PersistRequest, parts: Sequence[Mapping[str, Any]]) -> None:
         """Write the manifest of a checkpoint whose parts are all written.
 
+        Args:
+            request: which checkpoint.
+            parts: what `stored_part` returned for each of the nodes.
+
         Raises:
             JobFailed: it could not be written.
         """
-        self._published = asyncio.get_running_loop().create_future()
-        await self._ask({"verb": "publish", "parts": list(parts), **self._describe(request)})
-        event = await self._published
-        if event["event"] == "publish_failed":
-            raise JobFailed(event["reason"])
+        listings = tuple(PartListing(*part["entry"]) for part in parts)
+        self._publishing = asyncio.get_running_loop().create_future()
+        await self._ask(Publish(task=self._task_of(request), listings=listings))
+        await self._publishing
 
     async def close(self) -> None:
-        """End the server: its end of the control connection closes, and it goes."""
+        """End the server: it ends when its control connection closes."""
         self._closing = True
-        self._writer.close()
+        self._control.close()
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._process.wait), 5.0)
+            await asyncio.wait_for(asyncio.to_thread(self._process.wait), _END_S)
         except TimeoutError:
             self._process.kill()
             self._process.wait()
-        self._listener.cancel()
+        self._receiving.cancel()
 
-    def _describe(self, request: PersistRequest) -> Message:
-        snapshot = request.commit.snapshot
-        return {
-            "url": request.url,
-            "snapshot": [snapshot.generation, snapshot.step],
-            "holders": [
-                [
-                    None if holder.node == self._node else holder.server,
-                    list(holder.ranks),
-                ]
+    def _task_of(self, request: PersistRequest) -> PersistTask:
+        return PersistTask(
+            url=request.url,
+            snapshot=request.commit.snapshot,
+            holders=tuple(
+                RankHolder(
+                    None if holder.node == self._node else holder.server, tuple(holder.ranks)
+                )
                 for holder in request.commit.holders
-            ],
-        }
+            ),
+        )
 
-    async def _ask(self, request: Message) -> Message:
+    async def _ask(self, command: AgentCommand) -> None:
+        """Have a command carried out, and note what the server holds then.
+
+        Raises:
+            SnapshotUnavailable: the server refuses, or is gone.
+        """
+        if self._receiving.done():
+            raise self._gone()
         number = next(self._numbers)
-        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._answers[number] = answer
-        if self._listener.done():
-            raise SnapshotUnavailable(f"the snapshot server of node {self._node} is gone")
-        self._writer.write(encode({"id": number, **request}))
-        reply = await answer
-        if "error" in reply:
-            raise SnapshotUnavailable(reply["error"])
+        reply: asyncio.Future[NodeHoldings] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            await self._control.send(AgentRequest(number=number, command=command))
+            holdings = await reply
+        except TransportError as error:
+            raise self._gone() from error
+        finally:
+            self._replies.pop(number, None)
         self._sealed = {
-            SnapshotId(*name) for name, ranks in reply["sealed"] if len(ranks) == self._workers
+            sealed.snapshot for sealed in holdings.sealed if len(sealed.ranks) == self._workers
         }
-        self._protected = {SnapshotId(*name) for name in reply["protected"]}
-        self.memory_nbytes = reply["nbytes"]
-        return reply
+        self._protected = set(holdings.protected)
+        self.memory_nbytes = holdings.nbytes
 
-    async def _listen(self) -> None:
-        while (message := await read_message(self._reader)) is not None:
-            if "id" in message:
-                self._answers.pop(message["id"]).set_result(message)
-            else:
+    async def _receive_all(self) -> None:
+        try:
+            while (message := await self._control.receive()) is not None:
                 self._on_message(message)
-        gone = SnapshotUnavailable(f"the snapshot server of node {self._node} is gone")
-        for future in (*self._answers.values(), self._published):
-            if future is not None and not future.done():
-                future.set_exception(gone)
-        if not self._serving.done():
-            self._serving.set_exception(gone)
-        if not self._closing:
-            self._on_event({"event": "died"})
+        finally:
+            for future in (self._serving, self._publishing, *self._replies.values()):
+                if future is not None and not future.done():
+                    future.set_exception(self._gone())
+            if not self._closing:
+                self._on_event(ServerDied())
 
-    def _on_message(self, message: Message) -> None:
-        match message["event"]:
-            case "serving":
-                self._serving.set_result(message["address"])
-            case "protected":
-                self._sealed.add(SnapshotId(*message["snapshot"]))
-                self._protected.add(SnapshotId(*message["snapshot"]))
-                self.memory_nbytes = message["nbytes"]
+    def _on_message(self, message: AgentReply | ServerEvent) -> None:
+        match message:
+            case AgentReply(number=number, result=result):
+                reply = self._replies.get(number)
+                if reply is None or reply.done():
+                    return  # The task that asked was cancelled.
+                if isinstance(result, Refused):
+                    reply.set_exception(SnapshotUnavailable(result.reason))
+                else:
+                    reply.set_result(result)
+            case Serving(address=address):
+                self._serving.set_result(address)
+            case Protected(snapshot=snapshot, nbytes=nbytes):
+                self._sealed.add(snapshot)
+                self._protected.add(snapshot)
+                self.memory_nbytes = nbytes
                 self._on_event(message)
-            case "published" | "publish_failed":
-                if self._published is not None and not self._published.done():
-                    self._published.set_result(message)
-            case _:
+            case Persisted() | PersistFailed():
                 self._on_event(message)
+            case Published():
+                if self._publishing is not None and not self._publishing.done():
+                    self._publishing.set_result(None)
+            case PublishFailed(reason=reason):
+                if self._publishing is not None and not self._publishing.done():
+                    self._publishing.set_exception(JobFailed(reason))
+
+    def _gone(self) -> SnapshotUnavailable:
+        return SnapshotUnavailable(f"the snapshot server of node {self._node} is gone")
+
+
+def stored_part(event: Persisted | PersistFailed) -> dict[str, Any]:
+    """Return the outcome of writing a part as JSON, for the node's record in the coordinator."""
+    if isinstance(event, PersistFailed):
+        return {"error": event.reason}
+    return {"entry": [event.listing.name, event.listing.nbytes, event.listing.crc32c]}
+
+
+def _group_seen_from(
+    holder: Member, members: Sequence[Member], commit: SnapshotCommit
+) -> ErasureGroup:
+    return ErasureGroup(
+        generation=commit.snapshot.generation,
+        addresses=tuple(member.server for member in members),
+        position=[member.node for member in members].index(holder.node),
+        parity=commit.parity,
+    )

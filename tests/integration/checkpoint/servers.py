@@ -1,4 +1,4 @@
-"""Snapshot servers in processes of their own, as agents have them, for tests."""
+"""Runs snapshot servers in processes of their own, as agents do, for tests."""
 
 from __future__ import annotations
 
@@ -13,52 +13,99 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.client import translated_transport_errors
+from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.memory_source import Holder
-from keepstep.checkpoint.memory.wire import Connection, Message
+from keepstep.checkpoint.memory.messages import (
+    CONTROL_PROTOCOL,
+    AgentCommand,
+    AgentReply,
+    AgentRequest,
+    Commit,
+    FinishProtection,
+    NodeHoldings,
+    OpenGeneration,
+    Protected,
+    Rebuild,
+    Refused,
+    ReportHoldings,
+    ServerEvent,
+    Serving,
+)
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.transport import Connection
 
 SECRET = b"s" * 32
 
 
 class Server:
-    """A server, and the agent's end of its control connection."""
+    """A server, and the agent's end of its control connection.
 
-    def __init__(self, directory: Path, ranks: int, *options: str) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+    Args:
+        directory: where its Unix socket is made.
+        ranks: how many ranks its node has.
+        options: further arguments on its command line.
+        max_descriptors: how many files it may have open; None is what this process may.
+    """
+
+    def __init__(
+        self, directory: Path, ranks: int, *options: str, max_descriptors: int | None = None
+    ) -> None:
+        own_end, server_end = socket.socketpair()
+        limit = [] if max_descriptors is None else ["prlimit", f"--nofile={max_descriptors}"]
+        with server_end:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "keepstep.checkpoint.server.server", "--directory", str(directory), "--host", "127.0.0.1",
-                    "--control", str(theirs.fileno()), "--parent", str(os.getpid()), "--ranks", str(ranks),
-                    *options,
+                    *limit, sys.executable, "-m", "keepstep.checkpoint.server.server",
+                    "--directory", str(directory), "--host", "127.0.0.1",
+                    "--node", directory.name[:100], "--control", str(server_end.fileno()),
+                    "--parent", str(os.getpid()), "--ranks", str(ranks), *options,
                 ],
-                stdin=subprocess.PIPE, pass_fds=(theirs.fileno(),),
+                stdin=subprocess.PIPE, pass_fds=(server_end.fileno(),),
             )  # fmt: skip
         assert self.process.stdin is not None
         with self.process.stdin as pipe:
             pipe.write(SECRET.hex().encode() + b"\n")
-        self.control = Connection(ours, "server")
-        self.heard: list[Message] = []
-        self.address = self.hear("serving")["address"]
+        self.control: Connection[AgentRequest, AgentReply | ServerEvent] = Connection.over_pair(
+            own_end, CONTROL_PROTOCOL.client, "server"
+        )
+        self.events: list[ServerEvent] = []
+        self.numbers = itertools.count()
+        serving = self._receive()
+        assert isinstance(serving, Serving)
+        self.address = serving.address
         self.local = f"unix:{directory / 'snapshots.sock'}"
 
-    def hear(self, event: str, **details: object) -> Message:
-        """Return the next event of a kind with these details; other events before it are dropped."""
+    def wait_until_protected(self, snapshot: SnapshotId) -> None:
+        """Wait for the event that a snapshot is protected; other events before it are dropped."""
         while True:
-            message = self.heard.pop(0) if self.heard else self._receive()
-            if message.get("event") == event and details.items() <= message.items():
-                return message
+            event = self.events.pop(0) if self.events else self._receive()
+            if isinstance(event, Protected) and event.snapshot == snapshot:
+                return
 
-    def ask(self, **request: object) -> Message:
-        """Return the answer to a request; events that come before it can be heard later."""
-        self.control.send({"id": 1, **request})
-        while "id" not in (message := self._receive()):
-            self.heard.append(message)
-        if "error" in message:
-            raise AssertionError(message["error"])
-        return message
+    def ask(self, command: AgentCommand) -> NodeHoldings:
+        """Return the reply to a command; events that come before it are kept."""
+        number = next(self.numbers)
+        with translated_transport_errors():
+            self.control.send(AgentRequest(number=number, command=command))
+        while not isinstance(message := self._receive(), AgentReply):
+            self.events.append(message)
+        assert message.number == number
+        if isinstance(message.result, Refused):
+            raise AssertionError(message.result.reason)
+        return message.result
 
-    def _receive(self) -> Message:
-        message = self.control.receive()
+    def holdings(self) -> NodeHoldings:
+        """Return what it holds."""
+        return self.ask(ReportHoldings())
+
+    def commit(self, snapshot: SnapshotId) -> NodeHoldings:
+        """Commit a snapshot on this node."""
+        return self.ask(Commit(snapshot=snapshot))
+
+    def _receive(self) -> AgentReply | ServerEvent:
+        with translated_transport_errors():
+            message = self.control.receive()
         if message is None:
             raise SnapshotUnavailable("the server has ended")
         return message
@@ -67,15 +114,14 @@ class Server:
         self, generation: int, addresses: Sequence[str] = (), position: int = 0, parity: int = 0
     ) -> None:
         """Begin one that resumes from nothing, as an agent does."""
-        group = list(addresses) or [self.address]
-        self.ask(
-            verb="open_generation",
+        group = ErasureGroup(
             generation=generation,
-            addresses=group,
+            addresses=tuple(addresses) or (self.address,),
             position=position,
             parity=parity,
         )
-        self.ask(verb="commit", snapshot=[generation, -1])
+        self.ask(OpenGeneration(group=group))
+        self.commit(SnapshotId(generation, -1))
 
     def kill(self) -> None:
         """End it as a crash does."""
@@ -84,6 +130,7 @@ class Server:
         self.control.close()
 
     def close(self) -> None:
+        """End it as an agent does."""
         self.control.close()
         try:
             self.process.wait(10)
@@ -94,7 +141,10 @@ class Server:
 
 @dataclass
 class Cluster:
-    """Nodes in one erasure group; `kill` and `revive` change who lives, `begin` opens a generation of those."""
+    """Nodes in one erasure group.
+
+    `kill` and `revive` change which of them live; `begin` opens a generation of those.
+    """
 
     directory: Path
     size: int
@@ -152,20 +202,27 @@ class Cluster:
         return range(position * self.ranks_per_node, (position + 1) * self.ranks_per_node)
 
     def commit(self, step: int, note: Callable[[int], None] = lambda _: None) -> None:
-        """Commit a snapshot once all protect it, as the leader does; the commit is noted before the nodes are told."""
+        """Commit a snapshot once all protect it, as the leader does.
+
+        The commit is noted before the nodes learn of it.
+        """
+        snapshot = SnapshotId(self.generation, step)
         for server in self.living:
-            while [self.generation, step] not in server.ask(verb="finish_protection")["protected"]:
-                # A server whose peer is gone tries again: it does not know yet that this generation is over.
+            while snapshot not in server.ask(FinishProtection()).protected:
+                # A server whose peer is gone tries again: its generation is not over yet.
                 if self.is_broken.wait(0.01):
                     raise SnapshotUnavailable("a node is gone")
         note(step)
         for server in self.living:
-            server.ask(verb="commit", snapshot=[self.generation, step])
+            server.commit(snapshot)
 
     def rebuild(
         self, step: int, addresses: Sequence[str], lost: Sequence[int] = ()
     ) -> list[Holder]:
-        """Have the living take turns in rebuilding what the dead, or else these, held; return who holds which rank now."""
+        """Have living nodes, in turn, rebuild the shards of the dead ones, or else of `lost`.
+
+        Returns who holds which rank's shard then.
+        """
         lost = list(lost) or [position for position, node in enumerate(self.nodes) if node is None]
         holders = []
         turns = itertools.cycle(self.living)
@@ -174,16 +231,21 @@ class Cluster:
             if node is not None and position not in lost:
                 holders.append(Holder(node.address, tuple(ranks)))
                 continue
+            group = ErasureGroup(
+                generation=self.generation,
+                addresses=tuple(addresses),
+                position=position,
+                parity=self.parity,
+            )
             for rank in ranks:
                 adopter = next(turns)
                 adopter.ask(
-                    verb="rebuild",
-                    snapshot=[self.generation, step],
-                    addresses=list(addresses),
-                    position=position,
-                    parity=self.parity,
-                    lost=lost,
-                    ranks=[rank],
+                    Rebuild(
+                        snapshot=SnapshotId(self.generation, step),
+                        group=group,
+                        lost=tuple(lost),
+                        ranks=(rank,),
+                    )
                 )
                 holders.append(Holder(adopter.address, (rank,), rebuilds=True))
         return holders

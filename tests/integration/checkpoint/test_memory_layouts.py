@@ -1,4 +1,4 @@
-"""State in the memory of four nodes, one of which is lost, is resumed in another layout: no storage is there to read from."""
+"""Claims that the memory of four nodes, one of them lost, is enough to resume in another layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshot servers that protect each other: whichever of them are killed, the rest give back every byte from memory."""
+"""Claims about snapshot servers in one erasure group: any loss up to the parity is rebuilt bit for bit."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.memory.messages import FinishProtection, Verify
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from tests.integration.checkpoint.servers import SECRET, Cluster, Server
 
@@ -92,7 +93,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize(("parity", "lost"), LOSSES)
-def test_whichever_nodes_die_all_shards_come_back(
+def test_any_loss_up_to_the_parity_is_rebuilt_bit_for_bit(
     cluster: Cluster, parity: int, lost: tuple[int, ...]
 ) -> None:
     cluster.revive()
@@ -121,7 +122,7 @@ def damage(server: Server, shard: torch.Tensor) -> None:
     raise AssertionError("the shard is not there")
 
 
-def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_nodes(
+def test_memory_that_changed_after_the_seal_is_rebuilt_from_parity(
     cluster: Cluster,
 ) -> None:
     cluster.revive()
@@ -130,17 +131,19 @@ def test_memory_that_has_changed_since_it_was_sealed_is_rebuilt_like_a_lost_node
     shards[3] = torch.randn(1000)
     addresses = [server.address for server in cluster.living]
     take_and_commit(cluster, 1, shards)
+    snapshot = SnapshotId(generation, 1)
     for server in cluster.living:
-        assert [generation, 1] in server.ask(verb="verify")["protected"]
-    sick = cluster.nodes[1]
-    assert sick is not None
-    damage(sick, shards[3])
-    told = sick.ask(verb="verify")
-    assert [generation, 1] not in [name for name, _ in told["sealed"]] + told["protected"]
+        assert snapshot in server.ask(Verify()).protected
+    damaged = cluster.nodes[1]
+    assert damaged is not None
+    damage(damaged, shards[3])
+    holdings = damaged.ask(Verify())
+    assert snapshot not in [sealed.snapshot for sealed in holdings.sealed]
+    assert snapshot not in holdings.protected
     check(cluster, 1, cluster.rebuild(1, addresses, lost=[1]), shards)
 
 
-def test_the_exchange_keeps_to_its_limit_and_rebuilding_has_none(tmp_path: Path) -> None:
+def test_the_exchange_obeys_its_limit_and_rebuilding_has_none(tmp_path: Path) -> None:
     limit, nbytes = 20 * 10**6, 8 * 10**6
     with contextlib.closing(
         Cluster(tmp_path, 2, 1, options=("--exchange-limit", str(limit)))
@@ -164,11 +167,11 @@ def test_a_node_that_has_not_sealed_only_delays_the_others(cluster: Cluster) -> 
     shards = random_shards(7)
     for position in range(3):
         take(cluster, 1, position, shards)
-    held = [server.ask(verb="finish_protection")["protected"] for server in cluster.living]
-    assert held == [[], [], [], []]
+    protected = [server.ask(FinishProtection()).protected for server in cluster.living]
+    assert protected == [(), (), (), ()]
     take(cluster, 1, 3, shards)
     for server in cluster.living:
-        server.hear("protected", snapshot=[generation, 1])
+        server.wait_until_protected(SnapshotId(generation, 1))
 
 
 def test_parity_follows_the_step_and_memory_does_not_grow(cluster: Cluster) -> None:
@@ -180,13 +183,13 @@ def test_parity_follows_the_step_and_memory_does_not_grow(cluster: Cluster) -> N
     for step in range(1, 6):
         shards = [torch.full((2**18,), float(step * 10 + rank)) for rank in range(len(shards))]
         take_and_commit(cluster, step, shards)
-    held = max(server.ask(verb="holdings")["nbytes"] for server in cluster.living)
-    assert held <= 2 * state_nbytes * 4 / 3 + 2 * 2**20
+    held_nbytes = max(server.holdings().nbytes for server in cluster.living)
+    assert held_nbytes <= 2 * state_nbytes * 4 / 3 + 2 * 2**20
     cluster.kill(2)
     check(cluster, 5, cluster.rebuild(5, addresses), shards)
 
 
-def test_one_loss_too_many_is_refused_with_the_reason(cluster: Cluster) -> None:
+def test_a_loss_beyond_the_parity_is_refused_with_the_reason(cluster: Cluster) -> None:
     cluster.revive()
     cluster.begin(1)
     addresses = [server.address for server in cluster.living]
@@ -198,7 +201,7 @@ def test_one_loss_too_many_is_refused_with_the_reason(cluster: Cluster) -> None:
         check(cluster, 1, cluster.rebuild(1, addresses), shards)
 
 
-def test_what_is_rebuilt_from_a_damaged_block_is_refused(cluster: Cluster) -> None:
+def test_a_shard_rebuilt_from_a_damaged_block_is_refused(cluster: Cluster) -> None:
     cluster.revive()
     generation = cluster.begin(1)
     addresses = [server.address for server in cluster.living]
@@ -206,7 +209,7 @@ def test_what_is_rebuilt_from_a_damaged_block_is_refused(cluster: Cluster) -> No
     take_and_commit(cluster, 1, shards)
     survivor = cluster.nodes[1]
     assert survivor is not None
-    # A stray write into a survivor's memory: its own shard, of which the lost node's was made to be rebuilt.
+    # A stray write into the survivor's own shard, from which the lost node's is rebuilt.
     with contextlib.closing(SnapshotClient(survivor.local, SECRET)) as client:
         arena = client.open(SnapshotId(generation, 1), RANKS_PER_NODE)
         os.pwrite(arena.descriptor, b"\xff" * 4000, 0)

@@ -1,7 +1,7 @@
-"""Nodes are killed at any instant of copying, sealing, exchanging and committing: what the leader then resumes from is always a whole step.
+"""Kills nodes at any instant of copying, sealing, exchanging and committing: a whole step is resumed.
 
-Real servers, real SIGKILL; the leader's own decision (`keepstep.elastic.rendezvous.rank_assignment`) on what the survivors say they hold. KEEPSTEP_SCHEDULES sets
-how many schedules are played.
+Real servers, real SIGKILL, and the leader's own decision (`elastic.rendezvous.rank_assignment`) on
+what the survivors report to hold. KEEPSTEP_SCHEDULES sets how many schedules are played.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.messages import FinishProtection
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import newest_restorable, with_shard_rebuilds
 from keepstep.elastic.rendezvous.records import Generation, Member, NodeRecord, SnapshotCommit
@@ -38,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def state(schedule: int, step: int) -> list[torch.Tensor]:
-    """What every rank holds after a step."""
+    """Return what every rank holds after a step."""
     generator = torch.Generator().manual_seed(schedule * 1000 + step)
     return [
         torch.randn(20_000 + 9_000 * rank, generator=generator)
@@ -47,7 +48,7 @@ def state(schedule: int, step: int) -> list[torch.Tensor]:
 
 
 class Training:
-    """Steps one after the other, each snapshotted by all nodes at once and committed, until a node is gone."""
+    """Steps that all nodes snapshot at once and commit, one after the other, until a node is gone."""
 
     def __init__(self, cluster: Cluster, schedule: int) -> None:
         self.cluster = cluster
@@ -80,20 +81,17 @@ class Training:
 def view_after(
     cluster: Cluster, members: tuple[Member, ...], committed: int, parity: int
 ) -> tuple[View, Generation]:
-    """What the coordinator holds once the survivors have drained."""
+    """Return what the coordinator holds once the survivors have drained."""
     generation = Generation(cluster.generation, members, "h", 1, "start", parity=parity)
     nodes = {}
     for position, server in enumerate(cluster.nodes):
         if server is None:
             continue
-        held = server.ask(verb="finish_protection")
-        sealed = [
-            SnapshotId(*name) for name, ranks in held["sealed"] if len(ranks) == RANKS_PER_NODE
-        ]
-        protected = [SnapshotId(*name) for name in held["protected"]]
+        holdings = server.ask(FinishProtection())
+        sealed = [held.snapshot for held in holdings.sealed if len(held.ranks) == RANKS_PER_NODE]
         record = NodeRecord(
             f"n{position}", "h", RANKS_PER_NODE, "a", server.address, 1, 1, "d",
-            sealed=tuple(sealed), protected=tuple(protected),
+            sealed=tuple(sealed), protected=holdings.protected,
         )  # fmt: skip
         nodes[record.node] = JoinedNode(record, position + 1)
     snapshot = (
@@ -105,7 +103,7 @@ def view_after(
 
 
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
-def test_killed_at_any_instant_the_rest_resume_a_whole_step(
+def test_survivors_of_a_kill_at_any_instant_resume_a_whole_step(
     cluster: Cluster, schedule: int
 ) -> None:
     chance = random.Random(schedule)

@@ -1,4 +1,4 @@
-"""A snapshot server in a process of its own, with writers beside it and readers elsewhere."""
+"""Claims about a snapshot server in its own process, with local writers and remote readers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,18 @@ from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.memory.messages import (
+    SNAPSHOT_PROTOCOL,
+    Holdings,
+    ListHoldings,
+    ReadStripe,
+    Refused,
+    SealedRanks,
+    ShardBox,
+    StripeBytes,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.transport import Codec, Identity, Message, Protocol, VersionRange, connect
 from tests.integration.checkpoint.servers import SECRET, Server
 
 SHAPE = (12, 5)
@@ -78,7 +89,7 @@ def halves(value: torch.Tensor) -> list[tuple[torch.Tensor, Box]]:
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), near=st.sampled_from(["both", "first", "none"]))
-def test_any_box_is_read_back_from_here_and_from_elsewhere(
+def test_any_box_is_read_back_from_local_memory_and_from_peers(
     server: Server, data: st.DataObject, near: str
 ) -> None:
     number = new_generation(server)
@@ -105,12 +116,12 @@ def test_any_box_is_read_back_from_here_and_from_elsewhere(
         assert source.local_nbytes + source.peer_nbytes == into.nbytes
 
 
-def test_the_agent_hears_once_all_its_ranks_have_sealed(server: Server, generation: int) -> None:
+def test_a_snapshot_is_reported_once_all_ranks_have_sealed(server: Server, generation: int) -> None:
     (first, box), (second, other) = halves(torch.zeros(SHAPE))
     take(server, generation, 1, 0, first, box)
-    assert server.ask(verb="holdings")["sealed"] == [[[generation, 1], [0]]]
+    assert server.holdings().sealed == (SealedRanks(SnapshotId(generation, 1), (0,)),)
     take(server, generation, 1, 1, second, other)
-    server.hear("protected", snapshot=[generation, 1])
+    server.wait_until_protected(SnapshotId(generation, 1))
 
 
 def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation: int) -> None:
@@ -118,45 +129,47 @@ def test_an_uncommitted_snapshot_is_never_overwritten(server: Server, generation
     take(server, generation, 1, 0, data, box)
     with pytest.raises(SnapshotUnavailable, match="step 1 is sealed and not committed"):
         take(server, generation, 2, 0, data, box)
-    server.ask(verb="commit", snapshot=[generation, 1])
+    server.commit(SnapshotId(generation, 1))
     take(server, generation, 2, 0, data, box)
 
 
-def write(data: torch.Tensor) -> None:
+def write_in_place(data: torch.Tensor) -> None:
     data.add_(1)
 
 
-def move(data: torch.Tensor) -> None:
+def replace_memory(data: torch.Tensor) -> None:
     data.data = data + 1
 
 
 @pytest.mark.parametrize(
-    ("meddle", "complaint"),
+    ("interfere", "error"),
     [
-        (write, "w was written to while step 1 was being copied"),
-        (move, "w was given other memory before step 1"),
+        (write_in_place, "w was written to while step 1 was being copied"),
+        (replace_memory, "w was given other memory before step 1"),
     ],
 )
-def test_what_is_written_to_while_it_is_copied_is_not_sealed(
-    server: Server, generation: int, meddle: Callable[[torch.Tensor], None], complaint: str
+def test_state_that_changes_while_it_is_copied_is_not_sealed(
+    server: Server, generation: int, interfere: Callable[[torch.Tensor], None], error: str
 ) -> None:
     data, box = halves(torch.ones(SHAPE))[0]
 
-    class Meddler(SnapshotClient):
+    class InterferingClient(SnapshotClient):
         def begin(self, *arguments: Any, **options: Any) -> tuple[int, Arena]:
-            meddle(data)
+            interfere(data)
             return super().begin(*arguments, **options)
 
-    with contextlib.closing(Meddler(server.local, SECRET)) as client:
+    with contextlib.closing(InterferingClient(server.local, SECRET)) as client:
         snapshotter = Snapshotter(client, generation, 0, torch.device("cpu"))
         snapshotter.start(1, [LiveTensor("w", SHAPE, box, data.detach(), data)], {})
-        with pytest.raises(StateChanged, match=complaint):
+        with pytest.raises(StateChanged, match=error):
             snapshotter.wait()
         snapshotter.close()
-    assert server.ask(verb="holdings")["sealed"] == []
+    assert server.holdings().sealed == ()
 
 
-def test_a_snapshot_that_another_rank_has_torn_is_given_up(server: Server, generation: int) -> None:
+def test_a_snapshot_that_another_rank_did_not_seal_is_given_up(
+    server: Server, generation: int
+) -> None:
     data, box = halves(torch.ones(SHAPE))[0]
     take(server, generation, 1, 0, data, box)
     with contextlib.closing(SnapshotClient(server.local, SECRET)) as client:
@@ -164,10 +177,10 @@ def test_a_snapshot_that_another_rank_has_torn_is_given_up(server: Server, gener
         snapshotter.start(2, [LiveTensor("w", SHAPE, box, data)], {}, discard_uncommitted=True)
         snapshotter.wait()
         snapshotter.close()
-    assert server.ask(verb="holdings")["sealed"] == [[[generation, 2], [0]]]
+    assert server.holdings().sealed == (SealedRanks(SnapshotId(generation, 2), (0,)),)
 
 
-def test_an_older_generation_is_refused(server: Server, generation: int) -> None:
+def test_writers_of_an_older_generation_are_refused(server: Server, generation: int) -> None:
     data, box = halves(torch.ones(SHAPE))[0]
     server.open_generation(next(_generations))
     with pytest.raises(SnapshotUnavailable, match="it is over"):
@@ -175,15 +188,15 @@ def test_an_older_generation_is_refused(server: Server, generation: int) -> None
 
 
 @pytest.mark.parametrize("where", ["local", "address"])
-def test_who_does_not_know_the_secret_gets_nothing(server: Server, where: str) -> None:
+def test_a_client_without_the_secret_is_refused(server: Server, where: str) -> None:
     with pytest.raises(SnapshotUnavailable):
         SnapshotClient(getattr(server, where), b"t" * 32).holdings()
 
 
 @pytest.mark.parametrize(
-    "junk", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"KSP1" + b"\xff" * 60]
+    "junk", [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(300), b"KSF" + b"\xff" * 60]
 )
-def test_whoever_talks_nonsense_is_dropped_and_the_server_goes_on(
+def test_a_client_that_sends_garbage_is_dropped_and_others_are_served(
     server: Server, generation: int, junk: bytes
 ) -> None:
     host, _, port = server.address.removeprefix("tcp:").rpartition(":")
@@ -199,21 +212,75 @@ def test_whoever_talks_nonsense_is_dropped_and_the_server_goes_on(
     take(server, generation, 1, 0, data, box)
 
 
-def test_a_wrong_question_is_answered_with_an_error(server: Server) -> None:
-    client = SnapshotClient(server.address, SECRET)
-    with contextlib.closing(client):
+def test_a_request_that_cannot_be_met_is_refused_with_the_reason(
+    server: Server, generation: int
+) -> None:
+    data, box = halves(torch.ones(SHAPE))[0]
+    take(server, generation, 1, 0, data, box)
+    snapshot = SnapshotId(generation, 1)
+    with contextlib.closing(SnapshotClient(server.address, SECRET)) as client:
         with pytest.raises(SnapshotUnavailable, match="is not held here"):
-            client.index(SnapshotId(1, 999), 0)
-        with pytest.raises(SnapshotUnavailable, match="unknown verb"):
-            client._ask(verb="sing", snapshot=[1, 1])
-        assert isinstance(client.holdings(), dict)
+            client.index(SnapshotId(generation, 999), 0)
+        for wrong in [
+            ShardBox(0, "v", box),
+            ShardBox(0, "w", Box((5, 0), (2, 5))),
+            ShardBox(0, "w", Box((0,), (6,))),
+        ]:
+            with pytest.raises(SnapshotUnavailable, match="does not have the box"):
+                client.read(snapshot, [wrong], [memoryview(bytearray(40))])
+        with pytest.raises(SnapshotUnavailable, match="has no stripe 7"):
+            client._ask(ReadStripe(snapshot=snapshot, stripe=7), StripeBytes)
+        assert client.holdings()[snapshot] == [0]
 
 
-def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
+def test_a_seal_whose_index_is_not_in_the_buffer_is_refused(
+    server: Server, generation: int
+) -> None:
+    with contextlib.closing(SnapshotClient(server.local, SECRET)) as client:
+        client.begin(SnapshotId(generation, 1), 0, 4096)
+        with pytest.raises(SnapshotUnavailable, match="beyond its buffer's end"):
+            client.seal(SnapshotId(generation, 1), 0, 4000, 2**20)
+    assert server.holdings().sealed == ()
+
+
+class Sing(Message, frozen=True, kw_only=True):
+    """A request that servers of this version do not know."""
+
+
+def test_an_unknown_request_is_refused_and_the_connection_lives(server: Server) -> None:
+    newer = Protocol(
+        name="snapshot",
+        versions=VersionRange(1, 1),
+        requests=Codec[Sing | ListHoldings](Sing, ListHoldings),
+        replies=SNAPSHOT_PROTOCOL.replies,
+    )
+    with connect(server.address, newer, Identity("newer", SECRET)) as client:
+        client.send(Sing())
+        refused = client.receive()
+        assert isinstance(refused, Refused)
+        assert "run compatible versions of keepstep" in refused.reason
+        client.send(ListHoldings())
+        assert isinstance(client.receive(), Holdings)
+
+
+def test_a_client_whose_request_timed_out_takes_no_late_reply(
+    server: Server, generation: int
+) -> None:
+    client = SnapshotClient(server.address, SECRET, idle_s=0.2)
+    with contextlib.closing(client):
+        with pytest.raises(SnapshotUnavailable, match="no answer in time"):
+            client.index(SnapshotId(generation, 5), 0, wait=True)
+        with pytest.raises(SnapshotUnavailable):
+            client.holdings()
+
+
+def test_a_writer_killed_while_copying_leaves_nothing_and_another_takes_over(
     server: Server, generation: int
 ) -> None:
     code = (
-        "import sys, os; from keepstep.checkpoint.memory.client import SnapshotClient; from keepstep.checkpoint.memory.snapshot_table import SnapshotId\n"
+        "import sys\n"
+        "from keepstep.checkpoint.memory.client import SnapshotClient\n"
+        "from keepstep.checkpoint.memory.snapshot_table import SnapshotId\n"
         f"client = SnapshotClient({server.local!r}, {SECRET!r})\n"
         f"number, arena = client.begin(SnapshotId({generation}, 1), 0, 4096)\n"
         "arena.buffer[:100] = b'x' * 100\n"
@@ -226,7 +293,7 @@ def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
         assert writer.stdout is not None
         assert writer.stdout.readline() == "begun\n"
         writer.send_signal(signal.SIGKILL)
-    assert server.ask(verb="holdings")["sealed"] == []
+    assert server.holdings().sealed == ()
     data, box = halves(torch.full(SHAPE, 2.0))[0]
     take(server, generation, 1, 0, data, box)
     source = MemorySource(SnapshotId(generation, 1), [Holder(server.local, (0,))], SECRET, rank=0)
@@ -236,9 +303,7 @@ def test_a_writer_killed_in_mid_copy_leaves_nothing_and_another_takes_over(
     assert torch.equal(into, data)
 
 
-def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(
-    server: Server, generation: int
-) -> None:
+def test_memory_holds_two_snapshots_of_the_state_at_most(server: Server, generation: int) -> None:
     data = torch.zeros(2**20)
     box = Box((0,), (2**20,))
     for step in range(1, 6):
@@ -248,11 +313,11 @@ def test_two_snapshots_of_a_state_are_all_the_memory_that_is_used(
             snapshotter.start(step, [LiveTensor("big", (2**20,), box, data)], {})
             snapshotter.wait()
             snapshotter.close()
-        held = server.ask(verb="commit", snapshot=[generation, step])["nbytes"]
-    assert held <= 2 * (data.nbytes + 2**17)
+        held_nbytes = server.commit(SnapshotId(generation, step)).nbytes
+    assert held_nbytes <= 2 * (data.nbytes + 2**17)
 
 
-def test_the_server_ends_with_its_agent(tmp_path: Path) -> None:
+def test_the_server_ends_when_its_agent_does(tmp_path: Path) -> None:
     server = Server(tmp_path, RANKS)
     server.control.close()
     assert server.process.wait(10) == 0
@@ -260,7 +325,7 @@ def test_the_server_ends_with_its_agent(tmp_path: Path) -> None:
     server.close()
 
 
-def test_a_path_longer_than_a_sockets_may_be_is_served_all_the_same(tmp_path: Path) -> None:
+def test_a_socket_path_longer_than_the_kernel_allows_is_served(tmp_path: Path) -> None:
     directory = tmp_path / ("as-some-clusters-name-their-scratch-directories-" * 4)
     directory.mkdir()
     with contextlib.closing(Server(directory, 1)) as server:

@@ -1,0 +1,379 @@
+"""Defines the messages of the snapshot server, as its clients and its agent exchange them with it.
+
+Clients are workers beside the server, ranks elsewhere, and the servers of other nodes. Each request
+has one reply, in the order of the requests, and any may be `Refused`. Replies whose names end in
+`Bytes` carry their data as the frame's payload.
+
+The agent owns the other end of a socket pair. Its requests are numbered, for the server sends
+events between the replies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.memory.erasure_group import Count, ErasureGroup, ShardTable
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.transport import Codec, Message, Protocol, VersionRange
+
+MAX_INDEX_NBYTES = 2**28
+"""The largest shard index that a client accepts; the documents in it are of any size."""
+
+_MAX_REQUEST_NBYTES = 2**28  # A restore into another layout may ask for very many boxes at once.
+
+
+@dataclass(frozen=True, slots=True)
+class ShardBox:
+    """A box, in global coordinates, of the tensor `key` as a rank's shard holds it."""
+
+    rank: Count
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class SealedRanks:
+    """The ranks of a node that have sealed a snapshot, in ascending order."""
+
+    snapshot: SnapshotId
+    ranks: tuple[int, ...]
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """Replies to any request that cannot be met; the reason names the remedy."""
+
+    reason: str
+
+
+class Begin(Message, frozen=True, kw_only=True):
+    """Asks for a buffer to write a shard into. Replied to by `Begun`.
+
+    `mapped` are the numbers of the buffers that the client has mapped. `discard_uncommitted`: the
+    rank's last snapshot is given up, for another rank will never seal it.
+    """
+
+    snapshot: SnapshotId
+    rank: Count
+    nbytes: Count
+    mapped: tuple[int, ...]
+    discard_uncommitted: bool
+
+
+class Begun(Message, frozen=True, kw_only=True):
+    """Grants a buffer of `capacity` bytes; its descriptor comes along unless it is mapped already.
+
+    `dropped` are mapped buffers that the server has released.
+    """
+
+    buffer: int
+    capacity: Count
+    dropped: tuple[int, ...]
+
+
+class Seal(Message, frozen=True, kw_only=True):
+    """Declares a shard complete, with its index at a place in its buffer."""
+
+    snapshot: SnapshotId
+    rank: Count
+    index_offset: Count
+    index_nbytes: Count
+
+
+class Sealed(Message, frozen=True, kw_only=True):
+    """Replies to `Seal`."""
+
+
+class ListHoldings(Message, frozen=True, kw_only=True):
+    """Asks which snapshots the node's ranks have sealed. Replied to by `Holdings`."""
+
+
+class Holdings(Message, frozen=True, kw_only=True):
+    """The sealed snapshots of a node."""
+
+    sealed: tuple[SealedRanks, ...]
+
+
+class ReadIndex(Message, frozen=True, kw_only=True):
+    """Asks for the index of a sealed shard. Replied to by `IndexBytes` or `IndexPending`.
+
+    `wait`: the shard may still have to be rebuilt here.
+    """
+
+    snapshot: SnapshotId
+    rank: Count
+    wait: bool
+
+
+class IndexBytes(Message, frozen=True, kw_only=True):
+    """Carries a shard's index, as its writer encoded it (`checkpoint.layout.boxes`)."""
+
+
+class IndexPending(Message, frozen=True, kw_only=True):
+    """The shard is still being rebuilt; ask again."""
+
+
+class OpenShard(Message, frozen=True, kw_only=True):
+    """Asks to map a sealed shard for reading (Unix sockets only). Replied to by `Opened`."""
+
+    snapshot: SnapshotId
+    rank: Count
+
+
+class Opened(Message, frozen=True, kw_only=True):
+    """Comes with the descriptor of a shard's buffer of `capacity` bytes."""
+
+    capacity: Count
+
+
+class ReadBoxes(Message, frozen=True, kw_only=True):
+    """Asks for boxes of sealed shards. Replied to by `BoxBytes`.
+
+    `background`: the server sends no faster than it may beside the training.
+    """
+
+    snapshot: SnapshotId
+    boxes: tuple[ShardBox, ...]
+    background: bool
+
+
+class BoxBytes(Message, frozen=True, kw_only=True):
+    """Carries the boxes that were asked for, one after the other, each in C order."""
+
+
+class ReadStripe(Message, frozen=True, kw_only=True):
+    """Asks for bytes of the block that the node holds of a stripe. Replied to by `StripeBytes`.
+
+    `offset` and `count` are bytes in the block; `count` None means all. What lies beyond the
+    block's end is not sent. `background` as in `ReadBoxes`.
+    """
+
+    snapshot: SnapshotId
+    stripe: Count
+    offset: Count = 0
+    count: Count | None = None
+    background: bool = False
+
+
+class StripeBytes(Message, frozen=True, kw_only=True):
+    """Carries bytes of a block; of a data block, with the table of the bytes it is cut from."""
+
+    table: ShardTable | None
+
+
+class ReadTable(Message, frozen=True, kw_only=True):
+    """Asks where the group's node at a position has its shards. Replied to by `Table`."""
+
+    snapshot: SnapshotId
+    position: Count
+
+
+class Table(Message, frozen=True, kw_only=True):
+    """Replies to `ReadTable`."""
+
+    table: ShardTable
+
+
+ClientRequest: TypeAlias = (
+    Begin | Seal | ListHoldings | ReadIndex | OpenShard | ReadBoxes | ReadStripe | ReadTable
+)
+ServerReply: TypeAlias = (
+    Refused
+    | Begun
+    | Sealed
+    | Holdings
+    | IndexBytes
+    | IndexPending
+    | Opened
+    | BoxBytes
+    | StripeBytes
+    | Table
+)
+
+SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
+    name="snapshot",
+    versions=VersionRange(1, 1),
+    requests=Codec[ClientRequest](
+        Begin, Seal, ListHoldings, ReadIndex, OpenShard, ReadBoxes, ReadStripe, ReadTable
+    ),
+    replies=Codec[ServerReply](
+        Refused,
+        Begun,
+        Sealed,
+        Holdings,
+        IndexBytes,
+        IndexPending,
+        Opened,
+        BoxBytes,
+        StripeBytes,
+        Table,
+    ),
+    max_body_nbytes=_MAX_REQUEST_NBYTES,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHolder:
+    """Who holds the shards of some ranks: another node's server, or this one (`address` None)."""
+
+    address: str | None
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistTask:
+    """A snapshot to be written to the storage at a URL, and who holds its shards."""
+
+    url: str
+    snapshot: SnapshotId
+    holders: tuple[RankHolder, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartListing:
+    """The stored object that lists one node's part: name, size in bytes, CRC-32C (FORMAT.md)."""
+
+    name: str
+    nbytes: Count
+    crc32c: Count
+
+
+class OpenGeneration(Message, frozen=True, kw_only=True):
+    """Opens a generation: older ones write nothing more, this one's group protects snapshots."""
+
+    group: ErasureGroup
+
+
+class Rebuild(Message, frozen=True, kw_only=True):
+    """Begins to rebuild shards of a lost node.
+
+    `group` protected them, seen from the node that held them (`position` is its own); `lost` are
+    the positions of all nodes that are lost.
+    """
+
+    snapshot: SnapshotId
+    group: ErasureGroup
+    lost: tuple[Count, ...]
+    ranks: tuple[Count, ...]
+
+
+class FinishProtection(Message, frozen=True, kw_only=True):
+    """Waits a moment for the parity that can still be completed."""
+
+
+class Verify(Message, frozen=True, kw_only=True):
+    """Forgets snapshots whose memory has changed since they were sealed."""
+
+
+class Commit(Message, frozen=True, kw_only=True):
+    """Frees everything older than a snapshot, which is the one to resume from."""
+
+    snapshot: SnapshotId
+
+
+class Persist(Message, frozen=True, kw_only=True):
+    """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows."""
+
+    task: PersistTask
+    part: Count
+
+
+class Publish(Message, frozen=True, kw_only=True):
+    """Begins to write the manifest of all nodes' parts. `Published` or `PublishFailed` follows."""
+
+    task: PersistTask
+    listings: tuple[PartListing, ...]
+
+
+class ReportHoldings(Message, frozen=True, kw_only=True):
+    """Asks for the node's holdings alone; every reply to the agent has them."""
+
+
+AgentCommand: TypeAlias = (
+    OpenGeneration
+    | Rebuild
+    | FinishProtection
+    | Verify
+    | Commit
+    | Persist
+    | Publish
+    | ReportHoldings
+)
+
+
+class AgentRequest(Message, frozen=True, kw_only=True):
+    """A command of the agent. Replied to by the `AgentReply` of the same number."""
+
+    number: int
+    command: AgentCommand
+
+
+class NodeHoldings(Message, frozen=True, kw_only=True):
+    """What the node holds: sealed snapshots, those with complete parity, bytes of memory."""
+
+    sealed: tuple[SealedRanks, ...]
+    protected: tuple[SnapshotId, ...]
+    nbytes: Count
+
+
+class AgentReply(Message, frozen=True, kw_only=True):
+    """Replies to the agent's request of this number."""
+
+    number: int
+    result: NodeHoldings | Refused
+
+
+class Serving(Message, frozen=True, kw_only=True):
+    """The server accepts connections; other nodes reach it at this address."""
+
+    address: str
+
+
+class Protected(Message, frozen=True, kw_only=True):
+    """All ranks of the node have sealed a snapshot, and the node's parity of it is complete.
+
+    `nbytes` is the memory that the server uses.
+    """
+
+    snapshot: SnapshotId
+    nbytes: Count
+
+
+class Persisted(Message, frozen=True, kw_only=True):
+    """This node's part of a checkpoint is written, and listed by an object."""
+
+    snapshot: SnapshotId
+    listing: PartListing
+
+
+class PersistFailed(Message, frozen=True, kw_only=True):
+    """This node's part of a checkpoint could not be written."""
+
+    snapshot: SnapshotId
+    reason: str
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """The manifest of a checkpoint is written: the checkpoint is complete."""
+
+    snapshot: SnapshotId
+
+
+class PublishFailed(Message, frozen=True, kw_only=True):
+    """The manifest of a checkpoint could not be written."""
+
+    snapshot: SnapshotId
+    reason: str
+
+
+ServerEvent: TypeAlias = Serving | Protected | Persisted | PersistFailed | Published | PublishFailed
+
+CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
+    name="snapshot control",
+    versions=VersionRange(1, 1),
+    requests=Codec[AgentRequest](AgentRequest),
+    replies=Codec[AgentReply | ServerEvent](
+        AgentReply, Serving, Protected, Persisted, PersistFailed, Published, PublishFailed
+    ),
+)

@@ -1,0 +1,137 @@
+"""Connects the snapshot server to its agent: commands and their replies, and events."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.memory.messages import (
+    CONTROL_PROTOCOL,
+    AgentCommand,
+    AgentReply,
+    AgentRequest,
+    Commit,
+    FinishProtection,
+    NodeHoldings,
+    OpenGeneration,
+    Persist,
+    Publish,
+    Rebuild,
+    Refused,
+    ReportHoldings,
+    ServerEvent,
+    Verify,
+)
+from keepstep.checkpoint.server.persistence import Persistence
+from keepstep.checkpoint.server.protection import Protection
+from keepstep.checkpoint.server.rebuilding import Rebuilder
+from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.transport import Connection, TransportError
+
+_DRAIN_TIMEOUT_S = 1.0
+
+log = logging.getLogger("keepstep")
+
+
+class AgentChannel:
+    """Sends to the agent from any thread, and receives its requests. `close` ends it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._connection: Connection[AgentReply | ServerEvent, AgentRequest] = Connection.over_pair(
+            end, CONTROL_PROTOCOL.server, "agent"
+        )
+        self._sending = threading.Lock()
+
+    def send(self, message: AgentReply | ServerEvent) -> None:
+        """Send a reply or an event. When the agent is gone, `receive` notices it."""
+        with self._sending:
+            try:
+                self._connection.send(message)
+            except TransportError as error:
+                log.debug("the agent is gone: %s", error)
+
+    def receive(self) -> AgentRequest | None:
+        """Return the agent's next request; None when it has gone."""
+        return self._connection.receive()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+class AgentCommands:
+    """Carries out the agent's commands, one after the other."""
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        protection: Protection,
+        rebuilder: Rebuilder,
+        persistence: Persistence,
+    ) -> None:
+        self._memory = memory
+        self._protection = protection
+        self._rebuilder = rebuilder
+        self._persistence = persistence
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the server uses for snapshots and parity."""
+        return self._memory.nbytes + self._protection.nbytes
+
+    def answer(self, request: AgentRequest) -> AgentReply:
+        """Carry out a command; the reply says what is held then, or why it is refused."""
+        result: NodeHoldings | Refused
+        try:
+            self._carry_out(request.command)
+            result = self._holdings()
+        except (CheckpointError, ValueError) as error:
+            result = Refused(reason=str(error))
+        return AgentReply(number=request.number, result=result)
+
+    def _carry_out(self, command: AgentCommand) -> None:
+        match command:
+            case OpenGeneration(group=group):
+                self._memory.open_generation(group.generation)
+                self._protection.open_generation(group)
+                self._persistence.stop()
+            case Rebuild(snapshot=snapshot, ranks=ranks):
+                self._memory.expect(snapshot, ranks)
+                self._rebuilder.rebuild(snapshot, command.group, command.lost, ranks)
+            case FinishProtection():
+                self._protection.finish_protection(_DRAIN_TIMEOUT_S)
+            case Verify():
+                self._discard_damaged()
+            case Commit(snapshot=snapshot):
+                self._memory.commit(snapshot)
+            case Persist(task=task, part=part):
+                self._persistence.start(task, part)
+            case Publish(task=task, listings=listings):
+                self._persistence.publish(task, listings)
+            case ReportHoldings():
+                pass
+
+    def _discard_damaged(self) -> None:
+        """Forget snapshots whose bytes have changed since they were sealed.
+
+        They are rebuilt from parity, if there is any.
+        """
+        for sealed in self._memory.sealed():
+            if not self._protection.is_intact(sealed.snapshot):
+                log.error(
+                    "memory of step %d has changed since it was sealed; it is not used",
+                    sealed.snapshot.step,
+                )
+                self._memory.discard(sealed.snapshot)
+
+    def _holdings(self) -> NodeHoldings:
+        sealed = self._memory.sealed()
+        return NodeHoldings(
+            sealed=sealed,
+            protected=tuple(
+                held.snapshot for held in sealed if self._protection.is_protected(held.snapshot)
+            ),
+            nbytes=self.nbytes,
+        )

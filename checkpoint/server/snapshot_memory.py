@@ -1,0 +1,346 @@
+"""Holds a node's snapshots: the buffers, what lies in them, and which of them are kept.
+
+`keepstep.checkpoint.memory.snapshot_table` decides what is kept; this module locks, maps, and
+releases the memory that the table no longer names.
+
+Invariant: an arena exists for every buffer of the table, and for no other.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import psutil
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.memory import snapshot_table
+from keepstep.checkpoint.memory.arena import Arena
+from keepstep.checkpoint.memory.client import decode_index
+from keepstep.checkpoint.memory.erasure_group import ShardLocation
+from keepstep.checkpoint.memory.messages import SealedRanks, ShardBox
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.transport import FileRange
+
+# How long one request for a shard that is still being rebuilt waits; the client asks again.
+_PENDING_POLL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrantedBuffer:
+    """A buffer that a writer was given.
+
+    `descriptor` is a duplicate that the receiver closes; None if the writer has mapped the buffer
+    already. `dropped` are those buffers that it has mapped and that are released.
+    """
+
+    buffer: int
+    capacity: int
+    descriptor: int | None
+    dropped: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnShard:
+    """A shard that one of the node's ranks has sealed; the index ends its `nbytes` bytes."""
+
+    rank: int
+    arena: Arena
+    index_offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _SealedShard:
+    """Where a sealed shard's index lies in its buffer, and the index once it has been needed."""
+
+    index_offset: int
+    index_nbytes: int
+    index: ShardIndex | None = None
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+
+
+class SnapshotMemory:
+    """The snapshots of one node. Thread-safe; `close` frees everything.
+
+    Args:
+        on_retained: called, under the lock, with the snapshots that are still held in any part.
+    """
+
+    def __init__(self, on_retained: Callable[[set[SnapshotId]], None]) -> None:
+        self._on_retained = on_retained
+        self._changed = threading.Condition()
+        self._table = SnapshotTable()
+        self._arenas: dict[int, Arena] = {}
+        self._shards: dict[tuple[SnapshotId, int], _SealedShard] = {}
+        # Lost nodes' shards that are to be rebuilt here, and the reason if one of them cannot be.
+        self._awaited: dict[tuple[SnapshotId, int], str | None] = {}
+        self._is_stopping = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of all buffers."""
+        with self._changed:
+            return self._table.nbytes
+
+    def sealed(self) -> tuple[SealedRanks, ...]:
+        """Return which of this node's ranks have sealed each snapshot."""
+        with self._changed:
+            sealed = self._table.sealed()
+        return tuple(
+            SealedRanks(snapshot, tuple(sorted(ranks))) for snapshot, ranks in sealed.items()
+        )
+
+    def open_generation(self, generation: int) -> None:
+        """Accept shards of this generation only, from now on."""
+        self._update(lambda table: snapshot_table.open_generation(table, generation))
+
+    def begin(
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        nbytes: int,
+        mapped: Sequence[int],
+        *,
+        discard_uncommitted: bool,
+    ) -> GrantedBuffer:
+        """Give a rank a buffer for a snapshot; `mapped` are the buffers that it has mapped.
+
+        Raises:
+            SnapshotUnavailable: see `snapshot_table.begin`.
+        """
+        available_nbytes = psutil.virtual_memory().available
+        with self._changed:
+            self._table, shard = snapshot_table.begin(
+                self._table,
+                snapshot,
+                rank,
+                nbytes,
+                available_nbytes,
+                discard_uncommitted=discard_uncommitted,
+            )
+            arena = self._arena_of_buffer(shard.buffer, shard.capacity)
+            self._release_unused()
+            return GrantedBuffer(
+                buffer=shard.buffer,
+                capacity=shard.capacity,
+                descriptor=None if shard.buffer in mapped else os.dup(arena.descriptor),
+                dropped=tuple(number for number in mapped if number not in self._arenas),
+            )
+
+    def seal(self, snapshot: SnapshotId, rank: int, index_offset: int, index_nbytes: int) -> None:
+        """Declare a shard complete, whose index lies at this place in its buffer.
+
+        Raises:
+            SnapshotUnavailable: see `snapshot_table.seal`.
+            ValueError: the buffer ends before the index does.
+        """
+        with self._changed:
+            table = snapshot_table.seal(self._table, snapshot, rank)
+            if index_offset + index_nbytes > table.shards[snapshot, rank].capacity:
+                raise ValueError(f"the index of rank {rank}'s shard lies beyond its buffer's end")
+            self._table = table
+            self._shards[snapshot, rank] = _SealedShard(index_offset, index_nbytes)
+
+    def abandon(self, snapshot: SnapshotId, rank: int) -> None:
+        """Forget a shard that was begun and not sealed, for its writer is gone."""
+        self._update(lambda table: snapshot_table.abandon(table, snapshot, rank))
+
+    def discard(self, snapshot: SnapshotId) -> None:
+        """Forget a snapshot, for it is damaged."""
+        self._update(lambda table: snapshot_table.discard(table, snapshot))
+
+    def commit(self, snapshot: SnapshotId) -> None:
+        """Free everything older than a snapshot, unless it is pinned."""
+        self._update(lambda table: snapshot_table.commit(table, snapshot))
+
+    def pin(self, snapshot: SnapshotId) -> None:
+        """Keep a snapshot until `unpin`. Raises SnapshotUnavailable if nothing of it is held."""
+        with self._changed:
+            self._table = snapshot_table.pin(self._table, snapshot)
+
+    def unpin(self, snapshot: SnapshotId) -> None:
+        """Undo one `pin`."""
+        self._update(lambda table: snapshot_table.unpin(table, snapshot))
+
+    def memory(self, snapshot: SnapshotId, rank: int) -> Arena:
+        """Return a sealed shard's memory; the caller has pinned the snapshot while it uses it.
+
+        Raises:
+            SnapshotUnavailable: the shard is not held here.
+        """
+        with self._changed:
+            return self._arena(snapshot, rank)
+
+    def open_shard(self, snapshot: SnapshotId, rank: int) -> tuple[int, int]:
+        """Return a sealed shard's capacity and a descriptor of its memory, which the caller closes.
+
+        Raises as `memory` does.
+        """
+        with self._changed:
+            arena = self._arena(snapshot, rank)
+            return arena.nbytes, os.dup(arena.descriptor)
+
+    def index(self, snapshot: SnapshotId, rank: int) -> ShardIndex:
+        """Return what a sealed shard holds. Raises as `memory` does."""
+        with self._changed:
+            self._read_index(snapshot, rank)
+            index = self._shards[snapshot, rank].index
+        assert index is not None
+        return index
+
+    def index_range(self, snapshot: SnapshotId, rank: int) -> FileRange:
+        """Return a sealed shard's encoded index. Raises as `memory` does."""
+        with self._changed:
+            shard = self._shard(snapshot, rank)
+            return self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
+
+    def find_box(self, snapshot: SnapshotId, wanted: ShardBox) -> tuple[Entry, Arena]:
+        """Return the entry that has a box, and the memory that it lies in. Raises as `memory` does.
+
+        Raises:
+            ValueError: the box is not in the rank's shard.
+        """
+        with self._changed:
+            entry = self._read_index(snapshot, wanted.rank).get(wanted.key)
+            arena = self._arena(snapshot, wanted.rank)
+        if entry is None or not _contains(entry.box, wanted.box):
+            raise ValueError(
+                f"rank {wanted.rank}'s shard of step {snapshot.step} does not have the box of "
+                f"{wanted.key} at offset {wanted.box.offset}, shape {wanted.box.shape}"
+            )
+        return entry, arena
+
+    def own_shards(self, snapshot: SnapshotId) -> tuple[OwnShard, ...]:
+        """Return the shards that this node's ranks have sealed of a snapshot, by rank."""
+        with self._changed:
+            shards = []
+            for rank in sorted(self._table.sealed().get(snapshot, ())):
+                shard = self._shards[snapshot, rank]
+                nbytes = shard.index_offset + shard.index_nbytes
+                arena = self._arena(snapshot, rank)
+                shards.append(OwnShard(rank, arena, shard.index_offset, nbytes))
+            return tuple(shards)
+
+    def expect(self, snapshot: SnapshotId, ranks: Sequence[int]) -> None:
+        """Let requests for these ranks' shards wait: they are going to be rebuilt here."""
+        with self._changed:
+            self._awaited.update({(snapshot, rank): None for rank in ranks})
+            self._changed.notify_all()
+
+    def is_pending(self, snapshot: SnapshotId, rank: int) -> bool:
+        """Wait a while for a shard that is to be rebuilt here; whether it is still to come.
+
+        Raises:
+            SnapshotUnavailable: it cannot be rebuilt.
+        """
+        key = (snapshot, rank)
+
+        def is_settled() -> bool:
+            is_failed = self._awaited.get(key) is not None
+            return key in self._shards or is_failed or self._is_stopping
+
+        with self._changed:
+            # The client may enter the new generation before this node's agent does: a shard that
+            # is not expected yet may be so in a moment.
+            if not self._changed.wait_for(is_settled, _PENDING_POLL_S):
+                return key in self._awaited
+            reason = self._awaited.get(key)
+        if reason is not None:
+            raise SnapshotUnavailable(reason)
+        return False
+
+    def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
+        """Return memory for a lost node's shard. Raises SnapshotUnavailable if there is too little."""
+        available_nbytes = psutil.virtual_memory().available
+        with self._changed:
+            self._table, shard = snapshot_table.adopt(
+                self._table, snapshot, rank, nbytes, available_nbytes
+            )
+            return self._arena_of_buffer(shard.buffer, shard.capacity)
+
+    def complete_adoption(self, snapshot: SnapshotId, location: ShardLocation) -> None:
+        """Serve a rebuilt shard from now on."""
+        rank = location.rank
+        with self._changed:
+            self._table = snapshot_table.complete_adoption(self._table, snapshot, rank)
+            self._shards[snapshot, rank] = _SealedShard(
+                location.index_offset, location.nbytes - location.index_offset
+            )
+            self._changed.notify_all()
+
+    def fail_adoption(self, snapshot: SnapshotId, rank: int, reason: str) -> None:
+        """Refuse requests that wait for a shard: it cannot be rebuilt."""
+        with self._changed:
+            self._table = snapshot_table.abandon(self._table, snapshot, rank)
+            self._awaited[snapshot, rank] = reason
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all waits."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free all memory. No thread may be using it."""
+        with self._changed:
+            for arena in self._arenas.values():
+                arena.close()
+            self._arenas.clear()
+
+    def _update(self, change: Callable[[SnapshotTable], SnapshotTable]) -> None:
+        with self._changed:
+            self._table = change(self._table)
+            self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Release the memory and the indexes that the table no longer names. Under the lock."""
+        table = self._table
+        used = {shard.buffer for shard in table.shards.values()} | set(table.free)
+        for number in [number for number in self._arenas if number not in used]:
+            self._arenas.pop(number).close()
+        self._shards = {key: shard for key, shard in self._shards.items() if key in table.shards}
+        self._awaited = {
+            key: reason for key, reason in self._awaited.items() if key[0] >= table.committed
+        }
+        self._on_retained({snapshot for snapshot, _ in table.shards})
+
+    def _arena_of_buffer(self, number: int, capacity: int) -> Arena:
+        if number not in self._arenas:
+            self._arenas[number] = Arena.create(capacity)
+        return self._arenas[number]
+
+    def _shard(self, snapshot: SnapshotId, rank: int) -> _SealedShard:
+        shard = self._shards.get((snapshot, rank))
+        if shard is None:
+            raise SnapshotUnavailable(
+                f"rank {rank}'s part of step {snapshot.step} (generation {snapshot.generation}) "
+                f"is not held here"
+            )
+        return shard
+
+    def _arena(self, snapshot: SnapshotId, rank: int) -> Arena:
+        self._shard(snapshot, rank)
+        return self._arenas[self._table.shards[snapshot, rank].buffer]
+
+    def _read_index(self, snapshot: SnapshotId, rank: int) -> Mapping[str, Entry]:
+        """Return a shard's entries by key, read from its buffer the first time. Under the lock."""
+        shard = self._shard(snapshot, rank)
+        if shard.index is None:
+            encoded = self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
+            shard.index = decode_index(encoded.view, rank)
+            shard.entries = shard.index.by_key
+        return shard.entries
+
+
+def _contains(outer: Box, inner: Box) -> bool:
+    return len(outer.shape) == len(inner.shape) and all(
+        start >= outer_start and start + length <= outer_start + outer_length
+        for start, length, outer_start, outer_length in zip(
+            inner.offset, inner.shape, outer.offset, outer.shape, strict=True
+        )
+    )
