@@ -32,7 +32,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # checkpoint
         "checkpoint.errors": "",
         "checkpoint.layout": "checkpoint.errors",
-        "checkpoint.parity": "checkpoint.errors",
+        "checkpoint.parity": "checkpoint.errors checkpoint.layout",
         "checkpoint.stored": "checkpoint.errors checkpoint.layout",
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
         "checkpoint.live": "checkpoint.errors checkpoint.layout checkpoint.memory",
@@ -69,7 +69,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "monitor.views": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
-            " monitor.secret monitor.tree monitor.verdicts monitor.watch"
+            " monitor.secret monitor.telemetry monitor.tree monitor.verdicts monitor.watch"
         ),
         "monitor.daemon": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
