@@ -31,3 +31,21 @@ class LeaseLost(ElasticError):
 
 class JobFailed(ElasticError):
     """The job ended in failure: its restart budget is spent, or it lost its quorum for too long."""
+
+
+class InvariantViolated(ElasticError):
+    """Something that the rendezvous promises does not hold. Who finds it stops and writes nothing.
+
+    Attributes:
+        invariant: the promise.
+        seen: what contradicts it.
+    """
+
+    def __init__(self, invariant: str, seen: str) -> None:
+        super().__init__(
+            f"invariant violated: {invariant}; seen: {seen}. Nothing was written. Save the "
+            "coordinator's keys (`keepstep status --json`) and report this; to go on, start the "
+            "job anew from its newest checkpoint"
+        )
+        self.invariant = invariant
+        self.seen = seen

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from keepstep import checkpoint, monitor
     from keepstep.elastic.errors import (
         ElasticError,
+        InvariantViolated,
         JobFailed,
         LeaseLost,
         StoreUnavailable,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
     "ElasticError": "keepstep.elastic.errors",
+    "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
@@ -40,6 +42,7 @@ _HOMES = {
 
 __all__ = [
     "ElasticError",
+    "InvariantViolated",
     "Job",
     "JobFailed",
     "LeaseLost",

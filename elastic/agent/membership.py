@@ -1,11 +1,13 @@
-"""A node's place in the job: its lease, its record, its mirror of the job's keys, and, while it leads, the decisions.
+"""Runs a node's membership of a job: its lease, its record, its mirror of the job's keys, and, while it leads, the decisions.
 
-The shell around `keepstep.elastic.rendezvous.decide`. Every write carries its conditions: a record needs the node's own key to be the one that this
-agent created, a leader's action also the generation that it was decided upon. So nothing that a node writes after it was declared gone,
-or for a generation that is over, is ever accepted.
+The shell around `keepstep.elastic.rendezvous`: `decide` decides, `standing` joins and settles, and
+`transactions` builds every write with its conditions, so that nothing is accepted that a node writes
+after it was declared gone, or on a view that is out of date. `invariants` is asked before every
+action of a leader and on every change of the view; a violation stops this member and writes nothing.
 
-When a member of the coordinator dies, the fate of a write may stay unknown. What says the same if written twice is written again; what a
-leader decided is decided again, once the view has had time to show it.
+When a member of the coordinator dies, the fate of a write may stay unknown. A record is written again
+until the coordinator is known to hold it; a leader decides again once the view has had time to show
+what became of its action.
 """
 
 from __future__ import annotations
@@ -14,24 +16,40 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from keepstep.elastic.agent.peer_connections import probe
-from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous import actions
-from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
-from keepstep.elastic.rendezvous.records import (
-    CheckpointRecord,
-    NodeRecord,
-    NodeReport,
-    RestartRequest,
-    StoreFailure,
+from keepstep.elastic.errors import (
+    InvariantViolated,
+    JobFailed,
+    LeaseLost,
+    StoreUnavailable,
+    UsageError,
 )
+from keepstep.elastic.rendezvous import actions, standing, transactions
+from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
+from keepstep.elastic.rendezvous.invariants import (
+    check_action,
+    check_record,
+    check_transition,
+    check_view,
+)
+from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport, RestartRequest
+from keepstep.elastic.rendezvous.standing import (
+    AwaitPredecessor,
+    Join,
+    Lease,
+    RecordGone,
+    RecordOutdated,
+    RecordWritten,
+    RemoveFinishedJob,
+)
+from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing, with_reports
-from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put, Reset, Store
+from keepstep.elastic.store.contract import Committed, Reset, Store
 
 log = logging.getLogger("keepstep")
 
@@ -44,9 +62,10 @@ _UNKNOWN_WRITE_WAIT_S = 2.0
 class Membership:
     """One node's membership of one job.
 
-    `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the manifest of a checkpoint all of whose
-    parts are stored. `run` works until cancelled and raises `LeaseLost` when the node has been declared gone; the caller then stops its
-    workers and calls `join` again.
+    `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the
+    manifest of a checkpoint whose parts are all stored. `run` works until it is cancelled; it raises
+    `LeaseLost` when the node has been declared gone: the caller then stops its workers and calls
+    `join` again.
     """
 
     def __init__(
@@ -67,10 +86,13 @@ class Membership:
         self._publish_checkpoint = publish
         self._dirty = asyncio.Event()
         self._changed = asyncio.Event()
+        self._lease = Lease(id=0, ttl_s=lease_ttl_s, until_s=0.0)
         self._created = 0
+        """Revision at which this membership created the node's key."""
+        self._modified = 0
+        """Revision at which this membership last wrote the node's key."""
         self._written: NodeRecord | None = None
         self._reports: dict[str, NodeReport] = {}
-        self._lease_until_s = 0.0
         self.record = record
         self.view = View()
         self.message = ""
@@ -78,83 +100,81 @@ class Membership:
     @property
     def leads(self) -> bool:
         """Whether this node decides at present."""
-        return self.view.leader == self.record.node
+        return standing.leads(self.view, self.record.node)
 
     async def join(self) -> bytes:
         """Take a lease and announce the node; return the job's secret.
 
         Raises:
-            UsageError: the job's name is taken by a job that runs something else, or the node's name by another node.
+            UsageError: the job's name is taken by a job that runs something else, or the node's
+                name by another node.
             StoreUnavailable: the coordinator does not answer.
         """
-        keys = self._keys
-        listing = await self._store.read(keys.prefix)
-        view = from_listing(keys, listing)
-        if view.result is not None and not view.nodes:
-            # The last agent of an earlier run under this name died between the result and the clean-up.
-            await self._store.commit((), (Delete(keys.prefix, prefix=True),))
-            view = replace(View(), revision=listing.revision)
-        for joined in view.nodes.values():
-            if joined.record.digest != self.record.digest:
-                raise UsageError(
-                    f"job {keys.job!r} is already running something else on node {joined.record.node}; "
-                    "choose another --job name, or start every node with the same command and --nnodes"
-                )
-        await self._wait_for_predecessor(view)
-        key = keys.single("secret")
-        await self._write_until_known(
-            (Created(key, 0),), (Put(key, secrets.token_hex(32).encode()),)
-        )
-        asked_s = time.monotonic()
-        lease = await self._store.grant(self._ttl_s)
-        self._lease_until_s = asked_s + self._ttl_s
-        self.record = replace(self.record, lease=lease)
-        node_key = keys.node(self.record.node)
-        done = await self._write_until_known(
-            (Created(node_key, 0),), (Put(node_key, self.record.encode(), lease),)
-        )
-        if not done.succeeded and not await self._has(node_key, lease):
-            await self._store.revoke(lease)
-            raise UsageError(
-                f"node {self.record.node!r} joined job {keys.job!r} twice; choose another --node name"
-            )
-        self._written = self.record
-        self.view = from_listing(keys, await self._store.read(keys.prefix))
-        self._created = self.view.nodes[self.record.node].created
-        assert self.view.secret is not None, "the secret was written before the node joined"
+        began_s = time.monotonic()
+        while True:
+            view = await self._read_view()
+            match standing.next_join_step(self._keys, view, self.record):
+                case RemoveFinishedJob(transaction):
+                    await self._write_until_known(transaction)
+                case AwaitPredecessor(predecessor):
+                    await self._await_predecessor(predecessor, time.monotonic() - began_s)
+                case Join() if await self._claim_name(view):
+                    break
+        assert self.view.secret is not None, "nobody joins without writing or reading the secret"
         return bytes.fromhex(self.view.secret.decode())
 
-    async def _wait_for_predecessor(self, view: View) -> None:
-        """Wait until an agent of this node's name that has died is gone; an agent that lives has the right to the name."""
-        node = self.record.node
-        until_s = time.monotonic() + 2 * self._ttl_s
-        while node in view.nodes:
-            joined = view.nodes[node].record
-            # Who answers at this agent's own address is this agent: it was a member before, and lost its lease.
-            lives = False if joined.agent == self.record.agent else await probe(joined)
-            if lives or time.monotonic() > until_s:
-                raise UsageError(
-                    f"node {node!r} is already in job {self._keys.job!r}; choose another --node name"
-                )
-            if lives is False:
-                await self._store.revoke(joined.lease)
-            else:
-                await asyncio.sleep(_PREDECESSOR_POLL_S)
-            view = from_listing(self._keys, await self._store.read(self._keys.prefix))
+    async def _await_predecessor(self, predecessor: NodeRecord, waited_s: float) -> None:
+        """Revoke the lease of a dead agent of this node's name, or wait for it to end."""
+        is_own = predecessor.agent == self.record.agent
+        lives = False if is_own else await probe(predecessor)
+        if standing.may_revoke_predecessor(
+            self._keys, self.record, predecessor, lives, waited_s, 2 * self._ttl_s
+        ):
+            await self._store.revoke(predecessor.lease)
+        else:
+            await asyncio.sleep(_PREDECESSOR_POLL_S)
+
+    async def _claim_name(self, view: View) -> bool:
+        """Write the node's first record under a new lease; False if the view is out of date."""
+        asked_s = time.monotonic()
+        lease = Lease.granted(await self._store.grant(self._ttl_s), self._ttl_s, asked_s)
+        record = replace(self.record, lease=lease.id)
+        secret = secrets.token_hex(32).encode()
+        await self._write_until_known(transactions.join(self._keys, view, record, secret))
+        # Whether it succeeded may be unknown of the first of two attempts; the lease tells.
+        view = await self._read_view()
+        joined = view.nodes.get(record.node)
+        if joined is None or joined.record.lease != lease.id:
+            await self._store.revoke(lease.id)
+            return False
+        check_view(view)
+        self.view, self.record = view, record
+        self._lease, self._created, self._modified = lease, joined.created, joined.created
+        self._written = record
+        return True
+
+    async def _read_view(self) -> View:
+        return from_listing(self._keys, await self._store.read(self._keys.prefix))
 
     async def run(self) -> None:
-        """Keep the lease, mirror the view, write the record, and lead if it falls to this node."""
+        """Keep the lease, mirror the view, write the record, and decide while this node leads.
+
+        Raises:
+            LeaseLost: the node was declared gone.
+            InvariantViolated: the view, or an action of this leader, breaks an invariant.
+            StoreUnavailable, UsageError, JobFailed: the membership cannot go on.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (self._watch(), self._renew(), self._write(), self._lead()):
                     group.create_task(work)
         except* LeaseLost as lost:
             raise lost.exceptions[0] from None
-        except* (StoreUnavailable, UsageError, JobFailed) as failed:
+        except* (StoreUnavailable, UsageError, JobFailed, InvariantViolated) as failed:
             raise failed.exceptions[0] from None
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the node's record; the newest state is written soon, intermediate ones may be skipped."""
+        """Change fields of the node's record, to be written soon; states in between may be skipped."""
         record = replace(self.record, **changes)
         if record != self.record:
             self.record = record
@@ -166,15 +186,15 @@ class Membership:
         return self._dirty.is_set()
 
     def receive_report(self, report: NodeReport) -> None:
-        """Take note of a node's report, this one's own among them. It matters while this node leads."""
+        """Keep a node's newest report, this node's own included; used while this node leads."""
         self._reports[report.node] = report
         generation = self.view.generation
         if generation is None or not self.leads or not report.protected:
             return
         newest = report.protected[-1]
-        heard = (self._reports.get(member.node) for member in generation.members)
+        reports = (self._reports.get(member.node) for member in generation.members)
         # To decide costs time linear in nodes: not at every report, but once the last one has it.
-        if all(other is not None and newest in other.protected for other in heard):
+        if all(other is not None and newest in other.protected for other in reports):
             self._changed.set()
 
     async def revoke(self, record: NodeRecord) -> None:
@@ -182,24 +202,27 @@ class Membership:
         await self._store.revoke(record.lease)
 
     async def complete_restart_request(self, request: RestartRequest) -> None:
-        """Take away a request that this node has carried out."""
+        """Delete a request that this node has carried out."""
         await self._write_until_known(
-            (Created(self._keys.node(self.record.node), self._created),),
-            (Delete(self._keys.restart(request.rank)),),
+            transactions.complete_restart(
+                self._keys, self.view, self.record.node, self._created, request
+            )
         )
 
     async def leave(self) -> None:
-        """Give up the lease. The last one to leave takes the job's keys along."""
-        others = [node for node in self.view.nodes if node != self.record.node]
-        if self.leads and self.view.result is not None and others:
-            others = await self._wait_for_others_to_leave()
-        operations = () if others else (Delete(self._keys.prefix, prefix=True),)
+        """Give up the lease. The last member to leave deletes the job's keys."""
+        node = self.record.node
         try:
-            if operations:
-                await self._store.commit(
-                    (Created(self._keys.node(self.record.node), self._created),), operations
-                )
-            await self._store.revoke(self.record.lease)
+            others = [other for other in self.view.nodes if other != node]
+            if self.leads and self.view.result is not None and others:
+                others = await self._wait_for_others_to_leave()
+            if not others:
+                # Members may have left, and others joined, since the last change of the view.
+                view = await self._read_view()
+                if set(view.nodes) <= {node}:
+                    removal = transactions.remove_job(self._keys, view, node, self._created)
+                    await self._commit(removal)
+            await self._store.revoke(self._lease.id)
         except StoreUnavailable as error:
             log.warning(
                 "could not sign off (%s); the lease ends by itself in %.0f s", error, self._ttl_s
@@ -225,34 +248,40 @@ class Membership:
     async def _watch(self) -> None:
         """Mirror the job's keys."""
         async for change in self._store.watch(self._keys.prefix, self.view.revision):
-            if isinstance(change, Reset):
-                self.view = from_listing(self._keys, change.listing)
-            else:
-                self.view = apply(self._keys, self.view, change)
-            mine = self.view.nodes.get(self.record.node)
-            if mine is None or mine.created != self._created:
-                raise LeaseLost(f"node {self.record.node} was declared gone")
+            before = self.view
+            match change:
+                case Reset(listing):
+                    view = from_listing(self._keys, listing)
+                    self._check_member(view)
+                    check_view(view)
+                case changes:
+                    view = apply(self._keys, before, changes)
+                    self._check_member(view)
+                    check_transition(before, view)
+            self.view = view
             self._changed.set()
             self._on_change()
 
+    def _check_member(self, view: View) -> None:
+        if not standing.is_member(view, self.record.node, self._created):
+            raise LeaseLost(f"node {self.record.node} was declared gone")
+
     async def _renew(self) -> None:
-        """Renew the lease well before it ends; give it up in time when the coordinator cannot be reached."""
+        """Renew the lease well before it ends; stop in time if the coordinator is unreachable."""
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS_PER_TTL)
             asked_s = time.monotonic()
             try:
-                # The node must stop before others may take it for gone, hence not the whole remaining time.
-                async with asyncio.timeout_at(
-                    self._loop_time(self._lease_until_s - 0.1 * self._ttl_s)
-                ):
-                    ttl_s = await self._store.renew(self.record.lease)
+                async with asyncio.timeout_at(self._loop_time(self._lease.stop_at_s)):
+                    ttl_s = await self._store.renew(self._lease.id)
             except (TimeoutError, StoreUnavailable):
-                if time.monotonic() < self._lease_until_s - 0.1 * self._ttl_s:
+                if time.monotonic() < self._lease.stop_at_s:
                     continue
                 raise LeaseLost(
-                    f"node {self.record.node} could not reach the coordinator for {self._ttl_s:.0f} s"
+                    f"node {self.record.node} could not reach the coordinator for "
+                    f"{self._ttl_s:.0f} s"
                 ) from None
-            self._lease_until_s = asked_s + ttl_s
+            self._lease = self._lease.renewed(ttl_s, asked_s)
 
     @staticmethod
     def _loop_time(monotonic_s: float) -> float:
@@ -260,39 +289,55 @@ class Membership:
 
     async def _write(self) -> None:
         """Write the record whenever it has changed."""
-        key = self._keys.node(self.record.node)
         while True:
             await self._dirty.wait()
             self._dirty.clear()
             record = self.record
-            if record == self._written:
-                continue
-            done = await self._write_until_known(
-                (Created(key, self._created),), (Put(key, record.encode(), record.lease),)
-            )
-            if not done.succeeded:
-                raise LeaseLost(f"node {record.node} was declared gone")
-            self._written = record
+            if record != self._written:
+                check_record(self.view, self._written, record)
+                await self._write_record(record)
+                self._written = record
 
-    async def _write_until_known(
-        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
-    ) -> Committed:
+    async def _write_record(self, record: NodeRecord) -> None:
+        """Write a record until the coordinator holds it.
+
+        Raises:
+            LeaseLost: the node was declared gone.
+        """
+        key = self._keys.node(record.node)
+        while True:
+            done = await self._write_until_known(
+                transactions.write_record(self._keys, record, self._modified)
+            )
+            if done.succeeded:
+                self._modified = done.revision
+                return
+            listing = await self._store.read(key)
+            stored = next((item for item in listing.items if item.key == key), None)
+            match standing.settle_record(stored, self._created, record):
+                case RecordGone():
+                    raise LeaseLost(f"node {record.node} was declared gone")
+                case RecordWritten(modified):
+                    self._modified = modified
+                    return
+                case RecordOutdated(modified):
+                    self._modified = modified
+
+    async def _commit(self, transaction: Transaction) -> Committed:
+        return await self._store.commit(transaction.conditions, transaction.operations)
+
+    async def _write_until_known(self, transaction: Transaction) -> Committed:
         """Commit what may be committed twice, until its fate is known."""
         while True:
             try:
-                return await self._store.commit(conditions, operations)
+                return await self._commit(transaction)
             except StoreUnavailable as error:
                 if not error.unknown:
                     raise
                 log.debug("%s; writing it again", error)
 
-    async def _has(self, key: str, lease: int) -> bool:
-        """Whether a key is there under a lease: what was written, and not confirmed, may have been applied."""
-        listing = await self._store.read(key)
-        return any(item.key == key and item.lease == lease for item in listing.items)
-
     async def _lead(self) -> None:
-        """Decide, act, and wait for news, as long as this node leads."""
+        """Decide, act, and wait for changes, as long as this node leads."""
         leader_state = LeaderState()
         while True:
             self._changed.clear()
@@ -305,19 +350,7 @@ class Membership:
                     log.info("%s", decision.message)
                 self.message = decision.message
                 if decision.action is not None:
-                    try:
-                        revision = await self._perform(decision.action)
-                    except StoreUnavailable as error:
-                        if not error.unknown:
-                            raise
-                        log.debug("%s; looking whether it was applied", error)
-                        with suppress(TimeoutError):
-                            async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
-                                await self._changed.wait()
-                        continue
-                    while self.view.revision < revision:
-                        await self._changed.wait()
-                        self._changed.clear()
+                    await self._perform(view, decision.action)
                     continue
             else:
                 leader_state = LeaderState()
@@ -329,67 +362,58 @@ class Membership:
             except TimeoutError:
                 continue
 
-    async def _perform(self, action: actions.Action) -> int:
-        """Do what was decided, in one transaction that fails if the premises have changed; return the revision to wait for."""
+    async def _perform(self, view: View, action: actions.Action) -> None:
+        """Do what was decided on a view, in one transaction, and wait until the view shows it.
+
+        Raises:
+            InvariantViolated: the action would break what the rendezvous promises.
+        """
+        check_action(self._policy, view, action)
         if isinstance(action, actions.Publish):
             try:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
                 action = actions.CancelPersist(action.request, str(error))
-        conditions = (
-            Created(self._keys.node(self.record.node), self._created),
-            Modified(self._keys.single("generation"), self.view.generation_revision),
-            # A new leader may not have seen the last one's commits yet, and must not go back behind them.
-            Modified(self._keys.single("snapshot"), self.view.snapshot_revision),
-            # Nor may one that has just published be told by itself, in doubt, that it did not.
-            Modified(self._keys.single("persist"), self.view.persist_revision),
+        transaction = transactions.lead(
+            self._keys, view, self.record.node, self._created, action, time.time()
         )
-        done = await self._store.commit(conditions, self._operations(action))
-        return done.revision if done.succeeded else 0
+        check_transition(view, transactions.preview(self._keys, view, transaction))
+        _log_action(action)
+        try:
+            done = await self._commit(transaction)
+        except StoreUnavailable as error:
+            if not error.unknown:
+                raise
+            log.debug("%s; waiting for the view to show whether it was applied", error)
+            await self._wait_for_change()
+            return
+        if not done.succeeded:
+            # The view is out of date.
+            await self._wait_for_change()
+            return
+        while self.view.revision < done.revision:
+            await self._changed.wait()
+            self._changed.clear()
 
-    def _operations(self, action: actions.Action) -> tuple[Put | Delete, ...]:
-        single = self._keys.single
-        match action:
-            case actions.Open(generation):
-                resume = generation.resume
-                log.info(
-                    "generation %d: %d ranks on %d nodes (%s)",
-                    generation.generation, generation.world_size, len(generation.members), generation.reason,
-                )  # fmt: skip
-                return (
-                    Put(single("generation"), generation.encode()),
-                    Delete(single("closing")),
-                    Delete(single("persist")),
-                    # They spoke of ranks as they were.
-                    Delete(single("verdicts")),
-                    Delete(self._keys.restart(), prefix=True),
-                    Put(single("snapshot"), resume.encode())
-                    if resume
-                    else Delete(single("snapshot")),
-                )
-            case actions.Close(closing):
-                log.warning("generation %d ends: %s", closing.generation, closing.reason)
-                return (Put(single("closing"), closing.encode()),)
-            case actions.Commit(commit):
-                return (Put(single("snapshot"), commit.encode()),)
-            case actions.Persist(request):
-                return (Put(single("persist"), request.encode()),)
-            case actions.Publish(request):
-                snapshot = request.commit.snapshot
-                now_s = time.time()
-                stored = CheckpointRecord(
-                    snapshot.step,
-                    snapshot.generation,
-                    request.url,
-                    now_s,
-                    max(0.0, now_s - request.at_s),
-                )
-                return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
-            case actions.CancelPersist(request, reason):
-                log.error("checkpoint not stored: %s", reason)
-                failure = StoreFailure(request.commit.snapshot.step, reason)
-                return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
-            case actions.RecordRecovery(history):
-                return (Put(single("history"), history.encode()),)
-            case actions.Finish(result):
-                return (Put(single("result"), result.encode()),)
+    async def _wait_for_change(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
+                await self._changed.wait()
+
+
+def _log_action(action: actions.Action) -> None:
+    match action:
+        case actions.Open(generation):
+            log.info(
+                "generation %d: %d ranks on %d nodes (%s)",
+                generation.generation,
+                generation.world_size,
+                len(generation.members),
+                generation.reason,
+            )
+        case actions.Close(closing):
+            log.warning("generation %d ends: %s", closing.generation, closing.reason)
+        case actions.CancelPersist(reason=reason):
+            log.error("checkpoint not stored: %s", reason)
+        case _:
+            pass

@@ -19,7 +19,7 @@ from keepstep.elastic.agent.supervisor import (
     worker_environment,
 )
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Failure, Generation, Member
+from keepstep.elastic.rendezvous.records import Failure, FailureKind, Generation, Member
 from keepstep.elastic.worker.bootstrap import Command
 from keepstep.elastic.worker.channel import Message
 from keepstep.elastic.worker.session import Assignment
@@ -245,7 +245,7 @@ class WorkerGroup:
 
     def fail(self, reason: str) -> None:
         """Record a failure of the node that is no worker's fault."""
-        self._record_failure(Failure("worker", reason, time.time()))
+        self._record_failure(Failure(FailureKind.WORKER, reason, time.time()))
 
     async def stop(self, grace_s: float) -> None:
         """End every process, spares too."""
@@ -306,7 +306,7 @@ class WorkerGroup:
             worker.traceback = message["reason"]
             self._record_failure(
                 Failure(
-                    "peer",
+                    FailureKind.PEER,
                     f"rank {self._rank(worker)} starts over: {message['reason']}",
                     time.time(),
                 )
@@ -316,7 +316,11 @@ class WorkerGroup:
                 worker.drained = True
             elif what == "broken":
                 self._record_failure(
-                    Failure("peer", f"rank {self._rank(worker)}: {message['error']}", time.time())
+                    Failure(
+                        FailureKind.PEER,
+                        f"rank {self._rank(worker)}: {message['error']}",
+                        time.time(),
+                    )
                 )
             elif what == "snapshot_interval":
                 # The slowest to want one decides for all.
@@ -339,7 +343,7 @@ class WorkerGroup:
             text = f"{where} {f'was restarted: {worker.kill_reason}' if worker.kill_reason else describe_exit(code)}"
             if worker.traceback:
                 text = f"{text}\n{worker.traceback.rstrip()}"
-            kind = "fatal" if worker.fatal else "worker"
+            kind = FailureKind.FATAL if worker.fatal else FailureKind.WORKER
             self._record_failure(Failure(kind, text, time.time(), self._rank(worker)))
         worker.close()
 
@@ -350,5 +354,7 @@ class WorkerGroup:
 
     def _record_failure(self, failure: Failure) -> None:
         """Keep the first failure of a generation, but let a worker's failure stand before a broken collective."""
-        if self.failure is None or (self.failure.kind == "peer" and failure.kind != "peer"):
+        if self.failure is None or (
+            self.failure.kind is FailureKind.PEER and failure.kind is not FailureKind.PEER
+        ):
             self.failure = failure

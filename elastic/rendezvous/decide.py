@@ -32,6 +32,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 from keepstep.elastic.rendezvous.records import (
     Closing,
     Failure,
+    FailureKind,
     Generation,
     History,
     Member,
@@ -202,7 +203,7 @@ def _unrecoverable_result(
 ) -> Result | None:
     """Return the job's end if trying again is pointless: a fatal error, or a last checkpoint that cannot be stored."""
     for record in _current(present, generation):
-        if record.failure is not None and record.failure.kind == "fatal":
+        if record.failure is not None and record.failure.kind is FailureKind.FATAL:
             return Result(False, record.failure.message)
     failed = view.store_failure
     if failed and present and all(r.finishing and r.step <= failed.step for r in present):
@@ -225,7 +226,9 @@ def _reason_to_close(
             return Closing(number, reason, True, wall_s)
     failures = [record.failure for record in _current(present, generation) if record.failure]
     if failures:
-        first = min(failures, key=lambda failure: (failure.kind != "worker", failure.at_s))
+        first = min(
+            failures, key=lambda failure: (failure.kind is not FailureKind.WORKER, failure.at_s)
+        )
         return Closing(
             number, first.message.splitlines()[0], True, min(failure.at_s for failure in failures)
         )
@@ -329,7 +332,11 @@ def _new_generation(
 
 def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Failure | None:
     failures = [record.failure for record in _current(present, old) if record.failure]
-    return min(failures, key=lambda failure: (failure.kind != "worker", failure.at_s), default=None)
+    return min(
+        failures,
+        key=lambda failure: (failure.kind is not FailureKind.WORKER, failure.at_s),
+        default=None,
+    )
 
 
 def _count_failures(

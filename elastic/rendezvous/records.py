@@ -85,15 +85,22 @@ class Eviction(Record):
     may_return: bool
 
 
+class FailureKind(enum.StrEnum):
+    """What a failure shows about where its cause is."""
+
+    WORKER = "worker"
+    """A worker of this node failed."""
+    PEER = "peer"
+    """A collective failed; its cause is on another node, or unknown."""
+    FATAL = "fatal"
+    """The job was given something that cannot work, so that another attempt is pointless."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure(Record):
-    """Why a node's part of a generation cannot go on.
+    """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds."""
 
-    `kind`: `worker` (a worker of this node failed), `peer` (a collective broke, the culprit is elsewhere or unknown) or
-    `fatal` (the job was given something that cannot work, so that trying again is pointless).
-    """
-
-    kind: str
+    kind: FailureKind
     message: str
     at_s: float
     rank: int | None = None

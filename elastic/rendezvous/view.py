@@ -87,18 +87,22 @@ class View:
     evictions: Mapping[str, Eviction] = field(default_factory=dict)
     restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
     generation: Generation | None = None
-    generation_revision: int = 0
     closing: Closing | None = None
     snapshot: SnapshotCommit | None = None
-    snapshot_revision: int = 0
     persist: PersistRequest | None = None
-    persist_revision: int = 0
     checkpoint: CheckpointRecord | None = None
     store_failure: StoreFailure | None = None
     history: History = field(default_factory=History)
     result: Result | None = None
     verdicts: PublishedVerdicts | None = None
     secret: bytes | None = None
+    revisions: Mapping[str, int] = field(default_factory=dict)
+    """At which revision each job-wide document was last written; without those that are absent."""
+
+    @property
+    def generation_revision(self) -> int:
+        """Revision at which the current generation was opened; 0 before the first."""
+        return self.revisions.get("generation", 0)
 
     @property
     def generation_number(self) -> int:
@@ -187,14 +191,18 @@ def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
         if item is not None:
             restarts[int(rest)] = RestartRequest.decode(item.value)
         return replace(view, restarts=restarts)
-    if name == "secret":
-        return replace(view, secret=item.value if item else None)
-    if name not in _SINGLE:
+    if name in _SINGLE:
+        record = _SINGLE[name].decode(item.value) if item else None
+        documents: dict[str, Any] = {name: record}
+        if name == "history" and record is None:
+            documents["history"] = History()
+    elif name == "secret":
+        documents = {"secret": item.value if item else None}
+    elif name == "last_join":
+        documents = {}
+    else:
         return view
-    record = _SINGLE[name].decode(item.value) if item else None
-    updates: dict[str, Any] = {name: record}
-    if name in ("generation", "snapshot", "persist"):
-        updates[f"{name}_revision"] = item.modified if item else 0
-    if name == "history" and record is None:
-        updates["history"] = History()
-    return replace(view, **updates)
+    revisions = {other: at for other, at in view.revisions.items() if other != name}
+    if item is not None:
+        revisions[name] = item.modified
+    return replace(view, revisions=revisions, **documents)

@@ -61,7 +61,9 @@ def view_of(number: int = 3, **changes: Any) -> View:
     )
     nodes = {name: JoinedNode(record_of(name, number), place) for place, name in enumerate("ab", 1)}
     view = View(
-        nodes=nodes, generation=Generation(number, members, "h", 5, "start"), generation_revision=8
+        nodes=nodes,
+        generation=Generation(number, members, "h", 5, "start"),
+        revisions={"generation": 8},
     )
     return replace(view, **changes)
 

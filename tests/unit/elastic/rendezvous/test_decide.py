@@ -20,6 +20,7 @@ from keepstep.elastic.rendezvous.records import (
     Closing,
     Eviction,
     Failure,
+    FailureKind,
     Generation,
     NodePhase,
     NodeRecord,
@@ -232,7 +233,7 @@ def test_leaving_holder_still_serves_its_snapshot_to_the_next_generation() -> No
 
 
 def test_repeated_worker_failures_without_progress_end_the_job() -> None:
-    failure = Failure("worker", "rank 1 on a exited with status 1", 0.0, 1)
+    failure = Failure(FailureKind.WORKER, "rank 1 on a exited with status 1", 0.0, 1)
     record = node("a", generation=3, phase=NodePhase.DRAINED, failure=failure)
     old = generation_of("a", number=3, failures=2)
     decision = decided(view_of(record, generation=old, closing=Closing(3, "x", True, 0.0)))
@@ -241,7 +242,7 @@ def test_repeated_worker_failures_without_progress_end_the_job() -> None:
 
 
 def test_progress_refills_the_restart_budget() -> None:
-    failure = Failure("worker", "killed", 0.0, 1)
+    failure = Failure(FailureKind.WORKER, "killed", 0.0, 1)
     record = node(
         "a", generation=3, phase=NodePhase.DRAINED, failure=failure, sealed=(SnapshotId(3, 9),)
     )
@@ -260,7 +261,7 @@ def test_losing_nodes_costs_no_restart() -> None:
 
 
 def test_fatal_trouble_ends_the_job_without_a_restart() -> None:
-    record = node("a", generation=1, failure=Failure("fatal", "no such bucket", 0.0, 0))
+    record = node("a", generation=1, failure=Failure(FailureKind.FATAL, "no such bucket", 0.0, 0))
     decision = decided(view_of(record, generation=generation_of("a")))
     assert isinstance(decision.action, Finish)
 

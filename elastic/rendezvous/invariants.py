@@ -1,0 +1,471 @@
+"""Checks what the rendezvous promises: of documents, of their changes, and of what a leader is about to write.
+
+Pure. Production calls these functions and stops the writer that breaks a promise before it writes:
+a member checks its own record and every change of its view (`check_record`, `check_transition`,
+`check_view`), a leader its action against the records that it rests on (`check_action`) and the
+change that its transaction makes (`check_transition`). The simulator calls the same functions on
+every revision. They are written apart from `decide`, and share no code with it: a fault there is
+found here.
+
+A node's record is checked by its own writer and, where an action rests on it, by the leader; never by
+the other members, so that a record that is wrong stops nobody else.
+
+Raises: every function raises `InvariantViolated`, which names the invariant and what contradicts it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from keepstep.elastic.errors import InvariantViolated
+from keepstep.elastic.rendezvous import actions
+from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
+    Generation,
+    Member,
+    NodePhase,
+    NodeRecord,
+    PersistRequest,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.view import View
+
+_OVER = (NodePhase.DRAINED, NodePhase.DONE)
+
+
+def check_record(view: View, written: NodeRecord | None, record: NodeRecord) -> None:
+    """Check a record before its own node writes it over `written`, the last one that it wrote."""
+    if record.generation > view.generation_number:
+        raise InvariantViolated(
+            "a record names a generation that was opened",
+            f"{record.node} writes generation {record.generation}, the newest is "
+            f"{view.generation_number}",
+        )
+    if written is not None and record.generation < written.generation:
+        raise InvariantViolated(
+            "a record's generation never decreases",
+            f"{record.node} writes {record.generation} after {written.generation}",
+        )
+
+
+def check_view(view: View) -> None:
+    """Check every job-wide document by itself and against the others."""
+    if view.generation is not None:
+        check_generation(view.generation)
+    if view.snapshot is not None:
+        _check_snapshot(view, view.snapshot)
+    if view.closing is not None:
+        _check_closing(view)
+    if view.persist is not None:
+        _check_persist(view, view.persist)
+
+
+def check_transition(before: View, after: View) -> None:
+    """Check the change from one revision to the next; only changed documents are looked at."""
+    if before.generation is not None and after.generation is None:
+        if after.nodes:
+            raise InvariantViolated(
+                "a job's documents are deleted with its last member only",
+                f"{', '.join(sorted(after.nodes))} remain",
+            )
+        return
+    if before.revisions == after.revisions:
+        return
+    if before.result is not None and _leader_documents(before) != _leader_documents(after):
+        raise InvariantViolated("nothing is decided after the result", f"{before.result.message!r}")
+    if after.generation is not None and after.generation != before.generation:
+        _check_opening(before, after, after.generation)
+    else:
+        _check_change_within_generation(before, after)
+    _check_storing(before, after)
+    known, now = before.history.recoveries, after.history.recoveries
+    if known != now and (not now or (known and now[-1].generation <= known[-1].generation)):
+        raise InvariantViolated(
+            "a recovery is recorded once",
+            f"history of {len(known)} becomes one of {len(now)}",
+        )
+
+
+def check_generation(generation: Generation) -> None:
+    """Check a generation document by itself."""
+    number, members = generation.generation, generation.members
+    if number < 1:
+        raise InvariantViolated("generations count from 1", f"generation {number}")
+    _check_places(f"generation {number}", members, generation.parity)
+    resume = generation.resume
+    if resume is not None and resume.snapshot.generation >= number:
+        raise InvariantViolated(
+            "a generation resumes from an older one's snapshot",
+            f"generation {number} resumes from {resume.snapshot}",
+        )
+
+
+def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -> None:
+    """Check that the records of a leader's view allow an action.
+
+    Args:
+        policy: the job's limits.
+        view: the view on which the action was decided, with reports folded in.
+        action: what is about to be performed.
+    """
+    match action:
+        case actions.Open(generation):
+            _check_members(policy, view, generation)
+            _check_drained(view)
+            check_resume(view, generation)
+        case actions.Commit(commit):
+            check_commit(view, commit)
+        case actions.Persist(request):
+            _check_holders_present(view, request.commit)
+        case actions.Publish(request, parts):
+            check_parts(view, request, parts)
+        case actions.CancelPersist(request):
+            _check_is_current_request(view, request)
+        case actions.Close() | actions.RecordRecovery() | actions.Finish():
+            pass  # `check_transition` has all that there is to check.
+
+
+def check_commit(view: View, commit: SnapshotCommit) -> None:
+    """Check that every member of the generation has sealed and protects a snapshot.
+
+    Parity is not required while the generation closes: a snapshot that all have sealed is then
+    committed to be stored before its holders leave.
+    """
+    generation = view.generation
+    is_known = view.snapshot is not None and view.snapshot.snapshot == commit.snapshot
+    if not is_known and (generation is None or commit.holders != generation.members):
+        raise InvariantViolated(
+            "a commit's holders are the members of its generation",
+            f"{commit.snapshot} is held by {_names(commit.holders)}",
+        )
+    for holder in commit.holders:
+        record = _record(view, holder)
+        if record is None or commit.snapshot not in record.sealed:
+            raise InvariantViolated(
+                "a snapshot is committed when all of its holders have sealed it",
+                f"{holder.node} has not sealed {commit.snapshot}",
+            )
+        if not view.is_closing and commit.snapshot not in record.protected:
+            raise InvariantViolated(
+                "a snapshot is committed when all of its holders have its parity",
+                f"{holder.node} has no parity of {commit.snapshot}",
+            )
+
+
+def check_resume(view: View, generation: Generation) -> None:
+    """Check that what a generation resumes from can be restored, and is the newest that can."""
+    resume, committed = generation.resume, view.snapshot
+    reached = -1 if resume is None else resume.snapshot.step
+    if (
+        committed is not None
+        and committed.snapshot.step > reached
+        and not _loses_too_much(view, committed)
+    ):
+        raise InvariantViolated(
+            "a committed snapshot that can be restored is not given up",
+            f"{committed.snapshot} is held by enough of {_names(committed.holders)}",
+        )
+    if resume is None:
+        return
+    if resume.stored:
+        stored = view.checkpoint
+        if stored is None or not _is_of(stored, resume):
+            raise InvariantViolated(
+                "a snapshot that storage completes is the newest checkpoint",
+                f"{resume.snapshot} completed from {resume.stored}, stored is {stored}",
+            )
+    elif _loses_too_much(view, resume):
+        raise InvariantViolated(
+            "a generation resumes from a snapshot that can be restored",
+            f"of {resume.snapshot}, {_names(_absent(view, resume))} are lost of "
+            f"{_names(resume.holders)}, with parity {resume.parity}",
+        )
+    lost = sorted(rank for holder in _absent(view, resume) for rank in holder.ranks)
+    rebuilt = sorted(rebuild.rank for rebuild in resume.shard_rebuilds)
+    adopters = {rebuild.node for rebuild in resume.shard_rebuilds}
+    if lost != rebuilt or not adopters <= {member.node for member in generation.members}:
+        raise InvariantViolated(
+            "members rebuild exactly the shards that are lost",
+            f"lost ranks {lost}, rebuilt {rebuilt} by {sorted(adopters)}",
+        )
+
+
+def check_parts(view: View, request: PersistRequest, parts: Sequence[object]) -> None:
+    """Check that a checkpoint is published from one written part of each holder, of this snapshot."""
+    _check_is_current_request(view, request)
+    wanted = request.commit.snapshot
+    for holder in request.commit.holders:
+        record = _record(view, holder)
+        part = record.persisted if record is not None else None
+        if (
+            part is None
+            or (part.generation, part.step) != (wanted.generation, wanted.step)
+            or "error" in part.part
+        ):
+            raise InvariantViolated(
+                "a checkpoint is published when all of its parts are written",
+                f"{holder.node}'s part of {wanted} is {part}",
+            )
+    if len(parts) != len(request.commit.holders):
+        raise InvariantViolated(
+            "a checkpoint is published when all of its parts are written",
+            f"{len(parts)} parts of {len(request.commit.holders)} holders",
+        )
+
+
+def _check_members(policy: RendezvousPolicy, view: View, generation: Generation) -> None:
+    members = generation.members
+    if not policy.min_nodes <= len(members) <= policy.max_nodes:
+        raise InvariantViolated(
+            "a generation has min to max nodes",
+            f"{len(members)} of {policy.min_nodes} to {policy.max_nodes}",
+        )
+    for member in members:
+        record = _record(view, member)
+        if record is None or not record.warm or record.leaving or member.node in view.evictions:
+            raise InvariantViolated(
+                "members are present, warm, and stay", f"{member.node} is {record}"
+            )
+        if (member.server, member.nproc) != (record.server, record.nproc):
+            raise InvariantViolated(
+                "a place describes the node as its record does", f"{member}, {record}"
+            )
+
+
+def _check_drained(view: View) -> None:
+    """Check that no member of the old generation can still write in it."""
+    old = view.generation
+    if old is None:
+        return
+    for member in old.members:
+        record = _record(view, member)
+        # Another server: the membership that had this place is over, and so are its workers.
+        if record is None or record.server != member.server:
+            continue
+        if record.generation != old.generation or record.phase not in _OVER:
+            raise InvariantViolated(
+                "a generation is opened when all that remain of the last one have drained",
+                f"{member.node} is {record.phase} in generation {record.generation}",
+            )
+
+
+def _check_opening(before: View, after: View, generation: Generation) -> None:
+    check_generation(generation)
+    old = before.generation
+    if old is not None and generation.generation != old.generation + 1:
+        raise InvariantViolated(
+            "a generation's number grows by one",
+            f"{old.generation} is followed by {generation.generation}",
+        )
+    if old is not None and not before.is_closing:
+        raise InvariantViolated(
+            "a generation is opened after the last one was closed", f"{old.generation} is open"
+        )
+    if after.closing is not None or after.persist is not None or after.restarts:
+        raise InvariantViolated(
+            "a generation begins without requests of the last one",
+            f"generation {generation.generation}",
+        )
+    if after.snapshot != generation.resume:
+        raise InvariantViolated(
+            "a generation begins with the snapshot that it resumes from",
+            f"{after.snapshot} and {generation.resume}",
+        )
+    if generation.resume is not None:
+        known = before.snapshot.snapshot if before.snapshot is not None else None
+        resumed = generation.resume.snapshot
+        if resumed != known and (old is None or resumed.generation != old.generation):
+            raise InvariantViolated(
+                "a generation resumes from the committed snapshot, or a newer one of the last",
+                f"{resumed}, committed is {known}",
+            )
+
+
+def _check_change_within_generation(before: View, after: View) -> None:
+    if after.closing != before.closing:
+        if before.is_closing:
+            raise InvariantViolated(
+                "a generation is closed once", f"{before.closing} becomes {after.closing}"
+            )
+        if after.closing is not None:
+            _check_closing(after)
+    if after.snapshot != before.snapshot:
+        if after.snapshot is None:
+            raise InvariantViolated(
+                "a committed snapshot is given up only by opening a generation",
+                f"{before.snapshot}",
+            )
+        _check_snapshot(after, after.snapshot)
+        if before.snapshot is not None:
+            _check_newer(before.snapshot, after.snapshot)
+        if after.snapshot.snapshot.generation != after.generation_number and (
+            before.snapshot is None or before.snapshot.snapshot != after.snapshot.snapshot
+        ):
+            raise InvariantViolated(
+                "only the current generation's snapshots are committed",
+                f"{after.snapshot.snapshot} in generation {after.generation_number}",
+            )
+
+
+def _check_newer(before: SnapshotCommit, after: SnapshotCommit) -> None:
+    if after.snapshot < before.snapshot:
+        raise InvariantViolated(
+            "commits never go back", f"{before.snapshot} is followed by {after.snapshot}"
+        )
+    if after.snapshot == before.snapshot and after.holders != before.holders:
+        raise InvariantViolated(
+            "a snapshot has one commit", f"{after.snapshot} held by {_names(after.holders)}"
+        )
+
+
+def _check_storing(before: View, after: View) -> None:
+    request = before.persist
+    if after.persist != request and after.persist is not None:
+        if request is not None:
+            raise InvariantViolated(
+                "one snapshot is stored at a time",
+                f"{request.commit.snapshot}, and {after.persist.commit.snapshot}",
+            )
+        if after.persist.commit != before.snapshot:
+            raise InvariantViolated(
+                "only the committed snapshot is stored",
+                f"{after.persist.commit.snapshot}, committed is {before.snapshot}",
+            )
+        if before.checkpoint is not None and _is_of(before.checkpoint, after.persist.commit):
+            raise InvariantViolated("a snapshot is stored once", f"{before.checkpoint}")
+    if after.checkpoint != before.checkpoint and not (
+        request is not None
+        and after.persist is None
+        and after.checkpoint is not None
+        and _is_of(after.checkpoint, request.commit)
+    ):
+        raise InvariantViolated(
+            "a checkpoint is recorded for the request that it answers",
+            f"{after.checkpoint} for {request}",
+        )
+    if after.store_failure != before.store_failure and not (
+        request is not None
+        and after.persist is None
+        and after.store_failure is not None
+        and after.store_failure.step == request.commit.snapshot.step
+    ):
+        raise InvariantViolated(
+            "a failure to store is recorded for the request that it answers",
+            f"{after.store_failure} for {request}",
+        )
+
+
+def _check_closing(view: View) -> None:
+    if view.closing is not None and view.closing.generation != view.generation_number:
+        raise InvariantViolated(
+            "only the open generation is closed",
+            f"{view.closing.generation} is closed, {view.generation_number} is open",
+        )
+
+
+def _check_snapshot(view: View, commit: SnapshotCommit) -> None:
+    if commit.snapshot.generation > view.generation_number:
+        raise InvariantViolated(
+            "a commit names a generation that was opened",
+            f"{commit.snapshot}, the newest is {view.generation_number}",
+        )
+    if commit.stored:
+        # What is left of the holders, in any ranks.
+        ranks = [rank for holder in commit.holders for rank in holder.ranks]
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise InvariantViolated("each rank has one holder", _names(commit.holders))
+        return
+    _check_places(str(commit.snapshot), commit.holders, commit.parity)
+
+
+def _check_persist(view: View, request: PersistRequest) -> None:
+    if view.snapshot is None or request.commit.snapshot > view.snapshot.snapshot:
+        raise InvariantViolated(
+            "only a committed snapshot is stored",
+            f"{request.commit.snapshot}, committed is {view.snapshot}",
+        )
+
+
+def _check_places(owner: str, members: Sequence[Member], parity: int) -> None:
+    """Check that members have contiguous ranks from 0, and groups that can carry the parity."""
+    next_rank = 0
+    for member in members:
+        if member.first_rank != next_rank or member.nproc < 1:
+            raise InvariantViolated(
+                "ranks are contiguous from 0",
+                f"{owner}: {member.node} has {member.nproc} from {member.first_rank}, "
+                f"expected {next_rank}",
+            )
+        next_rank += member.nproc
+    if not members or len({member.node for member in members}) != len(members):
+        raise InvariantViolated("each node has one place", f"{owner}: {_names(members)}")
+    smallest = min(Counter(member.group for member in members).values())
+    if not 0 <= parity < smallest:
+        raise InvariantViolated(
+            "a group has more nodes than may be lost of it",
+            f"{owner}: parity {parity}, a group of {smallest}",
+        )
+
+
+def _check_is_current_request(view: View, request: PersistRequest) -> None:
+    if request != view.persist:
+        raise InvariantViolated(
+            "a request to store is answered while it stands",
+            f"{request.commit.snapshot} is answered, {view.persist} stands",
+        )
+
+
+def _check_holders_present(view: View, commit: SnapshotCommit) -> None:
+    absent = _absent(view, commit)
+    if absent:
+        raise InvariantViolated(
+            "a snapshot is stored by all of its holders",
+            f"{_names(absent)} do not hold {commit.snapshot}",
+        )
+
+
+def _leader_documents(view: View) -> tuple[object, ...]:
+    return (
+        view.generation, view.closing, view.snapshot, view.persist,
+        view.checkpoint, view.store_failure, view.history, view.result,
+    )  # fmt: skip
+
+
+def _record(view: View, member: Member) -> NodeRecord | None:
+    joined = view.nodes.get(member.node)
+    return joined.record if joined is not None else None
+
+
+def _absent(view: View, commit: SnapshotCommit) -> list[Member]:
+    """Return the holders that are gone or no longer hold the snapshot."""
+    records = {holder.node: _record(view, holder) for holder in commit.holders}
+    return [
+        holder
+        for holder in commit.holders
+        if (record := records[holder.node]) is None or commit.snapshot not in record.sealed
+    ]
+
+
+def _loses_too_much(view: View, commit: SnapshotCommit) -> bool:
+    """Whether parity cannot give back what is lost of a snapshot."""
+    absent = {holder.node for holder in _absent(view, commit)}
+    if absent and commit.stored:
+        return True
+    for group in {holder.group for holder in commit.holders if holder.node in absent}:
+        holders = [holder for holder in commit.holders if holder.group == group]
+        left = [holder for holder in holders if holder.node not in absent]
+        if len(holders) - len(left) > commit.parity:
+            return True
+        if not all(commit.snapshot in view.nodes[holder.node].record.protected for holder in left):
+            return True
+    return False
+
+
+def _is_of(stored: CheckpointRecord, commit: SnapshotCommit) -> bool:
+    return (stored.generation, stored.step) == (commit.snapshot.generation, commit.snapshot.step)
+
+
+def _names(members: Sequence[Member]) -> str:
+    return ", ".join(member.node for member in members)

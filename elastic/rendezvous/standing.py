@@ -1,0 +1,161 @@
+"""Decides how a node becomes a member of a job, whether it still is one, and how long its lease holds.
+
+Pure. `keepstep.elastic.agent.membership` and the simulator decide by these functions.
+
+Invariants:
+- A node's own idea of its lease ends no later than the coordinator's: it is counted from the request.
+- A node's name has one owner: the membership whose first write created the node's key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous import transactions
+from keepstep.elastic.rendezvous.records import NodeRecord
+from keepstep.elastic.rendezvous.transactions import Transaction
+from keepstep.elastic.rendezvous.view import Keys, View
+from keepstep.elastic.store.contract import KeyValue
+
+# The node must stop before others may take it for gone, hence before the end of its lease.
+_STOP_BEFORE_TTL_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A lease as its holder knows it: it ends at `until_s`, in the holder's monotonic seconds."""
+
+    id: int
+    ttl_s: float
+    until_s: float
+
+    @classmethod
+    def granted(cls, lease: int, ttl_s: float, asked_s: float) -> Lease:
+        """Return a lease that was asked for at `asked_s`: the coordinator counts from later on."""
+        return cls(lease, ttl_s, asked_s + ttl_s)
+
+    def renewed(self, ttl_s: float, asked_s: float) -> Lease:
+        """Return the lease after a renewal that was asked for at `asked_s`."""
+        return replace(self, ttl_s=ttl_s, until_s=asked_s + ttl_s)
+
+    @property
+    def stop_at_s(self) -> float:
+        """When its holder must have stopped if it could not renew it."""
+        return self.until_s - _STOP_BEFORE_TTL_SHARE * self.ttl_s
+
+
+def is_member(view: View, node: str, created: int) -> bool:
+    """Whether the node's key is still the one that was created at revision `created`."""
+    joined = view.nodes.get(node)
+    return joined is not None and joined.created == created
+
+
+def leads(view: View, node: str) -> bool:
+    """Whether a node decides: it joined first among those present."""
+    return view.leader == node
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFinishedJob:
+    """Remove what a finished job left, then read again."""
+
+    transaction: Transaction
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitPredecessor:
+    """A node of this name is there: find out whether its agent lives before going on."""
+
+    predecessor: NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The name is free: take a lease and write the record."""
+
+
+JoinStep = RemoveFinishedJob | AwaitPredecessor | Join
+
+
+def next_join_step(keys: Keys, view: View, record: NodeRecord) -> JoinStep:
+    """Return what a node does next to become a member.
+
+    Raises:
+        UsageError: the job's name is taken by a job that runs something else.
+    """
+    if view.result is not None and not view.nodes:
+        return RemoveFinishedJob(transactions.remove_finished_job(keys, view))
+    for joined in view.nodes.values():
+        if joined.record.digest != record.digest:
+            raise UsageError(
+                f"job {keys.job!r} is already running something else on node "
+                f"{joined.record.node}; choose another --job name, or start every node with the "
+                "same command and --nnodes"
+            )
+    if record.node in view.nodes:
+        return AwaitPredecessor(view.nodes[record.node].record)
+    return Join()
+
+
+def may_revoke_predecessor(
+    keys: Keys, record: NodeRecord, predecessor: NodeRecord, lives: bool | None, waited_s: float,
+    limit_s: float,
+) -> bool:  # fmt: skip
+    """Whether a node may revoke the lease of the one that has its name; False means to wait.
+
+    Args:
+        keys: the job's keys.
+        record: the node that joins.
+        predecessor: the record under its name.
+        lives: whether the predecessor's agent answers; None if that is unknown.
+        waited_s: how long the node has waited for the predecessor to go.
+        limit_s: how long it may wait.
+
+    Raises:
+        UsageError: an agent that lives, or may live, has the right to the name.
+    """
+    if predecessor.agent == record.agent:
+        # This agent itself was a member before, and lost its lease.
+        lives = False
+    if lives or waited_s > limit_s:
+        raise UsageError(
+            f"node {record.node!r} is already in job {keys.job!r}; choose another --node name"
+        )
+    return lives is False
+
+
+@dataclass(frozen=True, slots=True)
+class RecordWritten:
+    """The coordinator holds the record; its key was last written at revision `modified`."""
+
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordOutdated:
+    """An older write of the same membership was applied last, at revision `modified`."""
+
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordGone:
+    """The node's key is gone, or belongs to a later membership."""
+
+
+def settle_record(
+    stored: KeyValue | None, created: int, record: NodeRecord
+) -> RecordWritten | RecordOutdated | RecordGone:
+    """Decide what has become of a record whose write failed or was not confirmed.
+
+    Args:
+        stored: what the coordinator holds under the node's key.
+        created: revision at which the membership began.
+        record: what was to be written.
+    """
+    if stored is None or stored.created != created:
+        return RecordGone()
+    if stored.value == record.encode():
+        return RecordWritten(stored.modified)
+    return RecordOutdated(stored.modified)
