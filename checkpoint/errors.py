@@ -32,3 +32,20 @@ class StateChanged(CheckpointError):
 
 class SnapshotUnavailable(CheckpointError):
     """A snapshot server could not be reached, refused, or no longer holds the requested data."""
+
+
+class InvariantViolated(CheckpointError):
+    """Something that keepstep promises about its own state does not hold; the change is refused.
+
+    Attributes:
+        invariant: the promise.
+        seen: what contradicts it.
+    """
+
+    def __init__(self, invariant: str, seen: str) -> None:
+        super().__init__(
+            f"invariant violated: {invariant}; seen: {seen}. The change was refused and nothing "
+            "was overwritten; report this, and restart the node to go on"
+        )
+        self.invariant = invariant
+        self.seen = seen

@@ -1,21 +1,32 @@
-"""Which snapshots a node keeps in memory, and which buffer the next one goes into.
+"""Decides which snapshots a node keeps in memory, and into which buffer the next one goes.
 
 Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
-- A rank may begin a snapshot only in the current generation, and only if its last one in this generation is committed or was never
-  sealed: two buffers alternate, and one of them always holds a committed snapshot.
-- A commit frees everything older. Opening a generation forgets shards that older ones left unsealed.
-- A pinned snapshot (being stored) stays until unpinned, though newer ones are committed; meanwhile a third buffer is used.
-- A shard of a lost node may be adopted, to be rebuilt here; it is no part of what this node itself has sealed.
+- A rank may begin a snapshot only in the current generation, and only if its last one in this
+  generation is committed or was never sealed: two buffers alternate, and one of them always holds a
+  committed snapshot.
+- A commit frees everything older. Opening a generation forgets shards that were left unsealed.
+- A pinned snapshot (being stored) stays until it is unpinned, though newer ones are committed;
+  meanwhile a third buffer is used.
+- A shard of a lost node may be adopted, to be rebuilt here; it is no part of what this node itself
+  has sealed.
 
-Invariants: a sealed shard that is not older than the committed snapshot is never overwritten; a buffer holds at most one shard.
+Every function that returns a changed table checks the invariants (`check_table`, `check_change`) and
+raises `InvariantViolated` instead of returning a table that breaks one:
+- A buffer belongs to one shard, or is free.
+- A rank has one sealed snapshot of the current generation that is not committed, at most.
+- A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer unless
+  it is discarded by name.
+- The generation and the committed snapshot never go back.
+- A buffer is as large as the shard that it is given for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import InvariantViolated, SnapshotUnavailable
 
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
@@ -43,7 +54,10 @@ class ShardBuffer:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTable:
-    """All that a node holds. `free` are buffers without a shard, by number, with their sizes in bytes; `pinned` counts the pins."""
+    """All that a node holds.
+
+    `free` are buffers without a shard, by number, with their sizes in bytes; `pinned` counts pins.
+    """
 
     generation: int = 0
     committed: SnapshotId = SnapshotId(0, -1)
@@ -59,19 +73,23 @@ class SnapshotTable:
 
     def sealed(self) -> dict[SnapshotId, set[int]]:
         """Return this node's ranks whose shards are complete, for every snapshot."""
-        found: dict[SnapshotId, set[int]] = {}
+        ranks: dict[SnapshotId, set[int]] = {}
         for (snapshot, rank), held in self.shards.items():
             if held.sealed and not held.adopted:
-                found.setdefault(snapshot, set()).add(rank)
-        return found
+                ranks.setdefault(snapshot, set()).add(rank)
+        return ranks
+
+
+ShardKey = tuple[SnapshotId, int]
+"""A shard's snapshot and rank."""
 
 
 def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     """Accept shards of this generation only, from now on. Older numbers change nothing."""
     if generation <= table.generation:
         return table
-    kept = {k: h for k, h in table.shards.items() if h.sealed}
-    return _retain_only(replace(table, generation=generation), kept)
+    kept = {key: held for key, held in table.shards.items() if held.sealed}
+    return _checked(table, _retain_only(replace(table, generation=generation), kept))
 
 
 def begin(
@@ -91,7 +109,8 @@ def begin(
         rank: whose part.
         nbytes: size of the part.
         available_nbytes: memory that the node can still give.
-        discard_uncommitted: the rank's last snapshot can never be committed, for another rank did not seal it: it is forgotten.
+        discard_uncommitted: forget the rank's last snapshot, which can never be committed because
+            another rank did not seal it.
 
     Raises:
         SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet, or the node has not
@@ -102,27 +121,31 @@ def begin(
             f"rank {rank} may not write in generation {snapshot.generation}: it is over, "
             f"the current one is {table.generation}"
         )
-    mine = {
+    own_shards = {
         key: held
         for key, held in table.shards.items()
         if key[1] == rank and key[0].generation == snapshot.generation
     }
-    uncommitted = [key[0] for key, held in mine.items() if held.sealed and key[0] > table.committed]
-    if discard_uncommitted:
-        table = _retain_only(
-            table,
-            {k: h for k, h in table.shards.items() if k not in {(s, rank) for s in uncommitted}},
-        )
-        mine = {key: held for key, held in mine.items() if key[0] not in uncommitted}
-    elif uncommitted or ((snapshot, rank) in mine and mine[snapshot, rank].sealed):
-        waiting_for = uncommitted[0].step if uncommitted else snapshot.step
+    uncommitted = {
+        key for key, held in own_shards.items() if held.sealed and key[0] > table.committed
+    }
+    is_sealed = (snapshot, rank) in own_shards and own_shards[snapshot, rank].sealed
+    if (uncommitted or is_sealed) and not discard_uncommitted:
+        waiting_for = min(uncommitted)[0].step if uncommitted else snapshot.step
         raise SnapshotUnavailable(
-            f"rank {rank} may not begin a snapshot of step {snapshot.step}: that of step {waiting_for} is sealed and "
-            "not committed yet; wait for the commit"
+            f"rank {rank} may not begin a snapshot of step {snapshot.step}: that of step "
+            f"{waiting_for} is sealed and not committed yet; wait for the commit"
         )
-    abandoned = {key for key, held in mine.items() if not held.sealed}
-    table = _retain_only(table, {k: h for k, h in table.shards.items() if k not in abandoned})
-    return _assign_buffer(table, (snapshot, rank), nbytes, available_nbytes, adopted=False)
+    unsealed = {key for key, held in own_shards.items() if not held.sealed}
+    kept = {
+        key: held
+        for key, held in table.shards.items()
+        if key not in unsealed and key not in uncommitted
+    }
+    after, held = _assign_buffer(
+        _retain_only(table, kept), (snapshot, rank), nbytes, available_nbytes, adopted=False
+    )
+    return _checked(table, after, discarded=uncommitted), held
 
 
 def adopt(
@@ -135,13 +158,13 @@ def adopt(
     """
     if (snapshot, rank) in table.shards:
         raise SnapshotUnavailable(f"rank {rank}'s part of step {snapshot.step} is here already")
-    return _assign_buffer(table, (snapshot, rank), nbytes, available_nbytes, adopted=True)
+    after, held = _assign_buffer(table, (snapshot, rank), nbytes, available_nbytes, adopted=True)
+    return _checked(table, after), held
 
 
 def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
     """Mark an adopted shard complete, in whatever generation."""
-    held = table.shards[snapshot, rank]
-    return replace(table, shards={**table.shards, (snapshot, rank): replace(held, sealed=True)})
+    return _checked(table, _sealed(table, (snapshot, rank)))
 
 
 def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -156,7 +179,7 @@ def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable
             f"rank {rank} may not seal step {snapshot.step} of generation {snapshot.generation}: "
             f"it was not begun, or generation {table.generation} has replaced its own"
         )
-    return replace(table, shards={**table.shards, (snapshot, rank): replace(held, sealed=True)})
+    return _checked(table, _sealed(table, (snapshot, rank)))
 
 
 def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -164,28 +187,28 @@ def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTa
     held = table.shards.get((snapshot, rank))
     if held is None or held.sealed:
         return table
-    return _retain_only(table, {k: h for k, h in table.shards.items() if k != (snapshot, rank)})
+    kept = {key: held for key, held in table.shards.items() if key != (snapshot, rank)}
+    return _checked(table, _retain_only(table, kept))
 
 
 def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Forget what is sealed of a snapshot here, for it is damaged."""
-    return _retain_only(table, {k: h for k, h in table.shards.items() if k[0] != snapshot})
+    kept = {key: held for key, held in table.shards.items() if key[0] != snapshot}
+    return _checked(table, _retain_only(table, kept), discarded=table.shards.keys() - kept.keys())
 
 
 def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Take a snapshot as the one to resume from: everything older is freed, unless pinned."""
     committed = max(snapshot, table.committed)
-    table = replace(table, committed=committed)
-    table = _retain_only(
-        table, {k: h for k, h in table.shards.items() if k[0] >= committed or k[0] in table.pinned}
-    )
-    if table.pinned:
-        return table
-    # Two buffers for each rank: what was needed beside a pinned snapshot, or to adopt shards, goes back to the system.
-    ranks = {rank for _, rank in table.shards}
-    surplus = len(table.free) + len(table.shards) - 2 * len(ranks)
-    largest_first = sorted(table.free.items(), key=lambda item: -item[1])
-    return replace(table, free=dict(largest_first[max(0, surplus) :]) if ranks else table.free)
+    kept = {
+        key: held
+        for key, held in table.shards.items()
+        if key[0] >= committed or key[0] in table.pinned
+    }
+    after = _retain_only(replace(table, committed=committed), kept)
+    if not after.pinned:
+        after = _without_surplus(after)
+    return _checked(table, after)
 
 
 def pin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
@@ -198,15 +221,103 @@ def pin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
         raise SnapshotUnavailable(
             f"step {snapshot.step} of generation {snapshot.generation} is not held here"
         )
-    return replace(table, pinned={**table.pinned, snapshot: table.pinned.get(snapshot, 0) + 1})
+    pinned = {**table.pinned, snapshot: table.pinned.get(snapshot, 0) + 1}
+    return _checked(table, replace(table, pinned=pinned))
 
 
 def unpin(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Let go of a pinned snapshot."""
-    pinned = {s: count - (s == snapshot) for s, count in table.pinned.items()}
-    return commit(
-        replace(table, pinned={s: count for s, count in pinned.items() if count}), table.committed
+    pinned = {
+        name: count - (name == snapshot)
+        for name, count in table.pinned.items()
+        if name != snapshot or count > 1
+    }
+    return commit(replace(table, pinned=pinned), table.committed)
+
+
+def check_table(table: SnapshotTable) -> None:
+    """Check a table by itself.
+
+    Raises:
+        InvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots.
+    """
+    buffers = [held.buffer for held in table.shards.values()] + list(table.free)
+    if len(set(buffers)) != len(buffers) or any(b >= table.next_buffer for b in buffers):
+        raise InvariantViolated(
+            "a buffer belongs to one shard, or is free",
+            f"buffers {sorted(buffers)}, the next is {table.next_buffer}",
+        )
+    uncommitted = Counter(
+        rank
+        for (snapshot, rank), held in table.shards.items()
+        if held.sealed
+        and not held.adopted
+        and snapshot.generation == table.generation
+        and snapshot > table.committed
     )
+    for rank, count in uncommitted.items():
+        if count > 1:
+            raise InvariantViolated(
+                "a rank has one sealed snapshot at most that is not committed",
+                f"rank {rank} has {count} in generation {table.generation}",
+            )
+
+
+def check_change(
+    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
+) -> None:
+    """Check that a change keeps what has to be kept.
+
+    Args:
+        before: the table as it was.
+        after: the table as it would be.
+        discarded: sealed shards that are forgotten on purpose.
+
+    Raises:
+        InvariantViolated: a sealed shard would be lost or moved, or something would go back.
+    """
+    if (after.generation, after.committed) != (
+        max(before.generation, after.generation),
+        max(before.committed, after.committed),
+    ):
+        raise InvariantViolated(
+            "a table's generation and committed snapshot never go back",
+            f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
+        )
+    for key, held in before.shards.items():
+        is_kept = key[0] >= after.committed or key[0] in after.pinned
+        if held.sealed and is_kept and key not in discarded and after.shards.get(key) != held:
+            raise InvariantViolated(
+                "a sealed shard that may be needed stays in its buffer",
+                f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is "
+                f"{after.shards.get(key)}",
+            )
+
+
+def _checked(
+    before: SnapshotTable, after: SnapshotTable, discarded: Collection[ShardKey] = ()
+) -> SnapshotTable:
+    check_table(after)
+    check_change(before, after, discarded)
+    return after
+
+
+def _sealed(table: SnapshotTable, key: ShardKey) -> SnapshotTable:
+    held = replace(table.shards[key], sealed=True)
+    return replace(table, shards={**table.shards, key: held})
+
+
+def _without_surplus(table: SnapshotTable) -> SnapshotTable:
+    """Keep two buffers for each rank.
+
+    What was needed beside a pinned snapshot, or to adopt shards, goes back to the system.
+    """
+    ranks = {rank for _, rank in table.shards}
+    if not ranks:
+        return table
+    surplus = max(0, len(table.free) + len(table.shards) - 2 * len(ranks))
+    largest_first = sorted(table.free.items(), key=lambda item: -item[1])
+    return replace(table, free=dict(largest_first[surplus:]))
 
 
 def _assign_buffer(
@@ -218,6 +329,18 @@ def _assign_buffer(
     adopted: bool,
 ) -> tuple[SnapshotTable, ShardBuffer]:
     """Give a shard a free buffer, or a new one."""
+    after, held = _choose_buffer(table, key, nbytes, available_nbytes, adopted=adopted)
+    if held.capacity < nbytes:
+        raise InvariantViolated(
+            "a buffer is as large as the shard that it is given for",
+            f"buffer {held.buffer} has {held.capacity} of {nbytes} bytes",
+        )
+    return after, held
+
+
+def _choose_buffer(
+    table: SnapshotTable, key: ShardKey, nbytes: int, available_nbytes: int, *, adopted: bool
+) -> tuple[SnapshotTable, ShardBuffer]:
     fitting = [
         (c, b) for b, c in table.free.items() if nbytes <= c <= 2 * nbytes + _MAX_UNUSED_NBYTES
     ]
@@ -231,7 +354,8 @@ def _assign_buffer(
     if nbytes + _MEMORY_RESERVE_NBYTES > available_nbytes:
         raise SnapshotUnavailable(
             f"a snapshot of rank {key[1]} needs {nbytes / 2**20:.0f} MiB and the node has "
-            f"{available_nbytes / 2**20:.0f} MiB left; use snapshot_every=... less often, fewer workers or more memory"
+            f"{available_nbytes / 2**20:.0f} MiB left; use snapshot_every=... less often, fewer "
+            "workers or more memory"
         )
     held = ShardBuffer(table.next_buffer, nbytes, adopted=adopted)
     shards = {**table.shards, key: held}

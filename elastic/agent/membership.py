@@ -42,9 +42,6 @@ from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
     Lease,
-    RecordGone,
-    RecordOutdated,
-    RecordWritten,
     RemoveFinishedJob,
 )
 from keepstep.elastic.rendezvous.transactions import Transaction
@@ -299,29 +296,21 @@ class Membership:
                 self._written = record
 
     async def _write_record(self, record: NodeRecord) -> None:
-        """Write a record until the coordinator holds it.
+        """Write a record over the one that this membership wrote last.
 
         Raises:
             LeaseLost: the node was declared gone.
         """
+        transaction = transactions.write_record(self._keys, record, self._modified)
+        done = await self._write_until_known(transaction)
+        if done.succeeded:
+            self._modified = done.revision
+            return
+        # The first of two attempts may have been applied.
         key = self._keys.node(record.node)
-        while True:
-            done = await self._write_until_known(
-                transactions.write_record(self._keys, record, self._modified)
-            )
-            if done.succeeded:
-                self._modified = done.revision
-                return
-            listing = await self._store.read(key)
-            stored = next((item for item in listing.items if item.key == key), None)
-            match standing.settle_record(stored, self._created, record):
-                case RecordGone():
-                    raise LeaseLost(f"node {record.node} was declared gone")
-                case RecordWritten(modified):
-                    self._modified = modified
-                    return
-                case RecordOutdated(modified):
-                    self._modified = modified
+        listing = await self._store.read(key)
+        stored = next((item for item in listing.items if item.key == key), None)
+        self._modified = standing.settle_record(stored, self._created, record)
 
     async def _commit(self, transaction: Transaction) -> Committed:
         return await self._store.commit(transaction.conditions, transaction.operations)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from keepstep.elastic.rendezvous.actions import Action, CancelPersist, Commit, Persist, Publish
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s
 from keepstep.elastic.rendezvous.rank_assignment import absent_holders
-from keepstep.elastic.rendezvous.records import NodeRecord, PersistRequest, SnapshotCommit
+from keepstep.elastic.rendezvous.records import (
+    NodeRecord,
+    PersistedPart,
+    PersistRequest,
+    SnapshotCommit,
+)
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -44,19 +51,79 @@ def begin_persist_if_due(
 
 
 def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
-    """Go on with what is being stored once all holders have written their parts, or one has failed to."""
-    wanted = request.commit.snapshot
+    """Publish what is being stored once all holders have written their parts.
+
+    It is cancelled if one fails, or is gone: a holder that is no member of the current generation
+    may go without ending it, and its part with it.
+    """
+    step = request.commit.snapshot.step
     parts = []
     for holder in request.commit.holders:
         joined = view.nodes.get(holder.node)
-        part = joined.record.persisted if joined else None
-        if part is None or (part.step, part.generation) != (wanted.step, wanted.generation):
-            return None
-        if "error" in part.part:
-            reason = f"{holder.node} could not write step {part.step} to {request.url}: {part.part['error']}"
+        if joined is None or joined.record.server != holder.server:
+            reason = f"{holder.node} was gone before it had written its part of step {step}"
             return CancelPersist(request, reason)
-        parts.append(part.part)
+        part = _answer(view, request, holder.node)
+        if part is None:
+            return None
+        if "error" in part:
+            reason = f"{holder.node} could not write step {step} to {request.url}: {part['error']}"
+            return CancelPersist(request, reason)
+        parts.append(part)
     return Publish(request, tuple(parts))
+
+
+def _answer(view: View, request: PersistRequest, node: str) -> Mapping[str, Any] | None:
+    """Return what a holder has answered to this request; None while it has not."""
+    joined = view.nodes.get(node)
+    part = joined.record.persisted if joined is not None else None
+    snapshot = request.commit.snapshot
+    if (
+        part is None
+        or (part.step, part.generation) != (snapshot.step, snapshot.generation)
+        or part.attempt != view.revisions.get("persist", 0)
+    ):
+        return None
+    return part.part
+
+
+@dataclass(frozen=True, slots=True)
+class PartAttempt:
+    """A holder's attempt to write its part; `revision` is that of the request's key."""
+
+    request: PersistRequest
+    revision: int
+
+    def answer(self, part: Mapping[str, Any]) -> PersistedPart:
+        """Return the attempt's outcome for the node's record."""
+        snapshot = self.request.commit.snapshot
+        return PersistedPart(
+            step=snapshot.step, generation=snapshot.generation, part=part, attempt=self.revision
+        )
+
+
+def next_part(
+    view: View, server: str, entered: int, begun: PartAttempt | None
+) -> PartAttempt | None:
+    """Return the attempt that a node begins now; None if it has begun it, or is no holder.
+
+    Entering a generation ends the attempts of the one before, so that none begins until the node
+    has entered the current one.
+
+    Args:
+        view: the node's view.
+        server: where its snapshot server is reached.
+        entered: the generation that the node has entered.
+        begun: the attempt that it has begun last.
+    """
+    request, revision = view.persist, view.revisions.get("persist", 0)
+    if request is None or entered != view.generation_number:
+        return None
+    if begun is not None and begun.revision == revision:
+        return None
+    if all(holder.server != server for holder in request.commit.holders):
+        return None
+    return PartAttempt(request, revision)
 
 
 def persist_before_leaving(

@@ -130,7 +130,7 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
 def check_commit(view: View, commit: SnapshotCommit) -> None:
     """Check that every member of the generation has sealed and protects a snapshot.
 
-    Parity is not required while the generation closes: a snapshot that all have sealed is then
+    Parity is not required once all have drained: a snapshot that all have sealed may then be
     committed to be stored before its holders leave.
     """
     generation = view.generation
@@ -140,14 +140,15 @@ def check_commit(view: View, commit: SnapshotCommit) -> None:
             "a commit's holders are the members of its generation",
             f"{commit.snapshot} is held by {_names(commit.holders)}",
         )
-    for holder in commit.holders:
-        record = _record(view, holder)
+    records = [_record(view, holder) for holder in commit.holders]
+    have_drained = all(record is not None and record.phase in _OVER for record in records)
+    for holder, record in zip(commit.holders, records, strict=True):
         if record is None or commit.snapshot not in record.sealed:
             raise InvariantViolated(
                 "a snapshot is committed when all of its holders have sealed it",
                 f"{holder.node} has not sealed {commit.snapshot}",
             )
-        if not view.is_closing and commit.snapshot not in record.protected:
+        if not have_drained and commit.snapshot not in record.protected:
             raise InvariantViolated(
                 "a snapshot is committed when all of its holders have its parity",
                 f"{holder.node} has no parity of {commit.snapshot}",
@@ -202,6 +203,7 @@ def check_parts(view: View, request: PersistRequest, parts: Sequence[object]) ->
         if (
             part is None
             or (part.generation, part.step) != (wanted.generation, wanted.step)
+            or part.attempt != view.revisions.get("persist", 0)
             or "error" in part.part
         ):
             raise InvariantViolated(

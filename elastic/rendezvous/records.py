@@ -108,11 +108,15 @@ class Failure(Record):
 
 @dataclass(frozen=True, slots=True)
 class PersistedPart(Record):
-    """One node's share of a stored checkpoint, written and checksummed."""
+    """One holder's part of a checkpoint: written and checksummed, or the error that prevented it.
+
+    `attempt` is the revision of the request that it answers: a snapshot may be asked for again.
+    """
 
     step: int
     generation: int
     part: Mapping[str, Any]
+    attempt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

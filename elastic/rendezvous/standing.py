@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
 from keepstep.elastic.rendezvous import transactions
 from keepstep.elastic.rendezvous.records import NodeRecord
 from keepstep.elastic.rendezvous.transactions import Transaction
@@ -125,37 +125,23 @@ def may_revoke_predecessor(
     return lives is False
 
 
-@dataclass(frozen=True, slots=True)
-class RecordWritten:
-    """The coordinator holds the record; its key was last written at revision `modified`."""
-
-    modified: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordOutdated:
-    """An older write of the same membership was applied last, at revision `modified`."""
-
-    modified: int
-
-
-@dataclass(frozen=True, slots=True)
-class RecordGone:
-    """The node's key is gone, or belongs to a later membership."""
-
-
-def settle_record(
-    stored: KeyValue | None, created: int, record: NodeRecord
-) -> RecordWritten | RecordOutdated | RecordGone:
-    """Decide what has become of a record whose write failed or was not confirmed.
+def settle_record(stored: KeyValue | None, created: int, record: NodeRecord) -> int:
+    """Return the revision of a record whose write was refused, though it was applied before.
 
     Args:
         stored: what the coordinator holds under the node's key.
         created: revision at which the membership began.
         record: what was to be written.
+
+    Raises:
+        LeaseLost: the key is gone, or belongs to a later membership.
+        InvariantViolated: somebody else has written the record.
     """
     if stored is None or stored.created != created:
-        return RecordGone()
-    if stored.value == record.encode():
-        return RecordWritten(stored.modified)
-    return RecordOutdated(stored.modified)
+        raise LeaseLost(f"node {record.node} was declared gone")
+    if stored.value != record.encode():
+        raise InvariantViolated(
+            "a record is written by its own membership only",
+            f"{record.node}'s key was written at revision {stored.modified}",
+        )
+    return stored.modified

@@ -1,6 +1,6 @@
-"""The job as the coordinator holds it: key names, and a mirror that folds listings and changes into typed records.
+"""Mirrors the job as the coordinator holds it: folds listings and changes into typed records.
 
-Pure. A `View` is all that the rendezvous decides from.
+Pure. Names the keys, too. A `View` is all that the rendezvous decides from.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Keys:
 
     @property
     def prefix(self) -> str:
-        """What all of the job's keys begin with."""
+        """Prefix of all of the job's keys."""
         return f"/keepstep/{self.job}/"
 
     def node(self, node: str) -> str:
@@ -62,7 +62,7 @@ class Keys:
         return f"{self.prefix}evictions/{node}"
 
     def restart(self, rank: int | None = None) -> str:
-        """Key whose presence asks for a rank's worker to be restarted; None: what all of them begin with."""
+        """Key whose presence asks for a rank's worker to be restarted; None for their prefix."""
         return f"{self.prefix}restarts/{'' if rank is None else rank}"
 
     def single(self, name: str) -> str:
@@ -121,7 +121,7 @@ class View:
 
     @property
     def current_verdicts(self) -> tuple[PublishedVerdict, ...]:
-        """The verdicts that hold of the current generation: what was said of an older one's ranks means nothing now."""
+        """The verdicts about the current generation's ranks; those about older ranks are dropped."""
         return (
             self.verdicts.verdicts
             if self.verdicts is not None and self.verdicts.generation == self.generation_number
@@ -142,29 +142,34 @@ class View:
 
 def from_listing(keys: Keys, listing: Listing) -> View:
     """Build the view of all keys of a job."""
-    view = replace(View(), revision=listing.revision)
+    view = View(revision=listing.revision)
     for item in listing.items:
-        view = _with(keys, view, item.key, item)
+        view = replace(view, **_updates(keys, view, item.key, item))
     return view
 
 
 def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     """Fold the changes of one or more revisions into the view."""
     for change in changes:
-        view = replace(_with(keys, view, change.key, change.value), revision=change.revision)
+        updates = _updates(keys, view, change.key, change.value)
+        view = replace(view, revision=change.revision, **updates)
     return view
 
 
 def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
-    """Fold in what nodes have told directly: newer than their records until they drain, for then the record is the last word."""
+    """Fold in the reports that nodes have sent to this leader.
+
+    A report is newer than the record while the node starts or runs; from draining on the record
+    counts. Reports of another lease or generation are ignored.
+    """
     nodes = dict(view.nodes)
     for node, report in reports.items():
         joined = nodes.get(node)
         if joined is None:
             continue
         record = joined.record
-        is_of_now = (record.lease, record.generation) == (report.lease, report.generation)
-        if is_of_now and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
+        is_current = (record.lease, record.generation) == (report.lease, report.generation)
+        if is_current and record.phase in (NodePhase.STARTING, NodePhase.RUNNING):
             known = report.protected
             newer = replace(
                 record, sealed=known, protected=known, step=max(record.step, report.step)
@@ -173,36 +178,35 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
     return replace(view, nodes=nodes)
 
 
-def _with(keys: Keys, view: View, key: str, item: KeyValue | None) -> View:
+def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[str, Any]:
+    """Return the view's fields that one key's new value changes; None if the key was deleted."""
     name = key.removeprefix(keys.prefix)
     section, _, rest = name.partition("/")
     if section == "nodes":
         nodes = {node: joined for node, joined in view.nodes.items() if node != rest}
         if item is not None:
             nodes[rest] = JoinedNode(NodeRecord.decode(item.value), item.created)
-        return replace(view, nodes=nodes)
+        return {"nodes": nodes}
     if section == "evictions":
         evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}
         if item is not None:
             evictions[rest] = Eviction.decode(item.value)
-        return replace(view, evictions=evictions)
+        return {"evictions": evictions}
     if section == "restarts":
         restarts = {rank: request for rank, request in view.restarts.items() if rank != int(rest)}
         if item is not None:
             restarts[int(rest)] = RestartRequest.decode(item.value)
-        return replace(view, restarts=restarts)
+        return {"restarts": restarts}
+    updates: dict[str, Any] = {}
     if name in _SINGLE:
-        record = _SINGLE[name].decode(item.value) if item else None
-        documents: dict[str, Any] = {name: record}
-        if name == "history" and record is None:
-            documents["history"] = History()
+        updates[name] = _SINGLE[name].decode(item.value) if item is not None else None
+        if name == "history" and item is None:
+            updates["history"] = History()
     elif name == "secret":
-        documents = {"secret": item.value if item else None}
-    elif name == "last_join":
-        documents = {}
-    else:
-        return view
+        updates["secret"] = item.value if item is not None else None
+    elif name != "last_join":
+        return {}
     revisions = {other: at for other, at in view.revisions.items() if other != name}
     if item is not None:
         revisions[name] = item.modified
-    return replace(view, revisions=revisions, **documents)
+    return {"revisions": revisions, **updates}

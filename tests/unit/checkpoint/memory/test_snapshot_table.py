@@ -1,18 +1,24 @@
 """Claims about which snapshots stay in memory."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import InvariantViolated, SnapshotUnavailable
 from keepstep.checkpoint.memory.snapshot_table import (
+    ShardBuffer,
     SnapshotId,
     SnapshotTable,
     abandon,
     adopt,
     begin,
+    check_change,
+    check_table,
     commit,
     complete_adoption,
+    discard,
     open_generation,
     pin,
     seal,
@@ -69,6 +75,55 @@ def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_g
     assert table.nbytes == 200
 
 
+def test_an_older_generation_or_commit_that_comes_late_changes_nothing() -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 3), 7, generation=3), SnapshotId(3, 7))
+    assert open_generation(table, 3) is table
+    assert open_generation(table, 2) is table
+    assert commit(table, SnapshotId(3, 6)) == table
+    assert commit(table, SnapshotId(2, 9)) == table
+
+
+@pytest.mark.parametrize("nbytes", [99, 100, 101])
+def test_a_free_buffer_is_given_again_only_if_it_is_large_enough(nbytes: int) -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    table = commit(taken(table, 2), SnapshotId(1, 2))
+    assert list(table.free.values()) == [100]
+    table, held = begin(table, SnapshotId(1, 3), 0, nbytes, PLENTY)
+    assert held.capacity == max(nbytes, 100)
+    assert (held.buffer in (1, 2)) == (nbytes <= 100)
+
+
+def test_a_snapshot_that_cannot_be_committed_is_given_up_only_on_request() -> None:
+    table = taken(open_generation(SnapshotTable(), 1), 1)
+    table, _ = begin(table, SnapshotId(1, 2), 0, 100, PLENTY, discard_uncommitted=True)
+    assert table.sealed() == {}
+    assert discard(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1)).shards == {}
+
+
+def test_tables_that_break_an_invariant_are_refused() -> None:
+    table = taken(open_generation(SnapshotTable(), 1), 1)
+    first = SnapshotId(1, 1), 0
+    shared = {**table.shards, (SnapshotId(1, 1), 1): table.shards[first]}
+    with pytest.raises(InvariantViolated, match="a buffer belongs to one shard"):
+        check_table(replace(table, shards=shared))
+    with pytest.raises(InvariantViolated, match="a buffer belongs to one shard"):
+        check_table(replace(table, free={1: 100}))
+    second = {**table.shards, (SnapshotId(1, 2), 0): ShardBuffer(2, 100, sealed=True)}
+    with pytest.raises(InvariantViolated, match="one sealed snapshot at most"):
+        check_table(replace(table, shards=second, next_buffer=3))
+    moved = replace(table, shards={first: ShardBuffer(2, 100, sealed=True)}, next_buffer=3)
+    with pytest.raises(InvariantViolated, match="stays in its buffer"):
+        check_change(table, moved)
+    with pytest.raises(InvariantViolated, match="stays in its buffer"):
+        check_change(table, replace(table, shards={}))
+    check_change(table, replace(table, shards={}), discarded=[first])
+    committed = commit(table, SnapshotId(1, 1))
+    with pytest.raises(InvariantViolated, match="never go back"):
+        check_change(committed, replace(committed, committed=SnapshotId(1, 0)))
+    with pytest.raises(InvariantViolated, match="never go back"):
+        check_change(committed, replace(committed, generation=0))
+
+
 events = st.lists(
     st.tuples(
         st.sampled_from(["take", "begin", "abandon", "commit", "pin", "unpin", "generation"]),
@@ -103,8 +158,8 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
         elif kind == "pin" and table.sealed() and not table.pinned:
             table = pin(table, max(table.sealed()))
         elif kind == "unpin":
-            for one in table.pinned:
-                table = unpin(table, one)
+            for pinned in table.pinned:
+                table = unpin(table, pinned)
             before = {}
         elif kind == "generation":
             table = open_generation(table, table.generation + 1)

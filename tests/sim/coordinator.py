@@ -1,0 +1,161 @@
+"""Runs production's in-memory store without an event loop, and checks every revision of it.
+
+Every transaction is sent here by one membership. It may be applied at once and confirmed, applied
+without a confirmation, applied later, or lost. Production's `view.apply` folds each revision into the
+view that all mirrors share; production's `invariants.check_transition` checks each of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from keepstep.elastic.errors import LeaseLost
+from keepstep.elastic.rendezvous import invariants
+from keepstep.elastic.rendezvous.transactions import Transaction
+from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
+from keepstep.elastic.store.contract import Committed, Listing
+from keepstep.elastic.store.memory import MemoryStore
+from tests.sim.rules import must
+
+KEYS = Keys("job")
+_Result = TypeVar("_Result")
+
+
+class UnknownOutcome(Exception):
+    """The writer cannot learn whether its transaction was, or will be, applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """The membership that sends a transaction: `created` 0 before it has joined.
+
+    `version` counts the record's versions of a membership; 0 for what is no record.
+    """
+
+    node: str
+    created: int
+    version: int = 0
+
+
+def complete(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run a coroutine that never waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        result: _Result = done.value
+        return result
+    raise AssertionError("the in-memory store waits for nothing")
+
+
+class Coordinator:
+    """The job's keys, their history as views, and the transactions that are still on their way."""
+
+    def __init__(self, rng: random.Random, on_change: Callable[[View, View], None]) -> None:
+        self._rng = rng
+        self._on_change = on_change
+        self._store = MemoryStore()
+        self._views = [from_listing(KEYS, Listing(1, ()))]
+        self._in_flight: list[tuple[Transaction, Sender]] = []
+        self._versions: dict[tuple[str, int], int] = {}
+        self.is_reliable = False
+
+    @property
+    def view(self) -> View:
+        """The newest view."""
+        return self._views[-1]
+
+    def view_at(self, revision: int) -> View:
+        """Return the view at a revision."""
+        return self._views[revision - 1]
+
+    def grant(self, ttl_s: float) -> int:
+        """Grant a lease."""
+        return complete(self._store.grant(ttl_s))
+
+    def renew(self, lease: int) -> float:
+        """Renew a lease; raises LeaseLost."""
+        return complete(self._store.renew(lease))
+
+    def lease_end_s(self, lease: int) -> float | None:
+        """Return when a lease ends unless it is renewed; None if it has ended."""
+        held = self._store._leases.get(lease)
+        return held[1] if held is not None else None
+
+    def revoke(self, lease: int) -> None:
+        """End a lease."""
+        complete(self._store.revoke(lease))
+        self._fold()
+
+    def advance(self, now_s: float) -> None:
+        """Move the clock, and apply some of the transactions that are on their way."""
+        complete(self._store.advance(now_s))
+        self._fold()
+        waiting, self._in_flight = self._in_flight, []
+        for transaction, sender in waiting:
+            if self._rng.random() < 0.3 or self.is_reliable:
+                try:
+                    self._apply(transaction, sender)
+                except LeaseLost:
+                    continue
+            else:
+                self._in_flight.append((transaction, sender))
+
+    def send(self, transaction: Transaction, sender: Sender) -> Committed:
+        """Apply a transaction, or leave its sender in doubt.
+
+        Raises:
+            UnknownOutcome: the reply is lost, or the transaction is late or lost.
+            LeaseLost: an operation's lease has ended.
+        """
+        chance = 0.0 if self.is_reliable else self._rng.random()
+        if chance < 0.88:
+            return self._apply(transaction, sender)
+        if chance < 0.92:
+            self._apply(transaction, sender)
+        elif chance < 0.98:
+            self._in_flight.append((transaction, sender))
+        raise UnknownOutcome
+
+    def postpone(self, transaction: Transaction, sender: Sender) -> None:
+        """Apply a transaction some time later, or at once when all is reliable."""
+        self._in_flight.append((transaction, sender))
+
+    def apply_now(self, transaction: Transaction) -> None:
+        """Apply a transaction that no membership sends."""
+        complete(self._store.commit(transaction.conditions, transaction.operations))
+        self._fold()
+
+    def read(self) -> View:
+        """Read the keys as a mirror does at its beginning, which must equal the folded changes."""
+        view = from_listing(KEYS, complete(self._store.read(KEYS.prefix)))
+        must(view == self.view, "a listing equals the folded changes")
+        return view
+
+    def stored(self, key: str) -> Any:
+        """Return a key as stored, or None."""
+        items = complete(self._store.read(key)).items
+        return next((item for item in items if item.key == key), None)
+
+    def _apply(self, transaction: Transaction, sender: Sender) -> Committed:
+        joined = self.view.nodes.get(sender.node)
+        done = complete(self._store.commit(transaction.conditions, transaction.operations))
+        if done.succeeded:
+            owner = joined.created if joined is not None else 0
+            must(owner == sender.created, "a node that was declared gone writes nothing")
+            if sender.version:
+                known = self._versions.get((sender.node, sender.created), 0)
+                must(sender.version >= known, "a node's record never goes back")
+                self._versions[sender.node, sender.created] = sender.version
+        self._fold()
+        return done
+
+    def _fold(self) -> None:
+        for changes in self._store._log[len(self._views) - 1 :]:
+            before = self._views[-1]
+            after = apply(KEYS, before, changes)
+            self._views.append(after)
+            invariants.check_transition(before, after)
+            self._on_change(before, after)

@@ -1,0 +1,563 @@
+"""Breaks one rule of production at a time: the simulator must notice every one.
+
+`python -m tests.sim.mutants` prints which rule noticed each mutant, and how many seeds that took.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from keepstep.checkpoint.errors import InvariantViolated as TableInvariantViolated
+from keepstep.checkpoint.memory import snapshot_table
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.elastic.errors import InvariantViolated
+from keepstep.elastic.rendezvous import (
+    checkpoint_schedule,
+    decide,
+    rank_assignment,
+    standing,
+    transactions,
+)
+from keepstep.elastic.rendezvous.actions import CancelPersist, Commit, Open, Persist, Publish
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
+from keepstep.elastic.rendezvous.decide import Decision, RendezvousPolicy
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Member,
+    NodePhase,
+    NodeRecord,
+    PersistRequest,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.standing import Lease
+from keepstep.elastic.rendezvous.transactions import Condition, Transaction
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
+from keepstep.elastic.store.contract import Created, Put
+from tests.sim.rules import BrokenRuleError
+from tests.sim.simulation import Simulation
+
+MAX_SEEDS = 500
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def with_records(view: View, change: Callable[[NodeRecord], NodeRecord]) -> View:
+    """Return a view whose records are changed."""
+    nodes = {n: JoinedNode(change(j.record), j.created) for n, j in view.nodes.items()}
+    return replace(view, nodes=nodes)
+
+
+# Decisions
+
+
+def commits_what_is_only_sealed(patch: pytest.MonkeyPatch) -> None:
+    right = decide._commit
+
+    def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
+        return right(view, generation, [replace(r, protected=r.sealed) for r in present])
+
+    patch.setattr(decide, "_commit", wrong)
+
+
+def commits_without_all_members(patch: pytest.MonkeyPatch) -> None:
+    right = decide._commit
+
+    def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
+        newest = max((s for r in present for s in r.protected), default=None)
+        protected = () if newest is None else (newest,)
+        return right(view, generation, [replace(r, protected=protected) for r in present])
+
+    patch.setattr(decide, "_commit", wrong)
+
+
+def commits_an_older_generations_snapshot(patch: pytest.MonkeyPatch) -> None:
+    right = decide._commit
+
+    def wrong(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:
+        return right(view, replace(generation, generation=generation.generation - 1), present)
+
+    patch.setattr(decide, "_commit", wrong)
+
+
+def opens_before_all_have_drained(patch: pytest.MonkeyPatch) -> None:
+    right = decide._open_next_generation
+
+    def wrong(policy: RendezvousPolicy, view: View, old: Generation, *rest: Any) -> Decision:
+        def drained(record: NodeRecord) -> NodeRecord:
+            return replace(record, phase=NodePhase.DRAINED, generation=old.generation)
+
+        return right(policy, with_records(view, drained), old, *rest)
+
+    patch.setattr(decide, "_open_next_generation", wrong)
+
+
+def uses_a_generations_number_again(patch: pytest.MonkeyPatch) -> None:
+    right = decide._new_generation
+
+    def wrong(
+        policy: RendezvousPolicy, view: View, members: tuple[Member, ...], number: int, *rest: Any
+    ) -> Generation:
+        return right(policy, view, members, max(1, number - 1), *rest)
+
+    patch.setattr(decide, "_new_generation", wrong)
+
+
+def opens_with_more_than_the_most_nodes(patch: pytest.MonkeyPatch) -> None:
+    right = decide.assign_ranks
+    patch.setattr(decide, "assign_ranks", lambda old, nodes, most: right(old, nodes, most + 1))
+
+
+def counts_on_parity_that_is_not_complete(patch: pytest.MonkeyPatch) -> None:
+    right = rank_assignment._is_restorable
+
+    def wrong(view: View, commit: SnapshotCommit) -> bool:
+        return right(with_records(view, lambda r: replace(r, protected=r.sealed)), commit)
+
+    patch.setattr(rank_assignment, "_is_restorable", wrong)
+
+
+def counts_on_more_than_the_parity(patch: pytest.MonkeyPatch) -> None:
+    right = rank_assignment._is_restorable
+
+    def wrong(view: View, commit: SnapshotCommit) -> bool:
+        return right(view, replace(commit, parity=commit.parity + 1))
+
+    patch.setattr(rank_assignment, "_is_restorable", wrong)
+
+
+def gives_up_what_parity_gives_back(patch: pytest.MonkeyPatch) -> None:
+    right = rank_assignment._is_restorable
+
+    def wrong(view: View, commit: SnapshotCommit) -> bool:
+        return right(view, replace(commit, parity=0))
+
+    patch.setattr(rank_assignment, "_is_restorable", wrong)
+
+
+def resumes_from_what_one_node_has_sealed(patch: pytest.MonkeyPatch) -> None:
+    right = rank_assignment.absent_holders
+
+    def wrong(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
+        absent = right(view, commit)
+        return () if len(absent) < len(commit.holders) else absent
+
+    patch.setattr(rank_assignment, "absent_holders", wrong)
+
+
+# Conditions and fencing
+
+
+def without_leader_condition(*names: str) -> Patch:
+    """Return a mutant whose leaders do not depend on some documents, or on their own key."""
+
+    def broken(patch: pytest.MonkeyPatch) -> None:
+        right = transactions.leader_conditions
+
+        def wrong(keys: Keys, view: View, leader: str, created: int) -> tuple[Condition, ...]:
+            dropped = {keys.node(leader) if n == "own key" else keys.single(n) for n in names}
+            return tuple(c for c in right(keys, view, leader, created) if c.key not in dropped)
+
+        patch.setattr(transactions, "leader_conditions", wrong)
+
+    return broken
+
+
+def writes_records_without_a_condition(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.write_record
+    patch.setattr(transactions, "write_record", lambda *args: replace(right(*args), conditions=()))
+
+
+def writes_records_over_later_ones(patch: pytest.MonkeyPatch) -> None:
+    """Has the condition of a record that it had until a late write took a record back."""
+
+    def wrong(keys: Keys, record: NodeRecord, modified: int) -> Transaction:
+        key = keys.node(record.node)
+        created = CREATED.setdefault((id(SIMULATIONS[-1]), key, record.lease), modified)
+        return Transaction((Created(key, created),), (Put(key, record.encode(), record.lease),))
+
+    patch.setattr(transactions, "write_record", wrong)
+
+
+def writes_records_without_the_lease(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.write_record
+
+    def wrong(keys: Keys, record: NodeRecord, modified: int) -> Transaction:
+        put = Put(keys.node(record.node), record.encode())
+        return replace(right(keys, record, modified), operations=(put,))
+
+    patch.setattr(transactions, "write_record", wrong)
+
+
+def joins_over_another_owner_of_the_name(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.join
+
+    def wrong(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transaction:
+        transaction = right(keys, view, record, secret)
+        key = keys.node(record.node)
+        kept = tuple(c for c in transaction.conditions if c.key != key)
+        return replace(transaction, conditions=kept)
+
+    patch.setattr(transactions, "join", wrong)
+
+
+def joins_a_job_whose_keys_are_deleted(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.join
+
+    def wrong(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transaction:
+        transaction = right(keys, view, record, secret)
+        kept = tuple(c for c in transaction.conditions if c.key != keys.single("secret"))
+        return replace(transaction, conditions=kept)
+
+    patch.setattr(transactions, "join", wrong)
+
+
+def removes_a_job_that_somebody_has_joined(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.remove_job
+
+    def wrong(keys: Keys, *rest: Any) -> Transaction:
+        transaction = right(keys, *rest)
+        kept = tuple(c for c in transaction.conditions if c.key != keys.single("last_join"))
+        return replace(transaction, conditions=kept)
+
+    patch.setattr(transactions, "remove_job", wrong)
+
+
+def removes_a_finished_job_in_any_case(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.remove_finished_job
+    patch.setattr(
+        transactions, "remove_finished_job", lambda *args: replace(right(*args), conditions=())
+    )
+
+
+def completes_a_later_generations_restart(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.complete_restart
+
+    def wrong(keys: Keys, *rest: Any) -> Transaction:
+        transaction = right(keys, *rest)
+        kept = tuple(c for c in transaction.conditions if c.key != keys.single("generation"))
+        return replace(transaction, conditions=kept)
+
+    patch.setattr(transactions, "complete_restart", wrong)
+
+
+def counts_a_lease_from_the_answer(patch: pytest.MonkeyPatch) -> None:
+    def wrong(lease: Lease, ttl_s: float, asked_s: float) -> Lease:
+        return replace(lease, ttl_s=ttl_s, until_s=SIMULATIONS[-1].now_s + ttl_s)
+
+    patch.setattr(Lease, "renewed", wrong)
+
+
+def takes_another_owner_of_its_name_for_itself(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(standing, "is_member", lambda view, name, created: name in view.nodes)
+
+
+def keeps_leases_that_could_not_be_renewed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lease, "stop_at_s", property(lambda lease: lease.until_s + 5.0))
+
+
+def leads_though_another_joined_first(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(standing, "leads", lambda view, name: name in view.nodes)
+
+
+def leaves_requests_of_the_last_generation(patch: pytest.MonkeyPatch) -> None:
+    right = transactions.leader_operations
+
+    def wrong(keys: Keys, action: Any, wall_s: float) -> Any:
+        operations = right(keys, action, wall_s)
+        if isinstance(action, Open):
+            return tuple(o for o in operations if o.key != keys.single("persist"))
+        return operations
+
+    patch.setattr(transactions, "leader_operations", wrong)
+
+
+# Storing
+
+
+def accepts_another_attempts_part(patch: pytest.MonkeyPatch) -> None:
+    def wrong(view: View, request: PersistRequest, name: str) -> Any:
+        part = view.nodes[name].record.persisted
+        return part.part if part is not None else None
+
+    patch.setattr(checkpoint_schedule, "_answer", wrong)
+
+
+def ignores_a_parts_error(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule._answer
+
+    def wrong(view: View, request: PersistRequest, name: str) -> Any:
+        part = right(view, request, name)
+        return {"entry": []} if part is not None and "error" in part else part
+
+    patch.setattr(checkpoint_schedule, "_answer", wrong)
+
+
+def publishes_before_all_parts_are_written(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule._answer
+
+    def wrong(view: View, request: PersistRequest, name: str) -> Any:
+        part = right(view, request, name)
+        is_last = name == request.commit.holders[-1].node
+        return {"entry": []} if part is None and is_last else part
+
+    patch.setattr(checkpoint_schedule, "_answer", wrong)
+
+
+def publishes_parts_of_some_holders(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule.continue_persist
+
+    def wrong(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
+        action = right(view, request)
+        return replace(action, parts=action.parts[:-1]) if isinstance(action, Publish) else action
+
+    patch.setattr(checkpoint_schedule, "continue_persist", wrong)
+
+
+def never_cancels_a_request(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule.continue_persist
+
+    def wrong(view: View, request: PersistRequest) -> Publish | None:
+        action = right(view, request)
+        return action if isinstance(action, Publish) else None
+
+    patch.setattr(checkpoint_schedule, "continue_persist", wrong)
+
+
+def stores_what_is_not_committed(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule.begin_persist_if_due
+
+    def wrong(view: View, present: Sequence[NodeRecord], wall_s: float) -> Persist | None:
+        action = right(view, present, wall_s)
+        if action is None:
+            return None
+        commit = action.request.commit
+        newer = replace(commit.snapshot, step=commit.snapshot.step + 1)
+        return Persist(replace(action.request, commit=replace(commit, snapshot=newer)))
+
+    patch.setattr(checkpoint_schedule, "begin_persist_if_due", wrong)
+
+
+def stores_nothing_after_a_failure(patch: pytest.MonkeyPatch) -> None:
+    right = checkpoint_schedule.begin_persist_if_due
+
+    def wrong(view: View, present: Sequence[NodeRecord], wall_s: float) -> Persist | None:
+        return None if view.store_failure is not None else right(view, present, wall_s)
+
+    patch.setattr(checkpoint_schedule, "begin_persist_if_due", wrong)
+
+
+def waits_for_ever_for_a_last_checkpoint(patch: pytest.MonkeyPatch) -> None:
+    right = decide._unrecoverable_result
+    patch.setattr(
+        decide,
+        "_unrecoverable_result",
+        lambda view, *rest: right(replace(view, store_failure=None), *rest),
+    )
+
+
+def waits_for_a_holder_that_is_gone(patch: pytest.MonkeyPatch) -> None:
+    """Waits for the part of a holder that is no member, as it did until a seed hung."""
+    right = checkpoint_schedule.continue_persist
+
+    def wrong(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
+        action = right(view, request)
+        is_gone = isinstance(action, CancelPersist) and "was gone" in action.reason
+        return None if is_gone else action
+
+    patch.setattr(checkpoint_schedule, "continue_persist", wrong)
+
+
+def begins_a_snapshots_part_once_only(patch: pytest.MonkeyPatch) -> None:
+    """Tells requests by their snapshot, as it did until a seed hung after a resume."""
+    right = checkpoint_schedule.next_part
+
+    def wrong(view: View, server: str, entered: int, begun: PartAttempt | None) -> Any:
+        attempt = right(view, server, entered, begun)
+        if attempt is None or begun is None:
+            return attempt
+        is_known = attempt.request.commit.snapshot == begun.request.commit.snapshot
+        return None if is_known else attempt
+
+    patch.setattr(checkpoint_schedule, "next_part", wrong)
+
+
+def begins_a_part_before_it_enters_the_generation(patch: pytest.MonkeyPatch) -> None:
+    """Begins a part that entering the generation ends, as it did until a checkpoint failed."""
+    right = checkpoint_schedule.next_part
+    patch.setattr(
+        checkpoint_schedule,
+        "next_part",
+        lambda view, server, _, begun: right(view, server, view.generation_number, begun),
+    )
+
+
+# Snapshots in memory
+
+
+def begins_before_the_last_one_is_committed(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table.begin
+
+    def wrong(table: SnapshotTable, snapshot: SnapshotId, rank: int, *rest: Any) -> Any:
+        kept = {key: held for key, held in table.shards.items() if key[1] != rank}
+        return right(snapshot_table._retain_only(table, kept), snapshot, rank, *rest)
+
+    patch.setattr(snapshot_table, "begin", wrong)
+
+
+def gives_out_a_buffer_that_is_in_use(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table._choose_buffer
+
+    def wrong(table: SnapshotTable, *rest: Any, **named: Any) -> Any:
+        for held in table.shards.values():
+            return right(replace(table, free={held.buffer: held.capacity}), *rest, **named)
+        return right(table, *rest, **named)
+
+    patch.setattr(snapshot_table, "_choose_buffer", wrong)
+
+
+def gives_out_a_buffer_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table._choose_buffer
+
+    def wrong(table: SnapshotTable, key: Any, nbytes: int, *rest: Any, **named: Any) -> Any:
+        return right(table, key, nbytes - 1, *rest, **named)
+
+    patch.setattr(snapshot_table, "_choose_buffer", wrong)
+
+
+def goes_back_behind_a_commit(patch: pytest.MonkeyPatch) -> None:
+    def wrong(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
+        return snapshot_table._checked(table, replace(table, committed=snapshot))
+
+    patch.setattr(snapshot_table, "commit", wrong)
+
+
+def frees_what_is_being_stored(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table.commit
+
+    def wrong(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
+        return replace(right(replace(table, pinned={}), snapshot), pinned=table.pinned)
+
+    patch.setattr(snapshot_table, "commit", wrong)
+
+
+def seals_in_a_generation_that_is_over(patch: pytest.MonkeyPatch) -> None:
+    right = snapshot_table.open_generation
+
+    def wrong(table: SnapshotTable, generation: int) -> SnapshotTable:
+        return table if table.shards else right(table, generation)
+
+    patch.setattr(snapshot_table, "open_generation", wrong)
+
+
+SIMULATIONS: list[Simulation] = []
+"""The simulation that runs, for mutants that need its clock."""
+
+CREATED: dict[tuple[int, str, int], int] = {}
+
+_DOCUMENTS = ("generation", "closing", "snapshot", "persist", "checkpoint", "store_failure")
+
+MUTANTS: dict[str, Patch] = {
+    **{
+        function.__name__: function
+        for function in (
+            commits_what_is_only_sealed,
+            commits_without_all_members,
+            commits_an_older_generations_snapshot,
+            opens_before_all_have_drained,
+            uses_a_generations_number_again,
+            opens_with_more_than_the_most_nodes,
+            counts_on_parity_that_is_not_complete,
+            counts_on_more_than_the_parity,
+            gives_up_what_parity_gives_back,
+            resumes_from_what_one_node_has_sealed,
+            writes_records_without_a_condition,
+            writes_records_over_later_ones,
+            writes_records_without_the_lease,
+            joins_over_another_owner_of_the_name,
+            joins_a_job_whose_keys_are_deleted,
+            removes_a_job_that_somebody_has_joined,
+            removes_a_finished_job_in_any_case,
+            completes_a_later_generations_restart,
+            counts_a_lease_from_the_answer,
+            takes_another_owner_of_its_name_for_itself,
+            keeps_leases_that_could_not_be_renewed,
+            leads_though_another_joined_first,
+            leaves_requests_of_the_last_generation,
+            accepts_another_attempts_part,
+            ignores_a_parts_error,
+            publishes_before_all_parts_are_written,
+            publishes_parts_of_some_holders,
+            never_cancels_a_request,
+            stores_what_is_not_committed,
+            stores_nothing_after_a_failure,
+            waits_for_ever_for_a_last_checkpoint,
+            waits_for_a_holder_that_is_gone,
+            begins_a_snapshots_part_once_only,
+            begins_a_part_before_it_enters_the_generation,
+            begins_before_the_last_one_is_committed,
+            gives_out_a_buffer_that_is_in_use,
+            gives_out_a_buffer_that_is_too_small,
+            goes_back_behind_a_commit,
+            frees_what_is_being_stored,
+            seals_in_a_generation_that_is_over,
+        )
+    },
+    "leader_does_not_depend_on_its_own_key": without_leader_condition("own key"),
+    "leader_does_not_depend_on_the_generation": without_leader_condition("generation"),
+    "leader_does_not_depend_on_the_snapshot": without_leader_condition("snapshot"),
+    "leader_does_not_depend_on_the_request_to_store": without_leader_condition("persist"),
+    "leader_does_not_depend_on_the_closing": without_leader_condition("closing"),
+    "leader_does_not_depend_on_the_checkpoint": without_leader_condition("checkpoint"),
+    "leader_does_not_depend_on_the_result": without_leader_condition("result"),
+    "leader_depends_on_nothing": without_leader_condition("own key", *_DOCUMENTS, "result"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """How a mutant was noticed: at which seed, by which rule."""
+
+    seed: int
+    rule: str
+
+
+def run_seed(seed: int) -> None:
+    """Run one seed to its end."""
+    simulation = Simulation(seed)
+    SIMULATIONS[:] = [simulation]
+    simulation.run()
+
+
+def catch(mutant: Patch, seeds: Sequence[int]) -> Catch | None:
+    """Run seeds with a mutant until a rule notices it."""
+    with pytest.MonkeyPatch.context() as patch:
+        mutant(patch)
+        for seed in seeds:
+            try:
+                run_seed(seed)
+            except (InvariantViolated, TableInvariantViolated) as error:
+                return Catch(seed, f"invariant: {error.invariant}")
+            except BrokenRuleError as error:
+                return Catch(seed, f"rule: {error}")
+    return None
+
+
+def main() -> int:
+    """Print the table; the number of mutants that went unnoticed is the status."""
+    chosen = {name: MUTANTS[name] for name in sys.argv[1:]} or MUTANTS
+    missed = 0
+    for name, mutant in chosen.items():
+        caught = catch(mutant, range(MAX_SEEDS))
+        missed += caught is None
+        outcome = f"{caught.seed + 1:4} seeds, {caught.rule}" if caught else "  not noticed"
+        print(f"{name:50} {outcome}", flush=True)
+    print(f"{len(chosen)} mutants, {missed} not noticed")
+    return missed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,667 @@
+"""Plays one node's agent, workers and snapshot server around production's pure functions.
+
+Joining, leases, record writes and leading run `standing`, `transactions`, `decide` and `invariants`
+as `keepstep.elastic.agent.membership` does; the agent's steps follow `keepstep.elastic.agent.agent`.
+The node sees the job only through its own mirror, which lags behind, and may stall or be cut off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.errors import LeaseLost, UsageError
+from keepstep.elastic.rendezvous import (
+    actions,
+    checkpoint_schedule,
+    decide,
+    invariants,
+    standing,
+    transactions,
+)
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
+from keepstep.elastic.rendezvous.decide import LeaderState
+from keepstep.elastic.rendezvous.records import (
+    Failure,
+    FailureKind,
+    Generation,
+    NodePhase,
+    NodeRecord,
+    NodeReport,
+    group_of,
+)
+from keepstep.elastic.rendezvous.standing import Lease
+from keepstep.elastic.rendezvous.transactions import Transaction
+from keepstep.elastic.rendezvous.view import View, with_reports
+from tests.sim.coordinator import KEYS, Sender, UnknownOutcome
+from tests.sim.memory import Memory
+from tests.sim.rules import must
+from tests.sim.storage import StorageError
+
+if TYPE_CHECKING:
+    from tests.sim.simulation import Simulation
+
+TTL_S = 5.0
+GRACE_S = 10.0
+UNKNOWN_WAIT_S = 2.0
+RANKS = 2
+
+
+@dataclass
+class PartWrite:
+    """A part of a checkpoint that the snapshot server writes, or has given up."""
+
+    attempt: PartAttempt
+    stopped: bool = False
+
+
+@dataclass
+class Publishing:
+    """A checkpoint that this leader publishes: storage first, then the coordinator."""
+
+    action: actions.Publish
+    view: View
+    reason: str = ""
+    is_stored: bool = False
+
+
+class Node:
+    """One agent process with its workers and snapshot server. Names may be used again later."""
+
+    def __init__(self, simulation: Simulation, name: str, number: int, domain: str) -> None:
+        self.simulation = simulation
+        self.rng: random.Random = simulation.rng
+        self.name = name
+        self.number = number
+        self.domain = domain
+        self.memberships = 0
+        self.is_alive = True
+        self.stalled_until_s = 0.0
+        self.cut_off_until_s = 0.0
+        self.leaving_since_s: float | None = None
+        self.last_step: int | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Begin without a membership: a new snapshot server, no workers."""
+        self.memory = Memory()
+        self.memberships += 1
+        self.server = f"tcp:{self.name}:{self.number}.{self.memberships}"
+        self.record = NodeRecord(
+            node=self.name,
+            host="h",
+            nproc=RANKS,
+            agent=f"{self.name}:{self.number}",
+            server=self.server,
+            store_port=5,
+            lease=0,
+            digest="d",
+            domain=self.domain,
+            warm=True,
+        )
+        self.lease: Lease | None = None
+        self.created = 0
+        self.modified = 0
+        self.version = 0
+        self.revision = 1
+        self.written: NodeRecord | None = None
+        self.joining: tuple[Transaction, Lease, NodeRecord] | None = None
+        self.join_began_s: float | None = None
+        self.removal: Transaction | None = None
+        self.is_leaving_now = False
+        self.renewal: tuple[float, float, float] | None = None
+        self.renewed_s = self.simulation.now_s
+        self.unknown_record: tuple[Transaction, NodeRecord] | None = None
+        self.unknown_restart: Transaction | None = None
+        self.reports: dict[str, NodeReport] = {}
+        self.reported: tuple[str, NodeReport] | None = None
+        self.decided_at_revision = 0
+        self.decide_again_at_s: float | None = None
+        self.leader_state = LeaderState()
+        self.lead_at_revision = 0
+        self.lead_after: tuple[int, float] | None = None
+        self.publishing: Publishing | None = None
+        self.worker_generation = 0
+        self.workers: dict[int, SnapshotId] = {}
+        self.failure: Failure | None = None
+        self.drained_generation = 0
+        self.committed: SnapshotId | None = None
+        self.attempt: PartAttempt | None = None
+        self.part_writes: list[PartWrite] = []
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the process believes that it is a member."""
+        return self.created > 0
+
+    @property
+    def view(self) -> View:
+        """The node's mirror of the job."""
+        return self.simulation.coordinator.view_at(self.revision)
+
+    @property
+    def sender(self) -> Sender:
+        """Under which membership the node writes."""
+        return Sender(self.name, self.created)
+
+    def step(self) -> None:
+        """Take the steps that the agent would take now."""
+        now_s = self.simulation.now_s
+        if now_s < self.stalled_until_s:
+            return
+        is_connected = now_s >= self.cut_off_until_s
+        try:
+            if not self.is_member:
+                if is_connected:
+                    self._join()
+                return
+            assert self.lease is not None
+            if is_connected:
+                self._renew(now_s)
+                self._receive()
+            if now_s >= self.lease.stop_at_s:
+                raise LeaseLost("the lease could not be renewed in time")
+            if self._reconcile():
+                self._leave(is_connected)
+                return
+            if is_connected:
+                self._write_record()
+                self._lead()
+        except LeaseLost:
+            self.lose_membership()
+
+    def lose_membership(self) -> None:
+        """Stop the workers and the snapshot server, as an agent does before it joins again."""
+        self.simulation.servers.pop(self.server, None)
+        self._reset()
+        if self.leaving_since_s is not None:
+            self.is_alive = False
+
+    def crash(self) -> None:
+        """End the process, and all that it holds."""
+        self.is_alive = False
+        self.simulation.servers.pop(self.server, None)
+
+    # Membership
+
+    def _join(self) -> None:
+        coordinator, now_s = self.simulation.coordinator, self.simulation.now_s
+        if self.joining is None:
+            view = coordinator.read()
+            if self.join_began_s is None:
+                self.join_began_s = now_s
+            try:
+                step = standing.next_join_step(KEYS, view, self.record)
+                match step:
+                    case standing.RemoveFinishedJob(transaction):
+                        self.simulation.delay(transaction, Sender(self.name, 0))
+                    case standing.AwaitPredecessor(predecessor):
+                        lives = self.simulation.probe(predecessor)
+                        if standing.may_revoke_predecessor(
+                            KEYS, self.record, predecessor, lives,
+                            now_s - self.join_began_s, 2 * TTL_S,
+                        ):  # fmt: skip
+                            coordinator.revoke(predecessor.lease)
+                    case standing.Join():
+                        lease = Lease.granted(coordinator.grant(TTL_S), TTL_S, now_s)
+                        record = replace(self.record, lease=lease.id)
+                        secret = f"secret of {self.name} {self.number}".encode()
+                        self.joining = (
+                            transactions.join(KEYS, view, record, secret), lease, record
+                        )  # fmt: skip
+            except UsageError:
+                # A person starts it again later.
+                self.join_began_s = None
+            return
+        transaction, lease, record = self.joining
+        try:
+            coordinator.send(transaction, Sender(self.name, 0))
+        except UnknownOutcome:
+            return  # It is sent again.
+        except LeaseLost:
+            self.joining = None
+            return
+        view = coordinator.read()
+        self.joining = None
+        joined = view.nodes.get(self.name)
+        if joined is None or joined.record.lease != lease.id:
+            coordinator.revoke(lease.id)
+            return
+        must(view.secret is not None, "whoever joins knows the job's secret")
+        self.record = self.written = record
+        self.lease, self.created, self.modified = lease, joined.created, joined.created
+        self.revision = view.revision
+        self.renewed_s = now_s
+        self.simulation.servers[self.server] = self
+
+    def _renew(self, now_s: float) -> None:
+        """Take the answer to a renewal, or ask for one; answers may be slow."""
+        assert self.lease is not None
+        coordinator = self.simulation.coordinator
+        if self.renewal is None and now_s >= self.renewed_s + TTL_S / 4:
+            is_slow = not self.simulation.is_calm and self.rng.random() < 0.1
+            answer_at_s = now_s + 2.0 if is_slow else now_s
+            self.renewal = (now_s, coordinator.renew(self.lease.id), answer_at_s)
+        if self.renewal is None or now_s < self.renewal[2]:
+            return
+        asked_s, ttl_s, _ = self.renewal
+        self.lease, self.renewal, self.renewed_s = self.lease.renewed(ttl_s, asked_s), None, now_s
+        end_s = coordinator.lease_end_s(self.lease.id)
+        must(
+            end_s is None or self.lease.until_s <= end_s,
+            "a node's lease ends no later than the coordinator's",
+        )
+
+    def _receive(self) -> None:
+        """Let the mirror catch up, wholly or in part."""
+        newest = self.simulation.coordinator.view.revision
+        is_caught_up = self.simulation.is_calm or self.rng.random() < 0.7
+        self.revision = newest if is_caught_up else self.rng.randint(self.revision, newest)
+        if not standing.is_member(self.view, self.name, self.created):
+            raise LeaseLost("declared gone")
+        if self.revision == newest:
+            own = self.view.nodes.get(self.name)
+            must(own is not None and own.created == self.created, "a name has one owner")
+
+    def _write_record(self) -> None:
+        """Write the record until the coordinator holds it, as `Membership._write_record`."""
+        coordinator = self.simulation.coordinator
+        if self.unknown_record is None:
+            if self.record == self.written:
+                return
+            invariants.check_record(self.view, self.written, self.record)
+            self.version += 1
+            transaction = transactions.write_record(KEYS, self.record, self.modified)
+            self.unknown_record = (transaction, self.record)
+        transaction, record = self.unknown_record
+        try:
+            done = coordinator.send(transaction, replace(self.sender, version=self.version))
+        except UnknownOutcome:
+            return  # The same is sent again.
+        if done.succeeded:
+            self.modified, self.written, self.unknown_record = done.revision, record, None
+            return
+        stored = coordinator.stored(KEYS.node(self.name))
+        self.modified = standing.settle_record(stored, self.created, record)
+        self.written, self.unknown_record = record, None
+
+    def _lead(self) -> None:
+        """Decide and act, as `Membership._lead`."""
+        now_s = self.simulation.now_s
+        if not standing.leads(self.view, self.name):
+            self.leader_state = LeaderState()
+            self.decided_at_revision = 0
+            return
+        if self.publishing is not None:
+            self._continue_publishing(self.publishing)
+            return
+        if self.revision < self.lead_at_revision:
+            return
+        if self.lead_after is not None:
+            revision, until_s = self.lead_after
+            if self.revision == revision and now_s < until_s:
+                return
+            self.lead_after = None
+        is_due = self.decide_again_at_s is not None and now_s >= self.decide_again_at_s
+        if self.revision == self.decided_at_revision and not is_due:
+            return
+        self.decided_at_revision = self.revision
+        view = with_reports(self.view, self.reports)
+        decision = decide.decide(self.simulation.policy, view, self.leader_state, now_s, now_s)
+        self.leader_state = decision.leader_state
+        self.decide_again_at_s = decision.again_at_s
+        if decision.action is None:
+            return
+        self.decided_at_revision = 0
+        invariants.check_action(self.simulation.policy, view, decision.action)
+        if isinstance(decision.action, actions.Publish):
+            self.publishing = Publishing(decision.action, view)
+        else:
+            self._perform(view, decision.action)
+
+    def _continue_publishing(self, publishing: Publishing) -> None:
+        if not self.simulation.is_calm and self.rng.random() < 0.6:
+            return
+        request = publishing.action.request
+        if not publishing.is_stored and not publishing.reason:
+            try:
+                if self.simulation.storage_fails():
+                    raise StorageError("the storage is away")
+                self.simulation.storage.publish(
+                    request.commit.snapshot,
+                    publishing.action.parts,
+                    sum(holder.nproc for holder in request.commit.holders),
+                )
+                publishing.is_stored = True
+            except StorageError as error:
+                publishing.reason = str(error)
+            return
+        self.publishing = None
+        self._perform(
+            publishing.view,
+            publishing.action
+            if publishing.is_stored
+            else actions.CancelPersist(request, publishing.reason),
+        )
+
+    def _perform(self, view: View, action: actions.Action) -> None:
+        now_s = self.simulation.now_s
+        transaction = transactions.lead(KEYS, view, self.name, self.created, action, now_s)
+        invariants.check_transition(view, transactions.preview(KEYS, view, transaction))
+        self.lead_after = (self.revision, now_s + UNKNOWN_WAIT_S)
+        try:
+            done = self.simulation.coordinator.send(transaction, self.sender)
+        except UnknownOutcome:
+            return
+        if done.succeeded:
+            self.lead_at_revision, self.lead_after = done.revision, None
+
+    def _leave(self, is_connected: bool) -> None:
+        """Sign off, as `Membership.leave`; it takes more than one step."""
+        coordinator = self.simulation.coordinator
+        if not is_connected:
+            self.crash()
+            return
+        if self.removal is None and not self.is_leaving_now:
+            self.is_leaving_now = True
+            view = coordinator.read()
+            if set(view.nodes) <= {self.name}:
+                self.removal = transactions.remove_job(KEYS, view, self.name, self.created)
+                return
+        if self.removal is not None:
+            try:
+                coordinator.send(self.removal, self.sender)
+            except UnknownOutcome:
+                pass
+        assert self.lease is not None
+        coordinator.revoke(self.lease.id)
+        self.crash()
+
+    # The agent
+
+    def _update(self, **changes: Any) -> None:
+        if any(getattr(self.record, name) != value for name, value in changes.items()):
+            self.record = replace(self.record, **changes)
+
+    def _reconcile(self) -> bool:
+        """Follow `Agent._reconcile`; True when nothing is left to do but to leave."""
+        view, now_s = self.view, self.simulation.now_s
+        if self.is_leaving_now or view.result is not None:
+            return True
+        if self.name in view.evictions and self.leaving_since_s is None:
+            self.leaving_since_s = now_s
+        if self.leaving_since_s is not None:
+            self._update(leaving=True)
+            is_overdue = now_s >= self.leaving_since_s + GRACE_S
+            if is_overdue or decide.may_leave(self.simulation.policy, view, self.name):
+                return True
+        self._follow_commits(view)
+        generation = view.generation
+        place = generation.member(self.name) if generation is not None else None
+        if place is not None and place.server != self.server:
+            generation = None
+        if generation is not None and generation.generation > self.worker_generation:
+            self._enter(generation)
+        elif generation is not None and generation.generation == self.worker_generation:
+            self._carry_out_restarts(view)
+            if view.is_closing or self.failure is not None:
+                abort = self.failure is not None or (
+                    view.closing is not None and view.closing.abort
+                )
+                self._drain(generation.generation, abort)
+        phase = self._phase(view)
+        times: Mapping[str, float] = {}
+        if phase in (NodePhase.RUNNING, NodePhase.DONE):
+            times = {"ready": now_s, "restored": now_s, "stepped": now_s}
+        has_workers = bool(self.workers)
+        self._update(
+            failure=self.failure,
+            finishing=has_workers and self._has_finished(),
+            checkpoint_url="/c" if has_workers else self.record.checkpoint_url,
+            checkpoint_every=self.simulation.checkpoint_every,
+            phase=phase,
+            times=self.record.times or times,
+        )
+        if phase in (NodePhase.DONE, NodePhase.DRAINED):
+            self._update(step=self._step(), **self._holdings())
+        elif self.rng.random() < 0.3:
+            self._update(step=self._step())
+        if self.worker_generation and phase is not NodePhase.DRAINED:
+            self._report(view)
+        return False
+
+    def _follow_commits(self, view: View) -> None:
+        self._begin_part(view)
+        if view.snapshot is not None and view.snapshot.snapshot != self.committed:
+            self._commit(view.snapshot.snapshot)
+
+    def _begin_part(self, view: View) -> None:
+        attempt = checkpoint_schedule.next_part(
+            view, self.server, self.worker_generation, self.attempt
+        )
+        if attempt is None:
+            return
+        self.attempt = attempt
+        try:
+            self.memory.pin(attempt.request.commit.snapshot)
+        except SnapshotUnavailable as error:
+            self._end_part(attempt, {"error": str(error)})
+        else:
+            self.part_writes.append(PartWrite(attempt))
+
+    def _commit(self, snapshot: SnapshotId) -> None:
+        self.committed = snapshot
+        self.memory.commit(snapshot)
+
+    def _enter(self, generation: Generation) -> None:
+        self.memory.abandon_begun()
+        self.memory.open_generation(generation.generation)
+        for write in self.part_writes:
+            write.stopped = True
+        resume = generation.resume
+        self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
+        self.worker_generation, self.failure = generation.generation, None
+        self.workers = {}
+        if resume is not None:
+            for rebuild in resume.shard_rebuilds:
+                if rebuild.node == self.name:
+                    try:
+                        self.memory.adopt(resume.snapshot, rebuild.rank)
+                    except SnapshotUnavailable:
+                        pass  # It holds the shard already.
+        member = generation.member(self.name)
+        if member is None:
+            return
+        step = resume.snapshot.step if resume else self.simulation.step_in_storage(generation)
+        self.workers = dict.fromkeys(member.ranks, SnapshotId(generation.generation, step))
+        self._update(
+            generation=generation.generation,
+            phase=NodePhase.STARTING,
+            failure=None,
+            finishing=False,
+            persisted=None,
+            times={},
+            step=step,
+            **self._holdings(),
+        )
+
+    def _carry_out_restarts(self, view: View) -> None:
+        for request in view.restarts_on(self.name):
+            if self.drained_generation != self.worker_generation:
+                self._fail(f"rank {request.rank} was restarted")
+            transaction = transactions.complete_restart(
+                KEYS, view, self.name, self.created, request
+            )
+            try:
+                self.simulation.coordinator.send(transaction, self.sender)
+            except UnknownOutcome:
+                pass  # The view shows it until it is gone.
+
+    def fail_worker(self) -> None:
+        """Have a worker crash."""
+        if self.workers and self.drained_generation != self.worker_generation:
+            self._fail("killed")
+
+    def _fail(self, message: str) -> None:
+        self.memory.abandon_begun()
+        self.failure = self.failure or Failure(
+            FailureKind.WORKER, message, self.simulation.now_s, next(iter(self.workers), None)
+        )
+
+    def _drain(self, generation: int, abort: bool) -> None:
+        if self.drained_generation == generation:
+            return
+        if not abort and self.rng.random() < 0.5:
+            return  # Its ranks take a last snapshot first.
+        self.memory.abandon_begun()
+        self.drained_generation = generation
+        self._update(**self._holdings())
+
+    def _phase(self, view: View) -> NodePhase:
+        if self.worker_generation == 0 or not self.workers:
+            return NodePhase.WAITING
+        if self.failure is None and self._is_done(view):
+            return NodePhase.DONE
+        if self.drained_generation == self.worker_generation:
+            return NodePhase.DRAINED
+        is_started = self.record.phase is not NodePhase.WAITING
+        return NodePhase.RUNNING if is_started else NodePhase.STARTING
+
+    def _step(self) -> int:
+        return max((state.step for state in self.workers.values()), default=self.record.step)
+
+    def _has_finished(self) -> bool:
+        return self.last_step is not None and all(
+            state.step >= self.last_step for state in self.workers.values()
+        )
+
+    def _is_done(self, view: View) -> bool:
+        """Whether the workers have exited: they wait until their last step is stored."""
+        if self.record.phase is NodePhase.DONE:
+            return True
+        stored = view.checkpoint.step if view.checkpoint is not None else 0
+        return self._has_finished() and self.last_step is not None and stored >= self.last_step
+
+    def _holdings(self) -> dict[str, tuple[SnapshotId, ...]]:
+        """Return what the server tells its agent: what is sealed, and what has its parity."""
+        sealed = self.memory.sealed(RANKS)
+        protected = [s for s in sealed if self.memory.pulled.get(s, set()) >= self.peers(s)]
+        return {"sealed": tuple(sorted(sealed)), "protected": tuple(sorted(protected))}
+
+    def _report(self, view: View) -> None:
+        leader = view.leader
+        if leader is None:
+            return
+        address = view.nodes[leader].record.server
+        report = NodeReport(
+            node=self.name,
+            lease=self.record.lease,
+            generation=self.record.generation,
+            step=self._step(),
+            protected=self._holdings()["protected"],
+        )
+        if (address, report) == self.reported:
+            return
+        # A report that is lost is sent again once the connection is back.
+        if self.simulation.is_calm or self.rng.random() < 0.8:
+            self.reported = (address, report)
+            self.simulation.deliver(report, address)
+
+    # Workers and the snapshot server
+
+    def work(self) -> None:
+        """Have a worker and the snapshot server go on for a while, whatever the agent does."""
+        if self.worker_generation and self.workers and self.failure is None:
+            is_over = self.drained_generation == self.worker_generation
+            if not is_over and not (self.last_step is not None and self._has_finished_snapshots()):
+                for _ in range(2 * RANKS):
+                    self._train()
+        if self.rng.random() < 0.6 or self.simulation.is_calm:
+            self._pull()
+        if self.part_writes and (self.simulation.is_calm or self.rng.random() < 0.5):
+            self._continue_part(self.part_writes[0])
+
+    def _has_finished_snapshots(self) -> bool:
+        return self._has_finished() and all(
+            self.memory.content(state, rank) is not None for rank, state in self.workers.items()
+        )
+
+    def _train(self) -> None:
+        """Have one rank begin or seal a snapshot, if it knows that its last one is committed."""
+        rank = self.rng.choice(list(self.workers))
+        state = self.workers[rank]
+        try:
+            if (state, rank) in self.memory.begun:
+                self.memory.seal(state, rank)
+                return
+            following = self._following(rank, state)
+            is_sealed = self.memory.content(following, rank) is not None
+            if is_sealed and self.rng.random() < 0.9:
+                return
+            self.memory.begin(following, rank)
+            self.workers[rank] = following
+        except SnapshotUnavailable:
+            pass  # The last one is not committed yet, or the generation is over.
+
+    def _following(self, rank: int, state: SnapshotId) -> SnapshotId:
+        """Return which snapshot a rank takes next: all ranks take every one, after a resume first
+        that of the step that they resumed from."""
+        committed = self.committed
+        is_new = committed is None or committed.generation < state.generation
+        known = -1 if is_new or committed is None else committed.step
+        is_taken = (state, rank) in self.memory.table.shards
+        waits = state.step > max(known, 0) or (is_new and state.step > 0 and not is_taken)
+        if waits or (self.last_step is not None and state.step >= self.last_step):
+            return state
+        return replace(state, step=state.step + 1)
+
+    def peers(self, snapshot: SnapshotId) -> set[str]:
+        """Return the servers whose blocks the parity of a snapshot is made of."""
+        generation = self.simulation.opened.get(snapshot.generation)
+        if generation is None or not generation.parity:
+            return set()
+        group = group_of(generation.members, self.name)
+        return {member.server for member in group if member.node != self.name}
+
+    def _pull(self) -> None:
+        """Fetch one block for the parity of a snapshot, if the server that has it is reached."""
+        for snapshot in sorted(self.memory.sealed(RANKS)):
+            if snapshot.generation != self.memory.table.generation:
+                continue
+            missing = self.peers(snapshot) - self.memory.pulled.setdefault(snapshot, set())
+            for server in self.rng.sample(sorted(missing), min(1, len(missing))):
+                peer = self.simulation.servers.get(server)
+                if peer is not None and snapshot in peer.memory.sealed(RANKS):
+                    self.memory.pulled[snapshot].add(server)
+
+    def _continue_part(self, write: PartWrite) -> None:
+        """End the write of a part: written, failed, or given up."""
+        self.part_writes.remove(write)
+        commit = write.attempt.request.commit
+        snapshot = commit.snapshot
+        holder = next(holder for holder in commit.holders if holder.server == self.server)
+        part: Mapping[str, object]
+        try:
+            if write.stopped:
+                raise StorageError("the attempt was given up, its generation is over")
+            if self.simulation.storage_fails():
+                raise StorageError("the storage is away")
+            shards = [self.memory.content(snapshot, rank) for rank in holder.ranks]
+            if None in shards:
+                raise StorageError("a shard is not held here")
+            part = self.simulation.storage.write_part(
+                snapshot, [shard for shard in shards if shard is not None]
+            )
+        except StorageError as error:
+            part = {"error": str(error)}
+        self.memory.unpin(snapshot)
+        self._end_part(write.attempt, part)
+
+    def _end_part(self, attempt: PartAttempt, part: Mapping[str, object]) -> None:
+        """Let the agent know what has become of a part."""
+        if self.is_member and attempt == self.attempt:
+            self._update(persisted=attempt.answer(part))

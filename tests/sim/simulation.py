@@ -1,0 +1,345 @@
+"""Runs a job of several nodes under invented disasters, by a seed, and checks what must hold.
+
+What runs is production's: `decide`, `transactions`, `standing`, `view`, `checkpoint_schedule`,
+`invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in between
+is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease or a
+worker, leave, are evicted and come back under their names; transactions are confirmed, late or lost;
+storage fails; leaders decide on views that are out of date.
+
+Production's invariants are checked on every revision, on every record and on every action. The rules
+here compare the coordinator's documents with what memory and storage really hold. In the end the
+disasters stop: the job must run again, commit, store, and finish with its last step stored.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.invariants import check_view
+from keepstep.elastic.rendezvous.records import (
+    Eviction,
+    Generation,
+    NodePhase,
+    NodeRecord,
+    NodeReport,
+    RestartRequest,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.transactions import Transaction
+from keepstep.elastic.rendezvous.view import View
+from keepstep.elastic.store.contract import Delete, Modified, Put
+from tests.sim.coordinator import KEYS, Coordinator, Sender
+from tests.sim.node import Node
+from tests.sim.rules import must
+from tests.sim.storage import Storage
+
+_BASE = RendezvousPolicy(
+    min_nodes=1, max_nodes=3, last_call_s=2.0, quorum_timeout_s=1e9, max_restarts=10**9
+)
+POLICIES = (
+    _BASE,
+    replace(_BASE, max_nodes=4, parity=2),
+    replace(_BASE, max_nodes=5, group_size=3),
+    replace(_BASE, parity=0),
+    replace(_BASE, min_nodes=2),
+)
+MAX_NODES = 6
+DISTURBED_TICKS = 80
+CALM_TICKS = 400
+MORE_STEPS = 2
+
+
+class Simulation:
+    """One job. `run` plays it from the first join to its end."""
+
+    def __init__(self, seed: int, policy: RendezvousPolicy | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.policy = policy or POLICIES[seed % len(POLICIES)]
+        self.checkpoint_every = self.rng.choice([1, 2, 4])
+        self.now_s = 0.0
+        self.is_calm = False
+        self.storage_is_away = False
+        self.coordinator = Coordinator(self.rng, self._on_change)
+        self.storage = Storage()
+        self.nodes: list[Node] = []
+        self.servers: dict[str, Node] = {}
+        """Snapshot servers that answer, by address; those of nodes that were declared gone, too."""
+        self.opened: dict[int, Generation] = {}
+        self.history: list[Generation] = []
+        self._restored: dict[int, int] = {}
+        self._names = 0
+        self._processes = 0
+
+    @property
+    def view(self) -> View:
+        """The coordinator's newest view."""
+        return self.coordinator.view
+
+    def run(self) -> None:
+        """Disturb, then leave in peace; the job must run again, commit, store, and finish."""
+        for _ in range(self.policy.max_nodes):
+            self._start_node()
+        for _ in range(DISTURBED_TICKS):
+            self.tick(disturbance=0.12)
+        self._calm_down()
+        stored = self.view.checkpoint
+        self._run_until(lambda: self._has_recovered(stored), "the job runs, commits and stores")
+        check_view(self.view)
+        self._finish()
+
+    def tick(self, disturbance: float) -> None:
+        """Let half a second pass, on average."""
+        self.now_s += self.rng.random()
+        self.coordinator.advance(self.now_s)
+        if self.rng.random() < disturbance:
+            self._disturb()
+        nodes = [node for node in self.nodes if node.is_alive]
+        self.rng.shuffle(nodes)
+        for node in nodes:
+            if self.is_calm or self.rng.random() < 0.8:
+                node.step()
+            if node.is_alive:
+                node.work()
+        self.nodes = [node for node in self.nodes if node.is_alive]
+
+    def probe(self, record: NodeRecord) -> bool | None:
+        """Ask whether an agent lives; None if that cannot be found out."""
+        owner = next(
+            (n for n in self.nodes if f"{n.name}:{n.number}" == record.agent and n.is_alive), None
+        )
+        if owner is None:
+            return None if self.rng.random() < 0.3 and not self.is_calm else False
+        return True if self.now_s >= owner.cut_off_until_s else None
+
+    def deliver(self, report: NodeReport, address: str) -> None:
+        """Bring a report to the process that a node takes for the leader, if it is reached."""
+        leader = self.servers.get(address)
+        if leader is not None:
+            leader.reports[report.node] = report
+            leader.decided_at_revision = 0
+
+    def delay(self, transaction: Transaction, sender: Sender) -> None:
+        """Have a transaction applied some time later."""
+        self.coordinator.postpone(transaction, sender)
+
+    def storage_fails(self) -> bool:
+        """Whether a write to storage fails now."""
+        return self.storage_is_away or (not self.is_calm and self.rng.random() < 0.03)
+
+    def step_in_storage(self, generation: Generation) -> int:
+        """Return the step that a generation restores from storage: all ranks agree on one."""
+        newest = self.storage.newest
+        return self._restored.setdefault(
+            generation.generation, newest.step if newest is not None else 0
+        )
+
+    # Disasters
+
+    def _disturb(self) -> None:
+        members = [node for node in self.nodes if node.is_member]
+        kind = self.rng.random()
+        if kind < 0.35:
+            if len(self.nodes) < MAX_NODES:
+                self._start_node()
+            return
+        if not members:
+            return
+        node = self.rng.choice(members)
+        if kind < 0.47:
+            self._crash(node)
+        elif kind < 0.55:
+            node.cut_off_until_s = self.now_s + self.rng.uniform(0.5, 8.0)
+        elif kind < 0.63:
+            node.stalled_until_s = self.now_s + self.rng.uniform(0.5, 8.0)
+        elif kind < 0.75:
+            node.fail_worker()
+        elif kind < 0.80:
+            if node.leaving_since_s is None:
+                node.leaving_since_s = self.now_s
+        elif kind < 0.83:
+            self._evict(node.name)
+        elif kind < 0.87:
+            self._restart_rank()
+        elif kind < 0.92:
+            self.storage_is_away = not self.storage_is_away
+        elif kind < 0.96:
+            # The other side of a partition: an agent declares this one dead.
+            if node.lease is not None:
+                self.coordinator.revoke(node.lease.id)
+        else:
+            self._crash(node)
+            self._start_node(node.name)
+
+    def _start_node(self, name: str | None = None) -> None:
+        if name is None:
+            gone = {f"n{n}" for n in range(1, self._names + 1)} - {n.name for n in self.nodes}
+            if gone and self.rng.random() < 0.3:
+                name = self.rng.choice(sorted(gone))
+            else:
+                self._names += 1
+                name = f"n{self._names}"
+        self._lift_eviction(name)
+        self._processes += 1
+        self.nodes.append(Node(self, name, self._processes, self.rng.choice(["", "a", "b"])))
+
+    def _crash(self, node: Node) -> None:
+        """End a process; most often its peers see that at once and revoke its lease."""
+        node.crash()
+        if node.lease is not None and self.rng.random() < 0.6:
+            self.coordinator.revoke(node.lease.id)
+
+    def _evict(self, name: str) -> None:
+        if name in self.view.nodes and self.view.generation is not None:
+            eviction = Eviction("slow", may_return=True)
+            self._write_as_monitor(Put(KEYS.eviction(name), eviction.encode()))
+
+    def _lift_eviction(self, name: str) -> None:
+        if name in self.view.evictions:
+            self._write_as_monitor(Delete(KEYS.eviction(name)))
+
+    def _restart_rank(self) -> None:
+        generation = self.view.generation
+        if generation is not None and not self.view.is_closing and self.view.result is None:
+            rank = self.rng.randrange(generation.world_size)
+            request = RestartRequest(generation.generation, rank, "hang")
+            self._write_as_monitor(Put(KEYS.restart(rank), request.encode()))
+
+    def _write_as_monitor(self, operation: Put | Delete) -> None:
+        """Write what a monitor or a person writes, which no lease covers."""
+        condition = Modified(KEYS.single("generation"), self.view.generation_revision)
+        transaction = Transaction((condition,), (operation,))
+        self.coordinator.apply_now(transaction)
+
+    # The end
+
+    def _calm_down(self) -> None:
+        self.is_calm = self.coordinator.is_reliable = True
+        self.storage_is_away = False
+        for node in self.nodes:
+            node.stalled_until_s = node.cut_off_until_s = 0.0
+        while sum(node.leaving_since_s is None for node in self.nodes) < self.policy.min_nodes:
+            self._start_node()
+        for name in self.view.evictions:
+            self._lift_eviction(name)
+
+    def _run_until(self, is_reached: object, rule: str) -> None:
+        for _ in range(CALM_TICKS):
+            self.tick(disturbance=0.0)
+            if is_reached():  # type: ignore[operator]
+                return
+        must(False, f"after all disasters, {rule}")
+
+    def _has_recovered(self, stored: object) -> bool:
+        view, generation = self.view, self.view.generation
+        if generation is None or view.is_closing:
+            return False
+        records = [view.nodes.get(member.node) for member in generation.members]
+        return (
+            all(j is not None and j.record.phase is NodePhase.RUNNING for j in records)
+            and view.snapshot is not None
+            and view.snapshot.snapshot.generation == generation.generation
+            and view.checkpoint is not None
+            and view.checkpoint != stored
+        )
+
+    def _finish(self) -> None:
+        """Let the job reach its last step.
+
+        It must end well, with that step stored; or fail and give the reason if storage is away.
+        """
+        last = max((n._step() for n in self.nodes if n.workers), default=0) + MORE_STEPS
+        for node in self.nodes:
+            node.last_step = last
+        self.storage_is_away = self.rng.random() < 0.1
+        self._run_until(lambda: self.view.result is not None, "the job ends")
+        result = self.view.result
+        assert result is not None
+        if self.storage_is_away:
+            must(not result.succeeded, "a job whose last step is not stored fails")
+            must("could not be stored" in result.message, "and its result names the reason")
+        else:
+            must(result.succeeded, f"the job succeeds, not: {result.message}")
+            newest = self.storage.newest
+            must(newest is not None and newest.step >= last, "the last step is stored")
+        self._run_until(lambda: not self.nodes, "everybody leaves")
+        must(self.view.secret is None, "the last to leave removes the job's keys")
+
+    # Rules
+
+    def _on_change(self, before: View, after: View) -> None:
+        """Compare a revision with what memory and storage hold."""
+        if before.generation is not None and after.generation is None:
+            self._forget_job()
+        elif after.generation is not None and after.generation != before.generation:
+            self._check_open(after.generation, before)
+            self.opened[after.generation.generation] = after.generation
+            self.history.append(after.generation)
+        elif after.snapshot is not None and after.snapshot != before.snapshot:
+            self._check_commit(after.snapshot)
+        if after.store_failure is not None and after.store_failure != before.store_failure:
+            reason = after.store_failure.reason
+            must(
+                "the storage is away" in reason or "was gone" in reason,
+                f"a checkpoint fails only if storage fails or a holder is lost, not: {reason}",
+            )
+        if after.checkpoint is not None and after.checkpoint != before.checkpoint:
+            snapshot = SnapshotId(after.checkpoint.generation, after.checkpoint.step)
+            must(self.storage.holds(snapshot), "a recorded checkpoint is stored")
+
+    def _forget_job(self) -> None:
+        """The next job under this name begins anew, with storage of its own."""
+        self.opened.clear()
+        self._restored.clear()
+        self.storage = Storage()
+
+    def _check_commit(self, commit: SnapshotCommit) -> None:
+        """Whichever holders are lost from here on, up to the parity: the others have enough."""
+        for holder in commit.holders:
+            node = self.servers.get(holder.server)
+            if node is None:
+                continue
+            must(
+                node.memory.is_intact(commit.snapshot, holder.ranks),
+                "a holder holds what is committed",
+            )
+            drained = (NodePhase.DRAINED, NodePhase.DONE)
+            if any(j.record.phase not in drained for j in self.view.nodes.values()):
+                pulled = node.memory.pulled.get(commit.snapshot, set())
+                must(pulled >= node.peers(commit.snapshot), "a holder has its parity")
+
+    def _check_open(self, generation: Generation, before: View) -> None:
+        old = before.generation
+        for member in old.members if old is not None else ():
+            node = self.servers.get(member.server)
+            if node is not None and member.node in before.nodes and node.is_member:
+                must(
+                    node.drained_generation == generation.generation - 1
+                    or before.nodes[member.node].record.server != member.server
+                    or node.record.phase is NodePhase.DONE,
+                    "no member of the old generation works when the next one is opened",
+                )
+        if generation.resume is not None and not generation.resume.stored:
+            self._check_resume(generation.resume)
+
+    def _check_resume(self, resume: SnapshotCommit) -> None:
+        """What is resumed from is there or can be rebuilt, if nobody is lost since the decision."""
+        orphans = {rebuild.rank for rebuild in resume.shard_rebuilds}
+        for group in {holder.group for holder in resume.holders}:
+            holders = [holder for holder in resume.holders if holder.group == group]
+            lost = [holder for holder in holders if orphans & set(holder.ranks)]
+            must(len(lost) <= resume.parity, "no more are lost than parity gives back")
+            for holder in holders:
+                node = self.servers.get(holder.server)
+                if holder in lost or node is None:
+                    continue
+                must(
+                    node.memory.is_intact(resume.snapshot, holder.ranks),
+                    "a holder that is counted on holds its shards",
+                )
+                if lost:
+                    pulled = node.memory.pulled.get(resume.snapshot, set())
+                    others = {other.server for other in holders if other != holder}
+                    must(pulled >= others, "a holder that is counted on has its parity")
