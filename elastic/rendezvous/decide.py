@@ -137,9 +137,9 @@ def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
     if generation is None or view.result is not None or node not in view.nodes:
         return True
     if generation.member(node) is None:
-        kept = view.snapshot.holders if view.snapshot else ()
-        stored = view.persist.commit.holders if view.persist else ()
-        return all(holder.node != node for holder in (*kept, *stored))
+        holders = view.snapshot.holders if view.snapshot else ()
+        writers = view.persist.commit.holders if view.persist else ()
+        return all(holder.node != node for holder in (*holders, *writers))
     record = view.nodes[node].record
     drained = view.is_closing and record.phase in (NodePhase.DRAINED, NodePhase.DONE)
     if not drained or len(eligible(view)) >= policy.min_nodes:

@@ -64,11 +64,11 @@ def check_view(view: View) -> None:
 
 def check_transition(before: View, after: View) -> None:
     """Check the change from one revision to the next; only changed documents are looked at."""
-    if before.generation is not None and after.generation is None:
-        if after.nodes:
+    if before.secret is not None and after.secret is None:
+        if len(before.nodes) > 1:
             raise InvariantViolated(
-                "a job's documents are deleted with its last member only",
-                f"{', '.join(sorted(after.nodes))} remain",
+                "a job's keys are deleted by its last member only",
+                f"{', '.join(sorted(before.nodes))} are members",
             )
         return
     if before.revisions == after.revisions:

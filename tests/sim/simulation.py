@@ -163,8 +163,11 @@ class Simulation:
             self._evict(node.name)
         elif kind < 0.87:
             self._restart_rank()
-        elif kind < 0.92:
+        elif kind < 0.91:
             self.storage_is_away = not self.storage_is_away
+        elif kind < 0.93:
+            for member in members:
+                member.leaving_since_s = member.leaving_since_s or self.now_s
         elif kind < 0.96:
             # The other side of a partition: an agent declares this one dead.
             if node.lease is not None:

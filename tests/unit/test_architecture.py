@@ -163,12 +163,12 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "ElasticError", "Job", "JobFailed", "LeaseLost", "State", "Stateful", "Step",
+        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost", "State", "Stateful", "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load", "save",
+        "InvariantViolated", "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

@@ -44,7 +44,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.rendezvous import actions
+from keepstep.elastic.rendezvous import actions, transactions
 from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide, may_leave
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.records import (
@@ -332,7 +332,13 @@ class Case:
         request = self.view.persist
         assert request is not None, "no checkpoint is requested"
         snapshot = request.commit.snapshot
-        self._write(record, persisted=PersistedPart(snapshot.step, snapshot.generation, part))
+        persisted = PersistedPart(
+            step=snapshot.step,
+            generation=snapshot.generation,
+            part=part,
+            attempt=self.view.revisions["persist"],
+        )
+        self._write(record, persisted=persisted)
 
     def _fail(self, rank: int, how: str, message: str) -> None:
         view = self.view
@@ -365,7 +371,7 @@ class Case:
         if isinstance(action, actions.Publish) and self._manifest_failure:
             action = actions.CancelPersist(action.request, self._manifest_failure)
             self._manifest_failure = ""
-        self._apply(_operations(action, self.wall_s))
+        self._apply(transactions.leader_operations(KEYS, action, self.wall_s))
         if isinstance(action, actions.Commit):
             persist = self.view.persist
             for memory in self.memory.values():
@@ -467,39 +473,3 @@ def _time(wall_s: float) -> str:
 
 def _names(text: str) -> list[str]:
     return re.split(r", | and ", text)
-
-
-def _operations(action: actions.Action, wall_s: float) -> tuple[Put | Delete, ...]:
-    """Return what a leader writes for an action (as `keepstep.elastic.agent.membership` does)."""
-    single = KEYS.single
-    match action:
-        case actions.Open(generation):
-            resume = generation.resume
-            return (
-                Put(single("generation"), generation.encode()),
-                Delete(single("closing")),
-                Delete(single("persist")),
-                Delete(single("verdicts")),
-                Delete(KEYS.restart(), prefix=True),
-                Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
-            )
-        case actions.Close(closing):
-            return (Put(single("closing"), closing.encode()),)
-        case actions.Commit(commit):
-            return (Put(single("snapshot"), commit.encode()),)
-        case actions.Persist(request):
-            return (Put(single("persist"), request.encode()),)
-        case actions.Publish(request):
-            snapshot = request.commit.snapshot
-            checkpoint = CheckpointRecord(
-                step=snapshot.step, generation=snapshot.generation, url=request.url, at_s=wall_s,
-                took_s=max(0.0, wall_s - request.at_s),
-            )  # fmt: skip
-            return (Put(single("checkpoint"), checkpoint.encode()), Delete(single("persist")))
-        case actions.CancelPersist(request, reason):
-            failure = StoreFailure(request.commit.snapshot.step, reason)
-            return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
-        case actions.RecordRecovery(history):
-            return (Put(single("history"), history.encode()),)
-        case actions.Finish(result):
-            return (Put(single("result"), result.encode()),)
