@@ -273,10 +273,14 @@ class Commit(Message, frozen=True, kw_only=True):
 
 
 class Persist(Message, frozen=True, kw_only=True):
-    """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows."""
+    """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows.
+
+    Both repeat `attempt`: an earlier attempt may end after the next one has begun.
+    """
 
     task: PersistTask
     part: Count
+    attempt: Count
 
 
 class Publish(Message, frozen=True, kw_only=True):
@@ -344,6 +348,7 @@ class Persisted(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint is written, and listed by an object."""
 
     snapshot: SnapshotId
+    attempt: Count
     listing: PartListing
 
 
@@ -351,6 +356,7 @@ class PersistFailed(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint could not be written."""
 
     snapshot: SnapshotId
+    attempt: Count
     reason: str
 
 

@@ -106,8 +106,8 @@ class AgentCommands:
                 self._discard_damaged()
             case Commit(snapshot=snapshot):
                 self._memory.commit(snapshot)
-            case Persist(task=task, part=part):
-                self._persistence.start(task, part)
+            case Persist(task=task, part=part, attempt=attempt):
+                self._persistence.start(task, part, attempt)
             case Publish(task=task, listings=listings):
                 self._persistence.publish(task, listings)
             case ReportHoldings():

@@ -97,17 +97,17 @@ class Persistence:
         # The plan of the last checkpoint; the next one has it too if the layout is unchanged.
         self._cached_plan: tuple[_Layout, _EntriesByKey, ChunkPlan] | None = None
 
-    def start(self, task: PersistTask, part: int) -> None:
+    def start(self, task: PersistTask, part: int, attempt: int) -> None:
         """Begin to write this server's part, numbered `part`.
 
-        `Persisted` or `PersistFailed` is sent to the agent.
+        `Persisted` or `PersistFailed` is sent to the agent, with the number of the attempt.
 
         Raises:
             SnapshotUnavailable: nothing of the snapshot is held here.
         """
         stop = self._stop_requested = threading.Event()
         self._memory.pin(task.snapshot)
-        self._pool.submit(self._write, task, part, stop)
+        self._pool.submit(self._write, task, part, attempt, stop)
 
     def publish(self, task: PersistTask, listings: Sequence[PartListing]) -> None:
         """Begin to write the manifest, given the listings of all parts.
@@ -125,7 +125,7 @@ class Persistence:
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _write(self, task: PersistTask, part: int, stop: threading.Event) -> None:
+    def _write(self, task: PersistTask, part: int, attempt: int, stop: threading.Event) -> None:
         snapshot = task.snapshot
         event: ServerEvent
         try:
@@ -148,9 +148,9 @@ class Persistence:
                 stop=stop.is_set,
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c)
-            event = Persisted(snapshot=snapshot, listing=listing)
+            event = Persisted(snapshot=snapshot, attempt=attempt, listing=listing)
         except Exception as error:  # noqa: BLE001 - the thread's edge: the agent waits for an event
-            event = PersistFailed(snapshot=snapshot, reason=_reason(error))
+            event = PersistFailed(snapshot=snapshot, attempt=attempt, reason=_reason(error))
         finally:
             self._memory.unpin(snapshot)
         self._send_event(event)

@@ -26,8 +26,15 @@ from keepstep.elastic.agent.snapshot_process import (
     stored_part,
 )
 from keepstep.elastic.agent.worker_group import WorkerGroup
-from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
+from keepstep.elastic.errors import (
+    InvariantViolated,
+    JobFailed,
+    LeaseLost,
+    StoreUnavailable,
+    UsageError,
+)
 from keepstep.elastic.rendezvous.actions import Publish
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, next_part
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy, may_leave
 from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.records import (
@@ -35,7 +42,6 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
-    PersistedPart,
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -83,7 +89,7 @@ class Agent:
         self._drained_generation = 0
         self._committed: SnapshotId | None = None
         self._stored = -1
-        self._persisting: SnapshotId | None = None
+        self._part_attempt: PartAttempt | None = None
         self._progress_due_s = 0.0
         self._member_until_s = float("-inf")
 
@@ -125,7 +131,7 @@ class Agent:
     async def _take_part(self, agent_listener: AgentListener) -> bool:
         """One membership, from lease to lease's end."""
         config = self._config
-        self._drained_generation, self._committed, self._stored, self._persisting = (
+        self._drained_generation, self._committed, self._stored, self._part_attempt = (
             0,
             None,
             -1,
@@ -178,7 +184,7 @@ class Agent:
                     work.cancel()
         except* LeaseLost as lost:
             raise lost.exceptions[0] from None
-        except* (JobFailed, StoreUnavailable) as failed:
+        except* (JobFailed, StoreUnavailable, UsageError, InvariantViolated) as failed:
             raise failed.exceptions[0] from None
         finally:
             self._member_until_s = time.monotonic()
@@ -256,6 +262,8 @@ class Agent:
             generation = None  # It was given to an agent of this name that is gone; the leader will find it lost.
         if generation is not None and generation.generation > worker_group.generation:
             await self._enter(generation, secret)
+            # A request to store may have come with the generation.
+            self._wake.set()
         elif generation is not None and generation.generation == worker_group.generation:
             for request in view.restarts_on(self._config.node):
                 worker_group.restart(request.rank, request.reason)
@@ -372,17 +380,18 @@ class Agent:
     async def _follow_commits(self) -> None:
         """Pass on what has been committed and stored, and write what is to be stored."""
         view = self._membership.view
+        # A commit frees what older requests are to store: those begin first.
+        attempt = next_part(
+            view, self._snapshots.address, self._worker_group.generation, self._part_attempt
+        )
+        if attempt is not None:
+            self._part_attempt = attempt
+            await self._snapshots.persist(attempt)
         if view.snapshot is not None and view.snapshot.snapshot != self._committed:
             await self._commit(view.snapshot.snapshot)
         if view.checkpoint is not None and view.checkpoint.step > self._stored:
             self._stored = view.checkpoint.step
             await self._worker_group.broadcast({"type": "stored", "step": self._stored})
-        if view.persist is not None and view.persist.commit.snapshot != self._persisting:
-            holders = view.persist.commit.holders
-            position = next((i for i, m in enumerate(holders) if m.node == self._config.node), None)
-            self._persisting = view.persist.commit.snapshot
-            if position is not None:
-                await self._snapshots.persist(view.persist)
 
     async def _commit(self, snapshot: SnapshotId) -> None:
         self._committed = snapshot
@@ -394,11 +403,11 @@ class Agent:
         match event:
             case Protected():
                 self._report()
-            case Persisted() | PersistFailed() if self._persisting is not None:
-                step, generation = self._persisting.step, self._persisting.generation
-                self._membership.update(
-                    persisted=PersistedPart(step, generation, stored_part(event))
-                )
+            case Persisted() | PersistFailed():
+                attempt = self._part_attempt
+                # An earlier attempt may end after the next one has begun.
+                if attempt is not None and event.attempt == attempt.revision:
+                    self._membership.update(persisted=attempt.answer(stored_part(event)))
             case ServerDied():
                 self._worker_group.fail("the snapshot server of this node died")
         self._wake.set()

@@ -43,6 +43,7 @@ from keepstep.checkpoint.memory.messages import (
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (
     Generation,
     Member,
@@ -223,13 +224,15 @@ class SnapshotProcess:
         """Have everything older than this snapshot freed."""
         await self._ask(Commit(snapshot=snapshot))
 
-    async def persist(self, request: PersistRequest) -> None:
+    async def persist(self, attempt: PartAttempt) -> None:
         """Begin to write this node's part of a checkpoint; the outcome comes as an event."""
+        request, number = attempt.request, attempt.revision
         part = [holder.node for holder in request.commit.holders].index(self._node)
         try:
-            await self._ask(Persist(task=self._task_of(request), part=part))
+            await self._ask(Persist(task=self._task_of(request), part=part, attempt=number))
         except SnapshotUnavailable as error:
-            self._on_event(PersistFailed(snapshot=request.commit.snapshot, reason=str(error)))
+            snapshot = request.commit.snapshot
+            self._on_event(PersistFailed(snapshot=snapshot, attempt=number, reason=str(error)))
 
     async def publish(self, request: PersistRequest, parts: Sequence[Mapping[str, Any]]) -> None:
         """Write the manifest of a checkpoint whose parts are all written.
