@@ -1,4 +1,4 @@
-"""Claims about a membership whose coordinator leaves it in doubt about writes: applied or not, nobody has said."""
+"""Claims about memberships: unconfirmed writes, joins and leaves at the same time, stale leaders."""
 
 import asyncio
 import random
@@ -8,12 +8,13 @@ from dataclasses import replace
 import pytest
 
 from keepstep.elastic.agent.membership import Membership
-from keepstep.elastic.errors import StoreUnavailable
-from keepstep.elastic.rendezvous.actions import Publish
+from keepstep.elastic.errors import InvariantViolated, StoreUnavailable
+from keepstep.elastic.rendezvous.actions import Open, Publish
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
-from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord
+from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
+from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import Keys, from_listing
-from keepstep.elastic.store.contract import Committed, Created, Delete, Modified, Put
+from keepstep.elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
 from keepstep.elastic.store.memory import MemoryStore
 
 RECORD = NodeRecord(
@@ -33,7 +34,7 @@ POLICY = RendezvousPolicy(
 
 
 class Doubtful(MemoryStore):
-    """Does not confirm every other write, by a seed: half of those it has applied, half of them not."""
+    """Leaves half of the writes unconfirmed, by a seed: half of those are applied, half are not."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -89,3 +90,89 @@ def test_member_joins_leads_and_finishes_though_writes_are_not_confirmed(
         await membership.leave()
 
     asyncio.run(scenario())
+
+
+async def publish_nothing(_: Publish) -> None:
+    raise AssertionError("nothing is stored here")
+
+
+def membership_of(store: MemoryStore, record: NodeRecord) -> Membership:
+    return Membership(store, "job", POLICY, record, 30.0, lambda: None, publish_nothing)
+
+
+OTHER = replace(RECORD, node="b", agent="h:3")
+
+
+def test_members_that_join_a_finished_job_at_the_same_time_do_not_remove_each_other() -> None:
+    async def scenario() -> None:
+        store = Interleaved()
+        await store.commit((), (Put(Keys("job").single("result"), Result(True, "").encode()),))
+        members = [membership_of(store, record) for record in (RECORD, OTHER)]
+        secrets = await asyncio.gather(*(member.join() for member in members))
+        assert secrets[0] == secrets[1]
+        view = from_listing(Keys("job"), await store.read(Keys("job").prefix))
+        assert set(view.nodes) == {"a", "b"}
+        assert view.result is None
+
+    asyncio.run(scenario())
+
+
+def test_member_that_joins_while_the_last_one_leaves_stays_or_begins_anew() -> None:
+    async def scenario() -> None:
+        store = Interleaved()
+        leaving, joining = membership_of(store, RECORD), membership_of(store, OTHER)
+        await leaving.join()
+        secret, _ = await asyncio.gather(joining.join(), leaving.leave())
+        view = from_listing(Keys("job"), await store.read(Keys("job").prefix))
+        assert set(view.nodes) == {"b"}
+        assert view.secret == secret.hex().encode()
+
+    asyncio.run(scenario())
+
+
+def test_leader_whose_view_is_out_of_date_writes_nothing() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        member = membership_of(store, RECORD)
+        await member.join()
+        generation = Generation(
+            1, assign_ranks((), [replace(RECORD, lease=member.record.lease)], 1), "h", 5, "start"
+        )
+        key = Keys("job").single("generation")
+        await store.commit((), (Put(key, replace(generation, reason="another").encode()),))
+        before = await store.read(key)
+        perform = asyncio.create_task(member._perform(member.view, Open(generation)))
+        await asyncio.wait([perform], timeout=0.1)
+        assert await store.read(key) == before
+        perform.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_action_that_breaks_an_invariant_stops_its_leader_and_writes_nothing() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        member = membership_of(store, RECORD)
+        await member.join()
+        before = await store.read("")
+        unknown = replace(RECORD, node="c")
+        generation = Generation(1, assign_ranks((), [unknown], 1), "h", 5, "start")
+        with pytest.raises(InvariantViolated, match="members are present"):
+            await member._perform(member.view, Open(generation))
+        assert await store.read("") == before
+
+    asyncio.run(scenario())
+
+
+class Interleaved(MemoryStore):
+    """Lets other tasks go on before each call, as a coordinator over a network does."""
+
+    async def read(self, prefix: str) -> Listing:
+        await asyncio.sleep(0)
+        return await super().read(prefix)
+
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
+        await asyncio.sleep(0)
+        return await super().commit(conditions, operations)

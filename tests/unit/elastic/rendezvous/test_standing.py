@@ -1,0 +1,106 @@
+"""Claims about joining, leases, and records whose writes were not confirmed."""
+
+from dataclasses import replace
+
+import pytest
+
+from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
+from keepstep.elastic.rendezvous.records import NodeRecord, Result
+from keepstep.elastic.rendezvous.standing import (
+    AwaitPredecessor,
+    Join,
+    Lease,
+    RemoveFinishedJob,
+    is_member,
+    leads,
+    may_revoke_predecessor,
+    next_join_step,
+    settle_record,
+)
+from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
+from keepstep.elastic.store.contract import KeyValue, Modified
+
+KEYS = Keys("job")
+RECORD = NodeRecord(
+    node="a",
+    host="h",
+    nproc=2,
+    agent="h:1",
+    server="tcp:h:2",
+    store_port=5,
+    lease=7,
+    digest="d",
+)
+
+
+def view_of(*records: NodeRecord, **changes: object) -> View:
+    nodes = {record.node: JoinedNode(record, at) for at, record in enumerate(records, 3)}
+    return replace(View(revision=9, nodes=nodes), **changes)  # type: ignore[arg-type]
+
+
+def test_lease_is_counted_from_the_request_and_stopped_at_before_it_ends() -> None:
+    lease = Lease.granted(7, ttl_s=5.0, asked_s=10.0)
+    assert (lease.until_s, lease.stop_at_s) == (15.0, 14.5)
+    assert lease.renewed(ttl_s=4.0, asked_s=12.0) == Lease(7, ttl_s=4.0, until_s=16.0)
+
+
+def test_member_owns_the_key_that_its_membership_created() -> None:
+    view = view_of(RECORD, replace(RECORD, node="b"))
+    assert is_member(view, "a", created=3)
+    assert not is_member(view, "a", created=2)
+    assert not is_member(view, "c", created=3)
+    assert (leads(view, "a"), leads(view, "b")) == (True, False)
+
+
+def test_free_name_is_joined_and_a_taken_one_waited_for() -> None:
+    assert next_join_step(KEYS, View(), RECORD) == Join()
+    predecessor = replace(RECORD, agent="h:9")
+    assert next_join_step(KEYS, view_of(predecessor), RECORD) == AwaitPredecessor(predecessor)
+    with pytest.raises(UsageError, match="already running something else on node b"):
+        next_join_step(KEYS, view_of(replace(RECORD, node="b", digest="e")), RECORD)
+
+
+def test_finished_job_is_removed_only_while_nobody_has_joined_it() -> None:
+    ended = Result(True, "done")
+    view = view_of(result=ended, revisions={"result": 8, "last_join": 4})
+    step = next_join_step(KEYS, view, RECORD)
+    assert isinstance(step, RemoveFinishedJob)
+    assert set(step.transaction.conditions) == {
+        Modified(KEYS.single("result"), 8),
+        Modified(KEYS.single("last_join"), 4),
+    }
+    assert next_join_step(KEYS, view_of(replace(RECORD, node="b"), result=ended), RECORD) == Join()
+
+
+@pytest.mark.parametrize(
+    ("agent", "lives", "waited_s", "expected"),
+    [
+        ("h:9", False, 1.0, True),
+        ("h:9", None, 1.0, False),
+        ("h:1", None, 1.0, True),
+        ("h:1", True, 1.0, True),
+        ("h:9", True, 1.0, None),
+        ("h:9", None, 11.0, None),
+    ],
+    ids=["dead", "unknown", "itself", "itself though it answers", "alive", "unknown too long"],
+)
+def test_predecessor_is_revoked_only_if_it_is_dead(
+    agent: str, lives: bool | None, waited_s: float, expected: bool | None
+) -> None:
+    predecessor = replace(RECORD, agent=agent)
+    arguments = (KEYS, RECORD, predecessor, lives, waited_s, 10.0)
+    if expected is None:
+        with pytest.raises(UsageError, match="choose another --node name"):
+            may_revoke_predecessor(*arguments)
+    else:
+        assert may_revoke_predecessor(*arguments) == expected
+
+
+def test_refused_record_counts_as_written_only_if_it_is_there() -> None:
+    stored = KeyValue(KEYS.node("a"), RECORD.encode(), created=3, modified=6, lease=7)
+    assert settle_record(stored, 3, RECORD) == 6
+    for gone in (None, replace(stored, created=5)):
+        with pytest.raises(LeaseLost):
+            settle_record(gone, 3, RECORD)
+    with pytest.raises(InvariantViolated, match="written by its own membership"):
+        settle_record(stored, 3, replace(RECORD, step=1))

@@ -1,0 +1,107 @@
+"""Claims about the conditions under which members write."""
+
+from dataclasses import replace
+
+import pytest
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous import transactions
+from keepstep.elastic.rendezvous.actions import (
+    Action,
+    CancelPersist,
+    Close,
+    Commit,
+    Finish,
+    Open,
+    Persist,
+    Publish,
+    RecordRecovery,
+)
+from keepstep.elastic.rendezvous.records import (
+    Closing,
+    Generation,
+    History,
+    Member,
+    NodeRecord,
+    PersistRequest,
+    RestartRequest,
+    Result,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.view import Keys, View
+from keepstep.elastic.store.contract import Created, Modified
+
+KEYS = Keys("job")
+MEMBERS = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
+COMMIT = SnapshotCommit(SnapshotId(1, 4), MEMBERS)
+GENERATION = Generation(2, MEMBERS, "h", 5, "start", resume=COMMIT)
+REQUEST = PersistRequest(COMMIT, "/c", 100.0)
+VIEW = View(
+    revision=9,
+    restarts={1: RestartRequest(1, 1, "hang")},
+    revisions={"generation": 4, "snapshot": 6, "secret": 2, "last_join": 3},
+    secret=b"00",
+)
+ACTIONS: tuple[Action, ...] = (
+    Open(GENERATION),
+    Close(Closing(1, "lost b", True, 0.0)),
+    Commit(COMMIT),
+    Persist(REQUEST),
+    Publish(REQUEST, ({},)),
+    CancelPersist(REQUEST, "no space"),
+    RecordRecovery(History()),
+    Finish(Result(True, "done")),
+)
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
+def test_every_action_depends_on_the_leader_and_on_all_documents(action: Action) -> None:
+    transaction = transactions.lead(KEYS, VIEW, "a", 3, action, wall_s=110.0)
+    assert transaction.conditions[0] == Created(KEYS.node("a"), 3)
+    assert set(transaction.conditions[1:]) == {
+        Modified(KEYS.single(name), VIEW.revisions.get(name, 0))
+        for name in transactions.LEADER_DOCUMENTS
+    }
+    written = {operation.key for operation in transaction.operations}
+    not_led = {KEYS.single("verdicts"), KEYS.restart()}
+    assert written - not_led <= {KEYS.single(name) for name in transactions.LEADER_DOCUMENTS}
+
+
+def test_preview_shows_what_a_transaction_will_make_of_the_view() -> None:
+    opened = transactions.lead(KEYS, VIEW, "a", 3, Open(GENERATION), wall_s=110.0)
+    after = transactions.preview(KEYS, VIEW, opened)
+    assert (after.revision, after.generation, after.snapshot) == (10, GENERATION, COMMIT)
+    assert (after.generation_revision, dict(after.restarts)) == (10, {})
+    published = transactions.lead(KEYS, VIEW, "a", 3, Publish(REQUEST, ({},)), wall_s=110.0)
+    after = transactions.preview(KEYS, VIEW, published)
+    assert after.checkpoint is not None
+    assert (after.checkpoint.step, after.checkpoint.took_s, after.persist) == (4, 10.0, None)
+
+
+def test_record_is_written_under_its_lease_over_the_last_version_only() -> None:
+    record = NodeRecord("a", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    transaction = transactions.write_record(KEYS, record, modified=8)
+    assert transaction.conditions == (Modified(KEYS.node("a"), 8),)
+    assert [operation.lease for operation in transaction.operations] == [7]  # type: ignore[union-attr]
+
+
+def test_join_needs_a_free_name_and_the_run_of_the_job_that_was_read() -> None:
+    record = NodeRecord("b", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    later = transactions.join(KEYS, VIEW, record, b"11")
+    assert later.conditions == (Created(KEYS.node("b"), 0), Modified(KEYS.single("secret"), 2))
+    assert KEYS.single("secret") not in {operation.key for operation in later.operations}
+    first = transactions.join(KEYS, replace(VIEW, secret=None, revisions={}), record, b"11")
+    assert first.conditions[1] == Modified(KEYS.single("secret"), 0)
+    assert KEYS.single("secret") in {operation.key for operation in first.operations}
+
+
+def test_removal_and_restart_requests_depend_on_what_was_read() -> None:
+    removal = transactions.remove_job(KEYS, VIEW, "a", 3)
+    assert removal.conditions == (
+        Created(KEYS.node("a"), 3), Modified(KEYS.single("last_join"), 3)
+    )  # fmt: skip
+    request = RestartRequest(1, 1, "hang")
+    done = transactions.complete_restart(KEYS, VIEW, "a", 3, request)
+    assert done.conditions == (
+        Created(KEYS.node("a"), 3), Modified(KEYS.single("generation"), 4)
+    )  # fmt: skip
