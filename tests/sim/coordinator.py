@@ -58,7 +58,8 @@ class Coordinator:
         self._on_change = on_change
         self._store = MemoryStore()
         self._views = [from_listing(KEYS, Listing(1, ()))]
-        self._in_flight: list[tuple[Transaction, Sender]] = []
+        self._in_flight: list[tuple[float, Transaction, Sender]] = []
+        self._now_s = 0.0
         self._versions: dict[tuple[str, int], int] = {}
         self.is_reliable = False
 
@@ -91,17 +92,16 @@ class Coordinator:
 
     def advance(self, now_s: float) -> None:
         """Move the clock, and apply some of the transactions that are on their way."""
+        self._now_s = now_s
         complete(self._store.advance(now_s))
         self._fold()
-        waiting, self._in_flight = self._in_flight, []
-        for transaction, sender in waiting:
-            if self._rng.random() < 0.3 or self.is_reliable:
-                try:
-                    self._apply(transaction, sender)
-                except LeaseLost:
-                    continue
-            else:
-                self._in_flight.append((transaction, sender))
+        arrived = [late for late in self._in_flight if late[0] <= now_s or self.is_reliable]
+        self._in_flight = [late for late in self._in_flight if late not in arrived]
+        for _, transaction, sender in arrived:
+            try:
+                self._apply(transaction, sender)
+            except LeaseLost:
+                continue
 
     def send(self, transaction: Transaction, sender: Sender) -> Committed:
         """Apply a transaction, or leave its sender in doubt.
@@ -116,12 +116,13 @@ class Coordinator:
         if chance < 0.92:
             self._apply(transaction, sender)
         elif chance < 0.98:
-            self._in_flight.append((transaction, sender))
+            self.postpone(transaction, sender)
         raise UnknownOutcome
 
     def postpone(self, transaction: Transaction, sender: Sender) -> None:
-        """Apply a transaction some time later, or at once when all is reliable."""
-        self._in_flight.append((transaction, sender))
+        """Apply a transaction some time later, or soon when all is reliable."""
+        delay_s = self._rng.choice([1.0, 3.0, 12.0]) * self._rng.random()
+        self._in_flight.append((self._now_s + delay_s, transaction, sender))
 
     def apply_now(self, transaction: Transaction) -> None:
         """Apply a transaction that no membership sends."""
@@ -140,7 +141,8 @@ class Coordinator:
         return next((item for item in items if item.key == key), None)
 
     def _apply(self, transaction: Transaction, sender: Sender) -> Committed:
-        joined = self.view.nodes.get(sender.node)
+        before = self.view
+        joined = before.nodes.get(sender.node)
         done = complete(self._store.commit(transaction.conditions, transaction.operations))
         if done.succeeded:
             owner = joined.created if joined is not None else 0
@@ -150,6 +152,11 @@ class Coordinator:
                 must(sender.version >= known, "a node's record never goes back")
                 self._versions[sender.node, sender.created] = sender.version
         self._fold()
+        if before.secret is not None and self.view.secret is None:
+            must(
+                set(before.nodes) <= {sender.node},
+                "a job's keys are deleted by its last member only",
+            )
         return done
 
     def _fold(self) -> None:

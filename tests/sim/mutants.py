@@ -369,6 +369,12 @@ def waits_for_a_holder_that_is_gone(patch: pytest.MonkeyPatch) -> None:
         return None if is_gone else action
 
     patch.setattr(checkpoint_schedule, "continue_persist", wrong)
+    may_leave = decide.may_leave
+    patch.setattr(
+        decide,
+        "may_leave",
+        lambda policy, view, name: may_leave(policy, replace(view, persist=None), name),
+    )
 
 
 def begins_a_snapshots_part_once_only(patch: pytest.MonkeyPatch) -> None:
@@ -532,17 +538,28 @@ def run_seed(seed: int) -> None:
     simulation.run()
 
 
+def notice(seed: int) -> str | None:
+    """Run a seed; return the rule that it breaks, or None."""
+    try:
+        run_seed(seed)
+    except (InvariantViolated, TableInvariantViolated) as error:
+        return f"invariant: {error.invariant}"
+    except BrokenRuleError as error:
+        return f"rule: {error}"
+    return None
+
+
 def catch(mutant: Patch, seeds: Sequence[int]) -> Catch | None:
-    """Run seeds with a mutant until a rule notices it."""
-    with pytest.MonkeyPatch.context() as patch:
-        mutant(patch)
-        for seed in seeds:
-            try:
-                run_seed(seed)
-            except (InvariantViolated, TableInvariantViolated) as error:
-                return Catch(seed, f"invariant: {error.invariant}")
-            except BrokenRuleError as error:
-                return Catch(seed, f"rule: {error}")
+    """Run seeds with a mutant until a rule notices it; the seed must pass without the mutant."""
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            rule = notice(seed)
+        if rule is not None:
+            unbroken = notice(seed)
+            if unbroken is not None:
+                raise AssertionError(f"seed {seed} fails without a mutant: {unbroken}")
+            return Catch(seed, rule)
     return None
 
 

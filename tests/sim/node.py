@@ -171,6 +171,7 @@ class Node:
             if is_connected:
                 self._write_record()
                 self._lead()
+            must(now_s < self.lease.until_s, "a node stops before its lease ends")
         except LeaseLost:
             self.lose_membership()
 
@@ -214,8 +215,9 @@ class Node:
                             transactions.join(KEYS, view, record, secret), lease, record
                         )  # fmt: skip
             except UsageError:
-                # A person starts it again later.
+                # A person starts it again later, or finds the other one.
                 self.join_began_s = None
+                self.is_alive = not self.simulation.has_double(self)
             return
         transaction, lease, record = self.joining
         try:
@@ -496,10 +498,14 @@ class Node:
             transaction = transactions.complete_restart(
                 KEYS, view, self.name, self.created, request
             )
+            # The view shows the request until it is gone; meanwhile it may be completed again.
+            if self.rng.random() < 0.5:
+                self.simulation.delay(transaction, self.sender)
+                continue
             try:
                 self.simulation.coordinator.send(transaction, self.sender)
             except UnknownOutcome:
-                pass  # The view shows it until it is gone.
+                continue
 
     def fail_worker(self) -> None:
         """Have a worker crash."""
@@ -577,6 +583,8 @@ class Node:
         """Have a worker and the snapshot server go on for a while, whatever the agent does."""
         if self.worker_generation and self.workers and self.failure is None:
             is_over = self.drained_generation == self.worker_generation
+            if self.simulation.now_s < self.simulation.paused_until_s:
+                is_over = True
             if not is_over and not (self.last_step is not None and self._has_finished_snapshots()):
                 for _ in range(2 * RANKS):
                     self._train()

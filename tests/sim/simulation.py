@@ -62,6 +62,9 @@ class Simulation:
         self.now_s = 0.0
         self.is_calm = False
         self.storage_is_away = False
+        self.paused_until_s = 0.0
+        """Workers evaluate until then, and take no steps."""
+        self._hung_rank = 0
         self.coordinator = Coordinator(self.rng, self._on_change)
         self.storage = Storage()
         self.nodes: list[Node] = []
@@ -112,7 +115,16 @@ class Simulation:
         )
         if owner is None:
             return None if self.rng.random() < 0.3 and not self.is_calm else False
-        return True if self.now_s >= owner.cut_off_until_s else None
+        is_reached = self.now_s >= max(owner.cut_off_until_s, owner.stalled_until_s)
+        return True if is_reached else None
+
+    def has_double(self, node: Node) -> bool:
+        """Whether, once all disasters are over, another process stays under a node's name."""
+        return self.is_calm and any(
+            other.name == node.name and other.is_member and other.leaving_since_s is None
+            for other in self.nodes
+            if other is not node
+        )
 
     def deliver(self, report: NodeReport, address: str) -> None:
         """Bring a report to the process that a node takes for the leader, if it is reached."""
@@ -141,39 +153,48 @@ class Simulation:
     def _disturb(self) -> None:
         members = [node for node in self.nodes if node.is_member]
         kind = self.rng.random()
-        if kind < 0.35:
+        if kind < 0.30:
             if len(self.nodes) < MAX_NODES:
                 self._start_node()
             return
         if not members:
             return
         node = self.rng.choice(members)
-        if kind < 0.47:
+        if kind < 0.40:
             self._crash(node)
-        elif kind < 0.55:
-            node.cut_off_until_s = self.now_s + self.rng.uniform(0.5, 8.0)
+        elif kind < 0.52:
+            self._isolate(node)
         elif kind < 0.63:
-            node.stalled_until_s = self.now_s + self.rng.uniform(0.5, 8.0)
-        elif kind < 0.75:
             node.fail_worker()
-        elif kind < 0.80:
-            if node.leaving_since_s is None:
-                node.leaving_since_s = self.now_s
-        elif kind < 0.83:
+        elif kind < 0.68:
+            node.leaving_since_s = node.leaving_since_s or self.now_s
+        elif kind < 0.71:
             self._evict(node.name)
-        elif kind < 0.87:
+        elif kind < 0.79:
             self._restart_rank()
-        elif kind < 0.91:
+        elif kind < 0.84:
             self.storage_is_away = not self.storage_is_away
-        elif kind < 0.93:
+        elif kind < 0.88:
+            self.paused_until_s = self.now_s + self.rng.uniform(2.0, 15.0)
+        elif kind < 0.90:
             for member in members:
                 member.leaving_since_s = member.leaving_since_s or self.now_s
-        elif kind < 0.96:
+        elif kind < 0.94:
             # The other side of a partition: an agent declares this one dead.
             if node.lease is not None:
                 self.coordinator.revoke(node.lease.id)
         else:
             self._crash(node)
+            self._start_node(node.name)
+
+    def _isolate(self, node: Node) -> None:
+        """Stall a node or cut it off; somebody may start another under its name meanwhile."""
+        until_s = self.now_s + self.rng.uniform(0.5, 8.0)
+        if self.rng.random() < 0.5:
+            node.cut_off_until_s = until_s
+        else:
+            node.stalled_until_s = until_s
+        if self.rng.random() < 0.2:
             self._start_node(node.name)
 
     def _start_node(self, name: str | None = None) -> None:
@@ -206,7 +227,10 @@ class Simulation:
     def _restart_rank(self) -> None:
         generation = self.view.generation
         if generation is not None and not self.view.is_closing and self.view.result is None:
-            rank = self.rng.randrange(generation.world_size)
+            # The same rank may hang again in the next generation.
+            rank = min(self._hung_rank, generation.world_size - 1)
+            if self.rng.random() < 0.5:
+                rank = self._hung_rank = self.rng.randrange(generation.world_size)
             request = RestartRequest(generation.generation, rank, "hang")
             self._write_as_monitor(Put(KEYS.restart(rank), request.encode()))
 
@@ -223,10 +247,14 @@ class Simulation:
         self.storage_is_away = False
         for node in self.nodes:
             node.stalled_until_s = node.cut_off_until_s = 0.0
-        while sum(node.leaving_since_s is None for node in self.nodes) < self.policy.min_nodes:
+        self.paused_until_s = 0.0
+        while len(self._staying()) < self.policy.min_nodes:
             self._start_node()
         for name in self.view.evictions:
             self._lift_eviction(name)
+
+    def _staying(self) -> set[str]:
+        return {node.name for node in self.nodes if node.leaving_since_s is None}
 
     def _run_until(self, is_reached: object, rule: str) -> None:
         for _ in range(CALM_TICKS):
@@ -257,6 +285,7 @@ class Simulation:
         for node in self.nodes:
             node.last_step = last
         self.storage_is_away = self.rng.random() < 0.1
+        self.coordinator.is_reliable = self.rng.random() < 0.5
         self._run_until(lambda: self.view.result is not None, "the job ends")
         result = self.view.result
         assert result is not None
@@ -267,8 +296,26 @@ class Simulation:
             must(result.succeeded, f"the job succeeds, not: {result.message}")
             newest = self.storage.newest
             must(newest is not None and newest.step >= last, "the last step is stored")
+        if self.rng.random() < 0.3:
+            self._begin_another_job()
+            return
+        self.coordinator.is_reliable = True
         self._run_until(lambda: not self.nodes, "everybody leaves")
         must(self.view.secret is None, "the last to leave removes the job's keys")
+
+    def _begin_another_job(self) -> None:
+        """Have all members die after the result, and nodes begin a job under the same name."""
+        self.coordinator.is_reliable = False
+        for node in self.nodes:
+            node.crash()
+            if node.lease is not None:
+                self.coordinator.revoke(node.lease.id)
+        for _ in range(self.policy.min_nodes + 1):
+            self._start_node()
+        self._run_until(
+            lambda: self.view.result is None and self.view.generation is not None,
+            "another job begins under the name of one that has ended",
+        )
 
     # Rules
 
@@ -280,8 +327,11 @@ class Simulation:
             self._check_open(after.generation, before)
             self.opened[after.generation.generation] = after.generation
             self.history.append(after.generation)
-        elif after.snapshot is not None and after.snapshot != before.snapshot:
-            self._check_commit(after.snapshot)
+        else:
+            if after.snapshot is not None and after.snapshot != before.snapshot:
+                self._check_commit(after.snapshot)
+            if after.restarts != before.restarts:
+                self._check_restarts(before, after)
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
             must(
@@ -291,6 +341,23 @@ class Simulation:
         if after.checkpoint is not None and after.checkpoint != before.checkpoint:
             snapshot = SnapshotId(after.checkpoint.generation, after.checkpoint.step)
             must(self.storage.holds(snapshot), "a recorded checkpoint is stored")
+
+    def _check_restarts(self, before: View, after: View) -> None:
+        """A request of the current generation goes only once its node has carried it out."""
+        generation = after.generation
+        for rank, request in before.restarts.items():
+            if rank in after.restarts or generation is None:
+                continue
+            if request.generation != generation.generation:
+                continue
+            member = next(m for m in generation.members if rank in m.ranks)
+            node = self.servers.get(member.server)
+            must(
+                node is None
+                or node.failure is not None
+                or node.drained_generation == generation.generation,
+                "a restart request stands until it is carried out",
+            )
 
     def _forget_job(self) -> None:
         """The next job under this name begins anew, with storage of its own."""
@@ -308,8 +375,7 @@ class Simulation:
                 node.memory.is_intact(commit.snapshot, holder.ranks),
                 "a holder holds what is committed",
             )
-            drained = (NodePhase.DRAINED, NodePhase.DONE)
-            if any(j.record.phase not in drained for j in self.view.nodes.values()):
+            if node.drained_generation != node.worker_generation:
                 pulled = node.memory.pulled.get(commit.snapshot, set())
                 must(pulled >= node.peers(commit.snapshot), "a holder has its parity")
 
