@@ -65,6 +65,8 @@ class Simulation:
         self.paused_until_s = 0.0
         """Workers evaluate until then, and take no steps."""
         self._hung_rank = 0
+        self._hung_generation = 0
+        self._hangs_again = False
         self.coordinator = Coordinator(self.rng, self._on_change)
         self.storage = Storage()
         self.nodes: list[Node] = []
@@ -99,6 +101,10 @@ class Simulation:
         self.coordinator.advance(self.now_s)
         if self.rng.random() < disturbance:
             self._disturb()
+        if disturbance and self._hangs_again and self.rng.random() < 0.5:
+            generation = self.view.generation
+            if generation is not None and generation.generation > self._hung_generation:
+                self._restart_rank()
         nodes = [node for node in self.nodes if node.is_alive]
         self.rng.shuffle(nodes)
         for node in nodes:
@@ -227,10 +233,12 @@ class Simulation:
     def _restart_rank(self) -> None:
         generation = self.view.generation
         if generation is not None and not self.view.is_closing and self.view.result is None:
-            # The same rank may hang again in the next generation.
+            if not self._hangs_again:
+                self._hung_rank = self.rng.randrange(generation.world_size)
             rank = min(self._hung_rank, generation.world_size - 1)
-            if self.rng.random() < 0.5:
-                rank = self._hung_rank = self.rng.randrange(generation.world_size)
+            # What the restart does not cure hangs again in the next generation.
+            self._hangs_again = self.rng.random() < 0.5
+            self._hung_generation = generation.generation
             request = RestartRequest(generation.generation, rank, "hang")
             self._write_as_monitor(Put(KEYS.restart(rank), request.encode()))
 
