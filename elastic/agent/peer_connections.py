@@ -1,103 +1,177 @@
-"""Connections between agents: noticing a dead agent at once, and telling the leader what was sealed.
+"""Connects agents: detects dead agents at once, and reports to the leader what was sealed.
 
-Each agent listens on a port and says its node's name and a nonce to whoever connects. The leader keeps a connection to every other agent
-and every other agent one to the leader: linear in nodes. When a process dies its kernel closes the connection; if the port then refuses
-(or another name answers), the agent is certainly dead, and its lease can be revoked by whoever noticed. A host that merely does not
-answer proves nothing: that case is left to the lease.
+The leader keeps a connection to every other agent, and every other agent one to the leader: linear
+in nodes. When a process dies its kernel closes the connection; if its port then refuses connections,
+or an agent of another name answers there, the agent is certainly dead, and whoever notices may
+revoke its lease. Everything else proves nothing, and is left to the lease: a host that does not
+answer, a peer that speaks another version, one with another secret.
 
-What a node has sealed changes at every step and matters to the leader only, so it goes over these connections and not through the
-coordinator, to which every write costs a majority's disks and an event to every agent. Whoever reports proves first that it knows the
-job's secret. The newest report is sent again on every new connection: a new leader hears it all.
+What a node has sealed changes at every step and matters to the leader only, so it is sent over
+these connections and not through the coordinator, where every write costs a majority's disks and an
+event to every agent.
+
+Promises (with those of `keepstep.transport`):
+- A report is taken only from an agent that knows the job's secret, and only about its own node;
+  nobody on the way can forge, change or repeat one.
+- The newest report is sent again on every new connection, so that a new leader has it at once. A
+  peer that reads slowly misses reports that newer ones have replaced, and delays nobody else.
+- A peer that speaks no common version is refused alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
+import enum
 import logging
-import secrets
 from collections.abc import Awaitable, Callable, Iterable
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport
+from keepstep.transport import (
+    AuthenticationFailed,
+    Codec,
+    Identity,
+    MalformedMessage,
+    Message,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnavailable,
+    Protocol,
+    StreamConnection,
+    StreamListener,
+    TransportError,
+    VersionMismatch,
+    VersionRange,
+    identify,
+    open_stream,
+)
+from keepstep.transport.admission import MAX_PENDING
+from keepstep.transport.protocol import check_name
 
 log = logging.getLogger("keepstep")
 
-_CONNECT_TIMEOUT_S = 2.0
+_HANDSHAKE_S = 4.0
 _RETRY_S = 0.5
-_LINE_NBYTES = 2**20
+_REFUSED_RETRY_S = 5.0
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """What a node has sealed."""
+
+    report: NodeReport
+
+
+_REPORT = Codec[Report](Report)
+
+PROTOCOL = Protocol(
+    name="agent",
+    versions=VersionRange(1, 1),
+    requests=_REPORT,
+    replies=_REPORT,  # Nothing is sent back.
+    max_body_nbytes=2**20,
+)
+"""Spoken between agents: who connects reports, and both learn of the other's death."""
 
 
 class AgentListener:
     """Where an agent is reached by others. Made by `open`; `close` ends it.
 
-    `accept_reports` sets whose reports are heard: until then, and without the secret, they are refused.
+    It tells every client this node's name. Until `admit` is called, clients wait to be
+    authenticated, and those that wait too long are dropped.
     """
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, max_peers: int) -> None:
         self._node = node
+        # A new leader may be connected to by all others at once.
+        self._max_pending = max(MAX_PENDING, 2 * max_peers)
         self._secret: bytes | None = None
         self._on_report: Callable[[NodeReport], None] = lambda _: None
-        self._server: asyncio.Server | None = None
+        self._listener: StreamListener[Report, Report]
 
     @classmethod
-    async def open(cls, node: str, host: str) -> AgentListener:
-        """Listen on a free port of `host`."""
-        self = cls(node)
-        self._server = await asyncio.start_server(
-            self._serve_connection, host, 0, limit=_LINE_NBYTES
-        )
+    async def open(cls, node: str, host: str, *, max_peers: int = 0) -> AgentListener:
+        """Listen on a free port of `host`.
+
+        Args:
+            node: this node's name.
+            host: the address to listen on.
+            max_peers: how many agents may connect at the same time.
+
+        Raises:
+            UsageError: the node's name cannot be sent.
+        """
+        try:
+            check_name("a node", node)
+        except ValueError as error:
+            raise UsageError(f"{error}; choose another --node name") from error
+        self = cls(node, max_peers)
+        self._listen(f"tcp:{host}:0")
         return self
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
+        return int(self._listener.address.rpartition(":")[2])
 
-    def accept_reports(self, secret: bytes, on_report: Callable[[NodeReport], None]) -> None:
-        """Hear reports of those who know the secret."""
-        self._secret, self._on_report = secret, on_report
+    async def admit(self, secret: bytes, on_report: Callable[[NodeReport], None]) -> None:
+        """Authenticate clients by this secret from now on, and give their reports to `on_report`.
 
-    def close(self) -> None:
-        """Refuse newcomers."""
-        if self._server is not None:
-            self._server.close()
+        Called once for each membership.
+        """
+        self._on_report = on_report
+        if self._secret not in (None, secret):
+            # The job ended while this node was no member, and a new one of its name has begun.
+            address = self._listener.address
+            await self._listener.close()
+            self._listen(address)
+            self._secret = None
+        if self._secret is None:
+            self._secret = secret
+            self._listener.admit(secret)
 
-    async def _serve_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        nonce = secrets.token_hex(32)
-        try:
-            writer.write(f"{self._node} {nonce}\n".encode())
-            await writer.drain()
-            proof = await reader.readline()
-            if self._secret is None or not hmac.compare_digest(
-                proof.strip(), _prove(self._secret, nonce)
-            ):
-                # It may stay connected, for that is how a watcher without reports notices this agent's death.
-                await reader.read()
-                return
-            while line := await reader.readline():
-                self._on_report(NodeReport.decode(line))
-        except (ConnectionError, ValueError, UsageError) as error:
-            log.debug("a link to this agent ended: %s", error)
-        finally:
-            writer.close()
+    async def close(self) -> None:
+        """Refuse newcomers, and end every connection."""
+        await self._listener.close()
+
+    def _listen(self, address: str) -> None:
+        self._listener = StreamListener(
+            address, PROTOCOL, self._node, self._serve, max_pending=self._max_pending
+        )
+        self._listener.start()
+
+    async def _serve(self, connection: StreamConnection[Report, Report]) -> None:
+        while (message := await connection.receive()) is not None:
+            if message.report.node != connection.peer_node:
+                raise MalformedMessage(
+                    f"{connection.peer}: reported for node {message.report.node}", "Report.report"
+                )
+            self._on_report(message.report)
+
+
+class _Observation(enum.Enum):
+    """What is known of an agent once a connection to it has ended, or could not be made."""
+
+    DEAD = enum.auto()
+    UNKNOWN = enum.auto()
+    REFUSED = enum.auto()
+    """It answers and does not take this agent for a peer: it lives, or its port was taken over."""
 
 
 class PeerConnections:
-    """Connections to other agents. `watch` sets whom to watch, `report` what they are told; `close` ends all of them."""
+    """Connections to other agents; `close` ends all of them.
+
+    `watch` sets whom to watch, and `report` what is sent to them.
+    """
 
     def __init__(
-        self, secret: bytes, declare_dead: Callable[[NodeRecord], Awaitable[None]]
+        self, identity: Identity, declare_dead: Callable[[NodeRecord], Awaitable[None]]
     ) -> None:
-        self._secret = secret
+        self._identity = identity
         self._declare_dead = declare_dead
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._writers: dict[tuple[str, int], asyncio.StreamWriter] = {}
-        self._report: bytes | None = None
+        self._report: NodeReport | None = None
+        # One for each connection, set when there is a report that was not sent over it.
+        self._unsent: set[asyncio.Event] = set()
 
     def watch(self, peers: Iterable[NodeRecord]) -> None:
         """Watch exactly these agents."""
@@ -106,13 +180,13 @@ class PeerConnections:
             self._tasks.pop(key).cancel()
         for key, peer in wanted.items():
             if key not in self._tasks:
-                self._tasks[key] = asyncio.create_task(self._watch_until_dead(key, peer))
+                self._tasks[key] = asyncio.create_task(self._watch_until_dead(peer))
 
     def report(self, report: NodeReport) -> None:
-        """Tell those who are watched; those who cannot be reached receive it when they can."""
-        self._report = report.encode() + b"\n"
-        for writer in self._writers.values():
-            writer.write(self._report)
+        """Send a report to those who are watched, as soon as each of them can be reached."""
+        self._report = report
+        for unsent in self._unsent:
+            unsent.set()
 
     async def close(self) -> None:
         """End all connections."""
@@ -120,9 +194,18 @@ class PeerConnections:
         self.watch(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch_until_dead(self, key: tuple[str, int], peer: NodeRecord) -> None:
-        while not await self._is_dead(key, peer):  # noqa: ASYNC110 - a remote process is waited for, which sets no event here
-            await asyncio.sleep(_RETRY_S)
+    async def _watch_until_dead(self, peer: NodeRecord) -> None:
+        has_warned = False
+        while True:
+            observation = await self._observe(peer, warns=not has_warned)
+            match observation:
+                case _Observation.DEAD:
+                    break
+                case _Observation.UNKNOWN:
+                    await asyncio.sleep(_RETRY_S)
+                case _Observation.REFUSED:
+                    has_warned = True
+                    await asyncio.sleep(_REFUSED_RETRY_S)
         log.warning("the agent of node %s is dead", peer.node)
         try:
             await self._declare_dead(peer)
@@ -131,63 +214,92 @@ class PeerConnections:
                 "could not declare %s gone (%s); its lease will end by itself", peer.node, error
             )
 
-    async def _is_dead(self, key: tuple[str, int], peer: NodeRecord) -> bool:
-        """Stay connected until the connection ends; then True if the agent is dead, False if that is unknown."""
+    async def _observe(self, peer: NodeRecord, *, warns: bool) -> _Observation:
+        """Stay connected to an agent until the connection ends; return what is known then.
+
+        Args:
+            peer: whose agent it is.
+            warns: whether to log a refusal.
+        """
         for _ in range(2):
             try:
-                greeting = await _connect(peer)
-            except ConnectionRefusedError:
-                return True
-            except (OSError, TimeoutError):
-                return False
-            name, nonce, reader, writer = greeting
+                connection = await open_stream(
+                    f"tcp:{peer.agent}", PROTOCOL, self._identity, handshake_s=_HANDSHAKE_S
+                )
+            except PeerRefused:
+                return _Observation.DEAD
+            except PeerTimeout:
+                # An agent that is not admitted yet tells its name all the same.
+                is_dead = await probe(peer) is False
+                return _Observation.DEAD if is_dead else _Observation.UNKNOWN
+            except PeerUnavailable:
+                return _Observation.UNKNOWN
+            except (AuthenticationFailed, VersionMismatch, MalformedMessage) as refusal:
+                if _is_other(refusal.peer_node, peer):
+                    return _Observation.DEAD
+                if warns:
+                    log.warning(
+                        "not connected to the agent of node %s, whose death only its lease will "
+                        "show: %s",
+                        peer.node,
+                        refusal,
+                    )
+                return _Observation.REFUSED
             try:
-                if name != peer.node:
-                    return bool(
-                        name
-                    )  # Whoever says nothing may be that agent, too busy to greet in time.
-                writer.write(_prove(self._secret, nonce) + b"\n" + (self._report or b""))
-                self._writers[key] = writer
-                await reader.read()
-            except OSError:
-                continue
+                if _is_other(connection.peer_node, peer):
+                    return _Observation.DEAD
+                await self._stay_connected(connection)
             finally:
-                self._writers.pop(key, None)
-                writer.close()
-        return False
+                connection.close()
+        return _Observation.UNKNOWN
+
+    async def _stay_connected(self, connection: StreamConnection[Report, Report]) -> None:
+        """Send the newest report whenever there is a new one, until the connection ends."""
+        unsent = asyncio.Event()
+        if self._report is not None:
+            unsent.set()
+        self._unsent.add(unsent)
+        sending = asyncio.create_task(self._send_reports(connection, unsent))
+        try:
+            while await connection.receive() is not None:
+                continue  # This version knows no answer.
+        except TransportError as error:
+            log.debug("a connection to an agent ended: %s", error)
+        finally:
+            self._unsent.discard(unsent)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    async def _send_reports(
+        self, connection: StreamConnection[Report, Report], unsent: asyncio.Event
+    ) -> None:
+        while True:
+            await unsent.wait()
+            unsent.clear()
+            assert self._report is not None
+            try:
+                await connection.send(Report(report=self._report))
+            except PeerUnavailable:
+                return  # Whoever receives on it learns of its end too.
 
 
 async def probe(peer: NodeRecord) -> bool | None:
-    """Return whether an agent lives: True if it answers by its name, False if its process is certainly gone, None if unknown."""
+    """Return whether an agent lives, for an agent that wants to take its place under its name.
+
+    Returns:
+        True if it answers by its name, False if its process is certainly gone, None if unknown.
+    """
     try:
-        name, _, _, writer = await _connect(peer)
-    except ConnectionRefusedError:
+        node = await identify(f"tcp:{peer.agent}", PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)
+    except PeerRefused:
         return False
-    except (OSError, TimeoutError):
+    except MalformedMessage as error:
+        return False if _is_other(error.peer_node, peer) else None
+    except PeerUnavailable:
         return None
-    writer.close()
-    return name == peer.node if name else None
+    return not _is_other(node, peer)
 
 
-async def _connect(
-    peer: NodeRecord,
-) -> tuple[str, str, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to where an agent should be; return the name and nonce that it says, empty if it says nothing in time."""
-    host, _, port = peer.agent.rpartition(":")
-    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-        reader, writer = await asyncio.open_connection(host, int(port))
-    line = b""
-    try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            line = await reader.readline()
-    except (OSError, ValueError, TimeoutError):
-        pass  # Whoever this is, it is no agent that greets.
-    except BaseException:
-        writer.close()
-        raise
-    name, _, nonce = line.decode(errors="replace").strip().partition(" ")
-    return name, nonce, reader, writer
-
-
-def _prove(secret: bytes, nonce: str) -> bytes:
-    return hmac.new(secret, b"link" + nonce.encode(), hashlib.sha256).hexdigest().encode()
+def _is_other(claimed_node: str | None, peer: NodeRecord) -> bool:
+    """Whether somebody who claims a node's name, if any, is certainly not this peer."""
+    return claimed_node is not None and claimed_node != peer.node

@@ -1,7 +1,7 @@
-"""Worker processes as their agent sees them: started warm, told things, listened to, ended with everything they started.
+"""Runs worker processes: starts, observes and ends them, with everything that they start.
 
-`Worker` owns one process, the line to it and its progress board; `close` ends all three. What the worker says and how it exits
-reaches the agent through one callback, on the event loop.
+A `Worker` owns one process, the connection to it and its progress board; `close` ends all three.
+What the worker reports and how it exits reaches the agent through one callback, on the event loop.
 """
 
 from __future__ import annotations
@@ -13,23 +13,31 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import psutil
 
-from keepstep.elastic.worker.bootstrap import Command
-from keepstep.elastic.worker.channel import AgentChannel, Message
-from keepstep.elastic.worker.session import Assignment
+from keepstep.elastic.worker.messages import (
+    PROTOCOL,
+    AgentMessage,
+    Assign,
+    Assignment,
+    Command,
+    WorkerMessage,
+)
 from keepstep.monitor.progress import ProgressBoard
 from keepstep.processes import module_command
+from keepstep.transport import PeerUnavailable, StreamConnection, TransportError
+
+_LAST_MESSAGES_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Something a worker said."""
+    """A worker has sent a message."""
 
     worker: Worker
-    message: Message
+    message: WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,33 +48,51 @@ class WorkerExit:
     code: int
 
 
+WorkerEvent: TypeAlias = WorkerReport | WorkerExit
+
+
 class Worker:
-    """One worker process. Started by `start`, ended by `close`."""
+    """One worker process. Started by `start`, ended by `close`.
+
+    Attributes:
+        board: how far it is, in shared memory.
+        assignment: its newest place in a generation; None for a spare.
+        is_warm: it can be assigned at once.
+        has_joined: its script has called `keepstep.join`.
+        has_drained: it writes nothing more in its generation.
+        finishing_step: the last step of its loop, once it has done that.
+        is_stopping: the agent is ending it, so that its exit is no failure.
+        kill_reason: why it was killed as if it had crashed; "" if it was not.
+        traceback: how its script ended, as the worker reported it.
+        has_failed_for_good: another attempt would end the same way.
+        code: its exit status; None while it lives.
+    """
 
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        channel: AgentChannel,
+        connection: StreamConnection[AgentMessage, WorkerMessage],
         board: ProgressBoard,
-        report: Callable[[WorkerReport | WorkerExit], None],
+        on_event: Callable[[WorkerEvent], None],
     ) -> None:
         self._process = process
-        self._channel = channel
-        self.board = board
-        self._report = report
-        self._listener = asyncio.create_task(self._listen())
+        self._connection = connection
+        self._on_event = on_event
+        self._receiving = asyncio.create_task(self._receive_all())
+        self._reporting_exit: asyncio.Task[None] | None = None
         self._pidfd = os.pidfd_open(process.pid)
         self._exited = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        self.board = board
         self.assignment: Assignment | None = None
-        self.warm = False
-        self.joined = False
-        self.drained = False
-        self.finishing: int | None = None
-        self.stopping = False
+        self.is_warm = False
+        self.has_joined = False
+        self.has_drained = False
+        self.finishing_step: int | None = None
+        self.is_stopping = False
         self.kill_reason = ""
         self.traceback = ""
-        self.fatal = False
+        self.has_failed_for_good = False
         self.code: int | None = None
 
     @classmethod
@@ -74,26 +100,32 @@ class Worker:
         cls,
         command: Command,
         environment: Mapping[str, str],
-        report: Callable[[WorkerReport | WorkerExit], None],
+        on_event: Callable[[WorkerEvent], None],
     ) -> Worker:
-        """Start a process that warms up and waits for its assignment. Call on the main thread, whose death ends the worker."""
-        ours, theirs = socket.socketpair()
+        """Start a process that warms up and waits for its assignment.
+
+        Call this on the main thread, for the worker ends when the thread that started it does.
+        """
+        agent_end, worker_end = socket.socketpair()
         board = ProgressBoard.create("worker")
-        with theirs:
+        with worker_end:
             process = subprocess.Popen(
                 module_command("keepstep.elastic.worker.bootstrap"),
                 env={
                     **environment,
-                    "KEEPSTEP_CHANNEL": str(theirs.fileno()),
+                    "KEEPSTEP_CHANNEL": str(worker_end.fileno()),
                     "KEEPSTEP_PROGRESS": str(board.descriptor),
-                    "KEEPSTEP_COMMAND": command.encode().decode(),
+                    "KEEPSTEP_COMMAND": command.encode(),
                     "KEEPSTEP_AGENT_PID": str(os.getpid()),
                 },
-                pass_fds=(theirs.fileno(), board.descriptor),
+                pass_fds=(worker_end.fileno(), board.descriptor),
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
             )
-        return cls(process, AgentChannel(ours), board, report)
+        connection = StreamConnection.over_pair(
+            agent_end, PROTOCOL.server, f"worker process {process.pid}"
+        )
+        return cls(process, connection, board, on_event)
 
     @property
     def pid(self) -> int:
@@ -101,41 +133,61 @@ class Worker:
         return self._process.pid
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process has not ended."""
         return self.code is None
 
-    async def assign(self, assignment: Assignment, descriptor: int | None) -> None:
-        """Give the worker its place in a generation, and the rendezvous socket if it is to serve it."""
-        self.assignment = assignment
-        self.drained = False
-        self.finishing = None
-        await self.send({"type": "assign", "assignment": assignment.to_json()}, descriptor)
+    @property
+    def can_write(self) -> bool:
+        """Whether it may still write in its generation."""
+        return self.is_alive and not self.has_drained
 
-    async def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send a message; a worker that is gone is reported by its exit, not here."""
+    @property
+    def rank(self) -> int | None:
+        """Its rank in its newest generation; None for a spare."""
+        return None if self.assignment is None else self.assignment.rank
+
+    async def assign(self, assignment: Assignment, store_descriptor: int | None) -> None:
+        """Send the worker its place in a generation.
+
+        Args:
+            assignment: the place.
+            store_descriptor: the listening socket of the torch store that it is to serve, if it is.
+        """
+        self.assignment = assignment
+        self.has_drained = False
+        self.finishing_step = None
+        message = Assign(assignment=assignment, serves_store=store_descriptor is not None)
+        await self.send(message, store_descriptor)
+
+    async def send(self, message: AgentMessage, descriptor: int | None = None) -> None:
+        """Send a message. If the worker is gone, its exit is reported, and nothing here."""
         try:
-            await self._channel.send(message, descriptor)
-        except OSError:
+            await self._connection.send(message, descriptor)
+        except PeerUnavailable:
             return
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the worker and all that it started and left in its session."""
-        if self.alive:
+        """Send a signal to the worker and everything in its session."""
+        if self.is_alive:
             try:
                 os.killpg(self._process.pid, number)
             except ProcessLookupError:
                 return
 
     def kill(self, reason: str) -> None:
-        """End the process at once, as a crash would; `reason` is why, for its exit to be explained by."""
+        """End the process at once, as a crash would; `reason` explains its exit to people."""
         self.kill_reason = reason
         self._kill_all()
 
     async def stop(self, grace_s: float) -> None:
-        """End the process: SIGTERM, and SIGKILL after `grace_s` seconds; returns when it has ended."""
-        self.stopping = True
-        if self.alive and grace_s > 0:
+        """End the process and return when it has ended.
+
+        Args:
+            grace_s: seconds between SIGTERM and SIGKILL; 0: SIGKILL at once.
+        """
+        self.is_stopping = True
+        if self.is_alive and grace_s > 0:
             self.signal(signal.SIGTERM)
             try:
                 await asyncio.wait_for(self._exited.wait(), grace_s)
@@ -147,18 +199,21 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process if it lives, and release everything. Safe to call twice."""
-        if self.alive:
-            self.stopping = True
+        if self.is_alive:
+            self.is_stopping = True
             self._kill_all()
-            self._process.wait()
+            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
             self._reap()
-        self._listener.cancel()
-        self._channel.close()
+        self._receiving.cancel()
+        self._connection.close()
         self.board.close()
 
     def _kill_all(self) -> None:
-        """SIGKILL the worker, its session, and children that made sessions of their own (data loaders, debuggers)."""
-        if not self.alive:
+        """SIGKILL the worker, its session, and its descendants in sessions of their own.
+
+        Data loaders and debuggers make such sessions.
+        """
+        if not self.is_alive:
             return
         try:
             children = psutil.Process(self._process.pid).children(recursive=True)
@@ -172,32 +227,40 @@ class Worker:
                 continue
 
     def _reap(self) -> None:
-        """The pidfd is readable: the process has ended."""
+        """Take note of the exit. The pidfd is readable: the process has ended."""
         if self.code is not None:
             return
-        code = self._process.poll()
-        if code is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.code = code
-        # What it left running in its session would hold its devices and ports.
+        # What it left running in its session would hold its devices and ports. Until the process is
+        # reaped, no other process can get its id and so receive this.
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
+        code = self._process.poll()
+        if code is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.code = code
         self._exited.set()
-        asyncio.get_running_loop().create_task(self._report_exit())
+        self._reporting_exit = loop.create_task(self._report_exit())
 
     async def _report_exit(self) -> None:
-        """Report the exit after everything that was said before it."""
-        await asyncio.wait([self._listener], timeout=1.0)
+        """Report the exit after everything that was sent before it."""
+        # A process that the worker started may hold its end open.
+        await asyncio.wait([self._receiving], timeout=_LAST_MESSAGES_S)
         assert self.code is not None
-        self._report(WorkerExit(self, self.code))
+        self._on_event(WorkerExit(self, self.code))
 
-    async def _listen(self) -> None:
-        while (message := await self._channel.receive()) is not None:
-            self._report(WorkerReport(self, message))
+    async def _receive_all(self) -> None:
+        try:
+            while (message := await self._connection.receive()) is not None:
+                self._on_event(WorkerReport(self, message))
+        except PeerUnavailable:
+            return  # It ended in the middle of a message; its exit is reported.
+        except TransportError as error:
+            self.kill(f"its agent cannot read what it sends: {error}")
 
 
 def describe_exit(code: int) -> str:
@@ -210,11 +273,11 @@ def describe_exit(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def worker_environment(base: Mapping[str, str], workers: int) -> dict[str, Any]:
+def worker_environment(base: Mapping[str, str], workers: int) -> Mapping[str, str]:
     """Return the environment that all workers of a node share.
 
-    One thread per worker unless the user says otherwise, as torchrun has it: several workers with a thread per core each
-    would fight for the cores.
+    One thread per worker unless the user chose otherwise, as torchrun has it: several workers with
+    a thread per core each would fight for the cores.
     """
     environment = dict(base)
     if workers > 1:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.server.limits import RateLimits
-from keepstep.elastic.agent.agent import Agent, AgentConfig
+from keepstep.elastic.agent.agent import Agent
+from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.errors import StoreUnavailable, UsageError
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
@@ -34,7 +35,7 @@ from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.local_jobs import registered, runtime_directory
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.bootstrap import Command
+from keepstep.elastic.worker.messages import Command, CommandKind
 
 log = logging.getLogger("keepstep")
 
@@ -154,17 +155,17 @@ def parse_command(script: str, arguments: tuple[str, ...], module: bool, program
     if module and program:
         raise UsageError("--module and --no-python exclude each other")
     if module:
-        return Command("module", script, arguments)
+        return Command(CommandKind.MODULE, script, arguments)
     if program:
         path = shutil.which(script)
         if path is None:
             raise UsageError(f"--no-python {script}: no such program in PATH")
-        return Command("program", path, arguments)
+        return Command(CommandKind.PROGRAM, path, arguments)
     if not Path(script).is_file():
         raise UsageError(
             f"script {script} does not exist (use -m for a module, --no-python for a program)"
         )
-    return Command("script", script, arguments)
+    return Command(CommandKind.SCRIPT, script, arguments)
 
 
 def _count_accelerators() -> int:
@@ -234,7 +235,7 @@ async def _launch(
                 grace_s=options["grace"],
                 spares=options["spares"],
                 limits=limits,
-                records=options["monitor"],
+                is_recorded=options["monitor"],
             ),
             store,
         )

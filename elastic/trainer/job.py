@@ -37,7 +37,19 @@ from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.session import Assignment, Session, current, wall_clock_s
+from keepstep.elastic.worker.messages import (
+    Assignment,
+    Broken,
+    Drained,
+    Finishing,
+    Joined,
+    Ready,
+    RestartRequested,
+    Restored,
+    SnapshotIntervalChosen,
+    Stepped,
+)
+from keepstep.elastic.worker.session import Session, current, wall_clock_s
 
 T = TypeVar("T")
 _END_OF_DATA = object()
@@ -78,7 +90,7 @@ def join(
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
     session = current()
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
-    session.report("joined", checkpoint_url=checkpoint, checkpoint_every=checkpoint_interval)
+    session.report(Joined(checkpoint_url=checkpoint, checkpoint_every=checkpoint_interval))
     return Job(
         session=session,
         build=build,
@@ -297,13 +309,13 @@ class Job:
         self._session.progress(generation, self.steps)
         if not self._reported_first_step:
             self._reported_first_step = True
-            self._session.report("stepped", generation=generation, at_s=wall_clock_s())
+            self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
         self._entered_snapshots.complete_step(self._position)
         interval_change = self._snapshot_interval.notable_change()
         if interval_change is not None:
             every, cost_s = interval_change
             self._session.report(
-                "snapshot_interval", generation=generation, every=every, cost_s=cost_s
+                SnapshotIntervalChosen(generation=generation, every=every, cost_s=cost_s)
             )
 
     def _enter(self, newer_than: int) -> None:
@@ -328,7 +340,7 @@ class Job:
         self._marked_step = 0
         telemetry.reopen(assignment)
         self._world = self._groups.enter(assignment, self._mesh)
-        self._session.report("ready", generation=assignment.generation, at_s=wall_clock_s())
+        self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
         torch.manual_seed(self._seed)
         random.seed(self._seed)
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
@@ -345,11 +357,12 @@ class Job:
         self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
         self._session.report(
-            "restored",
-            generation=assignment.generation,
-            at_s=wall_clock_s(),
-            source=source,
-            step=self.steps,
+            Restored(
+                generation=assignment.generation,
+                at_s=wall_clock_s(),
+                source=source,
+                step=self.steps,
+            )
         )
         if self.steps > 0:
             # Protect the state in the new groups at once: until then it depends on what is left of
@@ -368,7 +381,7 @@ class Job:
         After "drained" this worker writes nothing more in this generation.
         """
         if error is not None and not self._session.is_closing(generation):
-            self._session.report("broken", generation=generation, error=str(error).splitlines()[0])
+            self._session.report(Broken(generation=generation, error=str(error).splitlines()[0]))
         elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
             self._snapshot_manager.seal_before_closing(
                 self._position,
@@ -377,7 +390,7 @@ class Job:
         # Closed connections wake the peers that wait for this rank in a collective.
         self._groups.leave()
         self._leave()
-        self._session.report("drained", generation=generation)
+        self._session.report(Drained(generation=generation))
 
     def _leave(self) -> None:
         if self._snapshot_manager is not None:
@@ -401,12 +414,12 @@ class Job:
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):
                 generation = self._recover_to(final)
-        self._session.report("finishing", step=final.step)
+        self._session.report(Finishing(step=final.step))
         while self._checkpoint is not None and final.step > 0:
             if self._session.wait_for_stored(final.step, generation):
                 break
             generation = self._recover_to(final)
-            self._session.report("finishing", step=final.step)
+            self._session.report(Finishing(step=final.step))
 
     def _recover_to(self, final: Position) -> int:
         """Recover after the loop has ended: possible only if no step must be computed again."""
@@ -420,7 +433,7 @@ class Job:
 
         Needed when the script's loop has already passed the position of the restored state.
         """
-        self._session.report("restart", reason=reason)
+        self._session.report(RestartRequested(reason=reason))
         self._leave()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -27,7 +27,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.worker.session import Assignment
+from keepstep.elastic.worker.messages import Assignment
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
 

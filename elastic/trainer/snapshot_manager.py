@@ -31,7 +31,7 @@ from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
-from keepstep.elastic.worker.session import Assignment
+from keepstep.elastic.worker.messages import Assignment
 
 log = logging.getLogger("keepstep")
 

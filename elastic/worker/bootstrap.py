@@ -1,8 +1,9 @@
-"""The bootstrap of every worker process: warm up, wait for an assignment, run the user's script as `__main__`.
+"""Runs one worker process: warms up, waits for an assignment, runs the user's script as `__main__`.
 
-A worker starts the same way whether it is the first of a job or a spare that takes over: it imports what is slow to import, says that it
-is warm, and then knows nothing until it is assigned. That is why a spare replaces a lost worker in the time its script needs, not in the
-time that importing PyTorch needs.
+A worker starts alike whether it is one of the first of a job or a spare that takes over: it imports
+what is slow to import, reports that it is warm, and knows nothing more until it is assigned. So a
+spare replaces a lost worker in the time that its script needs, not in the time that importing
+PyTorch needs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import subprocess
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.records import Record
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.session import Assignment, Session, open_session
+from keepstep.elastic.worker.messages import (
+    Assignment,
+    Command,
+    CommandKind,
+    Failed,
+    Warm,
+    sendable,
+)
+from keepstep.elastic.worker.session import Session, open_session
 from keepstep.processes import die_with_parent
 
+# By name: what a script will import is loaded early, and nothing here uses it.
 _WARM_MODULES = (
     "torch.distributed.fsdp",
     "torch.utils.data",
@@ -35,47 +43,38 @@ _WARM_MODULES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Command(Record):
-    """What the user asked to run. `kind`: `script` (a path), `module` (as `python -m`), or `program` (any executable)."""
-
-    kind: str
-    target: str
-    arguments: tuple[str, ...] = ()
-
-
 def main() -> None:
     """Run one worker, from warm-up to exit."""
     die_with_parent(int(os.environ.pop("KEEPSTEP_AGENT_PID")))
-    command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND").encode())
-    records = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
+    command = Command.decode(os.environ.pop("KEEPSTEP_COMMAND"))
+    is_recorded = bool(os.environ.pop(telemetry.RECORD_VARIABLE, ""))
     log_directory = os.environ.pop("KEEPSTEP_LOG_DIRECTORY", "")
-    if command.kind != "program":
+    if command.kind is not CommandKind.PROGRAM:
         _warm_up()
-        if records:
+        if is_recorded:
             telemetry.prepare()
     session = open_session()
-    session.report("warm")
+    session.report(Warm())
     assignment = session.wait_for_assignment(0)
     os.environ.update(assignment.environment())
     if log_directory:
         _redirect(Path(log_directory), assignment, tee=bool(os.environ.pop("KEEPSTEP_LOG_TEE", "")))
-    if command.kind == "program":
-        if records:
+    if command.kind is CommandKind.PROGRAM:
+        if is_recorded:
             os.environ.update(telemetry.environment(assignment))
         os.execvp(command.target, [command.target, *command.arguments])
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    if records:
+    if is_recorded:
         telemetry.attach(assignment)
     _run(session, command)
     _end()
 
 
 def _end() -> None:
-    """End the process as the interpreter would, but for native threads.
+    """End the process as the interpreter would, except for native threads.
 
-    Those of process groups that the script still refers to abort some interpreters that end in good order, which would look
-    like a failure.
+    Native threads of process groups that the script still refers to abort some interpreters that
+    end in good order, which would look like a failure.
     """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
@@ -87,12 +86,12 @@ def _end() -> None:
 
 
 def _warm_up() -> None:
-    """Import what a training script will need, and what PyTorch itself imports only at first use."""
+    """Import what a training script needs, and what PyTorch itself imports only at first use."""
     for name in _WARM_MODULES:
         importlib.import_module(name)
     import torch
 
-    # Constructing an optimizer is what makes PyTorch import its compiler.
+    # PyTorch imports its compiler when the first optimizer is constructed.
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([parameter])
     (parameter * 2).sum().backward()
@@ -100,7 +99,10 @@ def _warm_up() -> None:
 
 
 def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
-    """Send stdout and stderr to files named by generation and rank; with `tee`, to where they went before as well."""
+    """Send stdout and stderr to files named by generation and rank.
+
+    With `tee`, they also go where they went before.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
@@ -120,40 +122,39 @@ def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
 def _run(session: Session, command: Command) -> None:
     sys.argv = [command.target, *command.arguments]
     try:
-        if command.kind == "module":
+        if command.kind is CommandKind.MODULE:
             sys.path.insert(0, os.getcwd())
             runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         else:
-            # Started with -P: nothing stands at the front yet that the interpreter put there for a script.
+            # Started with -P: the interpreter has put no folder of a script at the front.
             sys.path.insert(0, str(Path(command.target).resolve().parent))
             runpy.run_path(command.target, run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            session.report("failed", traceback=f"exited with status {stop.code}")
+            session.report(Failed(traceback=sendable(f"exited with status {stop.code}")))
             raise
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
-        # The frames of runpy and of this bootstrap say nothing to the script's author.
-        frames = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if not _is_ours(frame.filename)
-        ]
-        text = "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
-        session.report("failed", traceback=text, fatal=_is_fatal(error))
+        session.report(Failed(traceback=sendable(_script_frames(error)), is_fatal=_is_fatal(error)))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
+def _script_frames(error: BaseException) -> str:
+    """Return the traceback without the frames of runpy and of this module."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen runpy")
+    ]
+    return "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
+
+
 def _is_fatal(error: BaseException) -> bool:
-    """Whether the error is about what the user gave, so that another attempt would end the same way."""
+    """Whether what the user gave is wrong, so that another attempt would end the same way."""
     if isinstance(error, UsageError):
         return True
     return isinstance(error, CheckpointError) and not isinstance(error, SnapshotUnavailable)
-
-
-def _is_ours(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen runpy")
 
 
 if __name__ == "__main__":

@@ -1,112 +1,89 @@
-"""A worker's side of the line to its agent: what it was assigned, what it was told, what it reports.
+"""Connects a worker to its agent: assignments and notices in, reports and progress out.
 
-There is one session per worker process, opened by the bootstrap (`keepstep.elastic.worker.bootstrap`) before the user's script runs and found by
-`keepstep.join` through `current`. One daemon thread receives; it only notes what it hears and wakes whoever waits, so it works while
-the main thread computes. A worker whose agent is gone exits at once: its state lives elsewhere.
+A worker process has one session. The bootstrap (`keepstep.elastic.worker.bootstrap`) opens it
+before the user's script runs, and `keepstep.join` gets it from `current`. One daemon thread
+receives; it records what it receives and wakes whoever waits, so it works while the main thread
+computes.
+
+Promise: a worker that no longer receives from its agent exits at once. If the agent is gone, nobody
+supervises the worker; if the thread that receives fails, the worker would compute on without ever
+learning that its generation is over. In both cases its state lives elsewhere.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import traceback
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.records import Record, SnapshotCommit
-from keepstep.elastic.worker.channel import Message, WorkerChannel
+from keepstep.elastic.worker.messages import (
+    PROTOCOL,
+    AgentMessage,
+    Assign,
+    Assignment,
+    Closing,
+    Committed,
+    Failed,
+    Stored,
+    WorkerMessage,
+    sendable,
+)
 from keepstep.monitor.progress import ProgressBoard
+from keepstep.transport import Connection, PeerUnavailable
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-_EXIT_AGENT_GONE = 70
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment(Record):
-    """One worker's place in one generation.
-
-    `server` is the local snapshot server's address, `unix:PATH`; `failures_per_s` is how often something of the job fails.
-    """
-
-    generation: int
-    node: str
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    node_rank: int
-    node_count: int
-    store_host: str
-    store_port: int
-    server: str
-    secret: str
-    job: str
-    max_restarts: int
-    resume: SnapshotCommit | None = None
-    failures_per_s: float = 0.0
-
-    def environment(self) -> Mapping[str, str]:
-        """Return the variables that torchrun would set, for scripts that read them."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.node_count),
-            "ROLE_NAME": "default",
-            "ROLE_RANK": str(self.rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
-            "MASTER_ADDR": self.store_host,
-            "MASTER_PORT": str(self.store_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.generation - 1),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            "TORCHELASTIC_RUN_ID": self.job,
-        }
+EXIT_AGENT_GONE = 70
+EXIT_RECEIVING_FAILED = 71
 
 
 class Session:
-    """The worker's line to its agent. Created once per process by `open_session`."""
+    """The worker's end of the connection to its agent. `start` begins to receive."""
 
-    def __init__(self, channel: WorkerChannel, board: ProgressBoard) -> None:
-        self._channel = channel
+    def __init__(
+        self, connection: Connection[WorkerMessage, AgentMessage], board: ProgressBoard
+    ) -> None:
+        self._connection = connection
         self._sending = threading.Lock()
         self._changed = threading.Condition()
         self._board = board
         self._assignment: Assignment | None = None
-        self._closing = 0
-        self._aborting = 0
-        self._committed = -1
-        self._stored = -1
-        self._rendezvous: TCPStore | None = None
-        self._on_abort: Callable[[], None] | None = None
+        self._closing_generation = 0
+        self._aborting_generation = 0
+        self._committed_step = -1
+        self._stored_step = -1
+        self._store: TCPStore | None = None
+        self._abort: Callable[[], None] | None = None
         self._thread = threading.Thread(
-            target=self._listen, name="keepstep-agent-line", daemon=True
+            target=self._receive_all, name="keepstep-agent-connection", daemon=True
         )
 
     def start(self) -> None:
-        """Begin to listen."""
+        """Begin to receive."""
         self._thread.start()
 
-    def report(self, what: str, **details: Any) -> None:
-        """Tell the agent something. If the agent is gone the worker ends, for nobody supervises it any more."""
+    def report(self, message: WorkerMessage) -> None:
+        """Send a message to the agent; if the agent is gone, the process ends."""
         try:
             with self._sending:
-                self._channel.send({"type": what, **details})
-        except OSError:
-            os._exit(_EXIT_AGENT_GONE)
+                self._connection.send(message)
+        except PeerUnavailable:
+            os._exit(EXIT_AGENT_GONE)
 
     def progress(self, generation: int, step: int) -> None:
-        """Note that `step` steps are completed, in shared memory."""
+        """Record in shared memory that `step` steps are completed."""
         self._board.write(generation, step)
 
     def wait_for_assignment(self, newer_than: int) -> Assignment:
-        """Block until this worker is assigned to a generation above `newer_than`, and return the assignment."""
+        """Block until this worker is assigned to a generation above `newer_than`; return it."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._assignment is not None and self._assignment.generation > newer_than
@@ -116,77 +93,101 @@ class Session:
 
     def is_closing(self, generation: int) -> bool:
         """Whether the agent has declared this generation over."""
-        return self._closing >= generation
-
-    def is_committed(self, step: int) -> bool:
-        """Whether a snapshot of `step` or later is known to be committed."""
-        return self._committed >= step
+        return self._closing_generation >= generation
 
     def is_aborting(self, generation: int) -> bool:
         """Whether the generation is over because something broke."""
-        return self._aborting >= generation
+        return self._aborting_generation >= generation
+
+    def is_committed(self, step: int) -> bool:
+        """Whether a snapshot of `step` or later is known to be committed."""
+        return self._committed_step >= step
 
     def wait_for_commit(self, step: int, generation: int, *, also_closing: bool = False) -> bool:
-        """Block until a snapshot of `step` or later is committed; False if the generation closes first.
+        """Block until a snapshot of `step` or later is committed, or the generation closes.
 
-        With `also_closing`, False only if it closes because something broke: a generation that ends in good order still commits.
+        Args:
+            step: the step to wait for.
+            generation: the generation that the snapshot is of.
+            also_closing: wait on while the generation closes, unless something broke: one that
+                ends in good order still commits.
+
+        Returns:
+            Whether it is committed.
         """
+
+        def will_not_commit() -> bool:
+            return self.is_aborting(generation) if also_closing else self.is_closing(generation)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._committed >= step
-                    or (self._aborting if also_closing else self._closing) >= generation
-                )
-            )
-            return self._committed >= step
+            self._changed.wait_for(lambda: self.is_committed(step) or will_not_commit())
+            return self.is_committed(step)
 
     def wait_for_stored(self, step: int, generation: int) -> bool:
-        """Block until a checkpoint of `step` or later is in storage; False if the generation closes first."""
+        """Block until a checkpoint of `step` or later is in storage; False if it closes first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stored >= step or self._closing >= generation)
-            return self._stored >= step
+            self._changed.wait_for(lambda: self._stored_step >= step or self.is_closing(generation))
+            return self._stored_step >= step
 
-    def on_abort(self, act: Callable[[], None] | None) -> None:
-        """Have `act` called, on the listening thread, when a generation closes because something broke."""
-        self._on_abort = act
+    def on_abort(self, abort: Callable[[], None] | None) -> None:
+        """Set what is called, on the receiving thread, when something broke in the generation.
 
-    def _listen(self) -> None:
-        while True:
-            received = self._channel.receive()
-            if received is None:
-                os._exit(_EXIT_AGENT_GONE)
-            self._on_message(*received)
+        If it raises, the process ends, and the agent replaces the worker.
+        """
+        self._abort = abort
 
-    def _on_message(self, message: Message, descriptor: int | None) -> None:
-        what = message["type"]
+    def _receive_all(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                self._apply(message)
+        except PeerUnavailable:
+            os._exit(EXIT_AGENT_GONE)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the worker must not go on without this thread
+            self._end_after(error)
+        os._exit(EXIT_AGENT_GONE)
+
+    def _end_after(self, error: BaseException) -> NoReturn:
+        """End the process because its receiving thread failed, and make the agent replace it."""
+        text = (
+            "this worker can no longer receive from its agent and is replaced: "
+            f"{''.join(traceback.format_exception(error))}"
+        )
+        print(f"[keepstep] {text}", file=sys.stderr, flush=True)
+        self.report(Failed(traceback=sendable(text)))
+        os._exit(EXIT_RECEIVING_FAILED)
+
+    def _apply(self, message: AgentMessage) -> None:
         with self._changed:
-            if what == "assign":
-                self._assignment = Assignment.from_json(message["assignment"])
-                # Steps may be done again in this generation: what older ones committed says nothing about them.
-                self._committed = -1
-                if descriptor is not None:
-                    self._serve_rendezvous(self._assignment, descriptor)
-            elif what == "closing":
-                self._closing = max(self._closing, message["generation"])
-                if message["abort"]:
-                    self._aborting = max(self._aborting, message["generation"])
-                # Ranks still connecting wait inside the torch store: its end is what wakes them.
-                self._rendezvous = None
-            elif what == "committed":
-                self._committed = max(self._committed, message["step"])
-            elif what == "stored":
-                self._stored = max(self._stored, message["step"])
+            match message:
+                case Assign(assignment=assignment, serves_store=serves_store):
+                    self._assignment = assignment
+                    # Steps may be done again in this generation: what older ones committed says
+                    # nothing about them.
+                    self._committed_step = -1
+                    if serves_store:
+                        self._serve_store(assignment, self._connection.take_descriptor())
+                case Closing(generation=generation, aborts=aborts):
+                    self._closing_generation = max(self._closing_generation, generation)
+                    if aborts:
+                        self._aborting_generation = max(self._aborting_generation, generation)
+                    # Ranks that still connect wait inside the torch store: its end wakes them.
+                    self._store = None
+                case Committed(step=step):
+                    self._committed_step = max(self._committed_step, step)
+                case Stored(step=step):
+                    self._stored_step = max(self._stored_step, step)
             self._changed.notify_all()
-        if what == "closing" and message["abort"] and self._on_abort is not None:
-            self._on_abort()
+        # Outside the lock, for an abort may take long.
+        if isinstance(message, Closing) and message.aborts and self._abort is not None:
+            self._abort()
 
-    def _serve_rendezvous(self, assignment: Assignment, descriptor: int) -> None:
-        """Serve the generation's torch store on the socket that the agent opened; it ends when the generation closes."""
-        # Not above: programs that are not Python need no torch.
+    def _serve_store(self, assignment: Assignment, descriptor: int) -> None:
+        """Serve the generation's torch store on the agent's socket until the generation closes."""
+        # Not imported above: programs that are not Python need no torch.
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        self._rendezvous = None
-        self._rendezvous = TCPStore(
+        self._store = None
+        self._store = TCPStore(
             assignment.store_host,
             assignment.store_port,
             is_master=True,
@@ -196,15 +197,15 @@ class Session:
         )
 
 
-_session: Session | None = None  # A process has one agent; this is the process's end of that line.
+_session: Session | None = None  # A process has one agent, and this is its connection to it.
 
 
 def open_session() -> Session:
-    """Open the line that the agent left in the environment. Called once, by the bootstrap."""
+    """Open the connection that the environment names. Called once, by the bootstrap."""
     global _session
-    channel = WorkerChannel(int(os.environ.pop("KEEPSTEP_CHANNEL")))
+    inherited = socket.socket(fileno=int(os.environ.pop("KEEPSTEP_CHANNEL")))
     board = ProgressBoard(int(os.environ.pop("KEEPSTEP_PROGRESS")))
-    _session = Session(channel, board)
+    _session = Session(Connection.over_pair(inherited, PROTOCOL.client, "the agent"), board)
     _session.start()
     return _session
 
@@ -224,5 +225,5 @@ def current() -> Session:
 
 
 def wall_clock_s() -> float:
-    """Wall-clock time, for the phases of a recovery that people compare across nodes."""
+    """Return the wall clock's time, by which the phases of a recovery compare across nodes."""
     return time.time()

@@ -10,11 +10,26 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from keepstep.elastic.trainer.process_groups import ProcessGroups
-from keepstep.elastic.worker.session import Assignment
+from keepstep.elastic.worker.messages import Assignment
 
 
 def assignment(generation: int, rank: int, port: int) -> Assignment:
-    return Assignment(generation, "a", rank, 2, rank, 2, 0, 1, "127.0.0.1", port, "", "", "job", 0)
+    return Assignment(
+        generation=generation,
+        node="a",
+        rank=rank,
+        world_size=2,
+        local_rank=rank,
+        local_world_size=2,
+        node_rank=0,
+        node_count=1,
+        store_host="127.0.0.1",
+        store_port=port,
+        server="",
+        secret="",
+        job="job",
+        max_restarts=0,
+    )
 
 
 def serve() -> tuple[TCPStore, int]:

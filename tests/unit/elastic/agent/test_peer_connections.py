@@ -1,24 +1,47 @@
-"""Claims about what agents notice of each other and tell each other, over real sockets."""
+"""Claims about what agents detect of each other and report to each other, over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections, _prove, probe
+from keepstep.elastic.agent import peer_connections
+from keepstep.elastic.agent.peer_connections import (
+    PROTOCOL,
+    AgentListener,
+    PeerConnections,
+    Report,
+    probe,
+)
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport
+from keepstep.transport import (
+    AuthenticationFailed,
+    Codec,
+    Identity,
+    Message,
+    Protocol,
+    StreamListener,
+    VersionRange,
+    open_stream,
+)
+from keepstep.transport.admission import MAX_PENDING
 
 HOST = "127.0.0.1"
-SECRET = b"the job's"
+SECRET = b"the job's secret of 32 bytes...."
+OTHER_SECRET = b"another job's secret of 32 bytes"
 
 AGENT = """
 import asyncio
@@ -26,7 +49,9 @@ from keepstep.elastic.agent.peer_connections import AgentListener
 
 async def live():
     listener = await AgentListener.open("a", "127.0.0.1")
-    listener.accept_reports(b"the job's", lambda report: print(report.step, flush=True))
+    await listener.admit(
+        b"the job's secret of 32 bytes....", lambda report: print(report.step, flush=True)
+    )
     print(listener.port, flush=True)
     await asyncio.Event().wait()
 
@@ -44,10 +69,21 @@ def play(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(in_time())
 
 
-def agent_at(port: int, host: str = HOST) -> NodeRecord:
-    """The record of node a, whose agent is said to listen there."""
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - conditions of any kind
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_connections, "_RETRY_S", 0.01)
+    monkeypatch.setattr(peer_connections, "_REFUSED_RETRY_S", 0.01)
+
+
+def agent_at(port: int, host: str = HOST, node: str = "a") -> NodeRecord:
+    """Return the record of a node whose agent is said to listen there."""
     return NodeRecord(
-        node="a",
+        node=node,
         host=host,
         nproc=1,
         agent=f"{host}:{port}",
@@ -58,17 +94,17 @@ def agent_at(port: int, host: str = HOST) -> NodeRecord:
     )
 
 
-def report_of(step: int) -> NodeReport:
-    return NodeReport("b", 8, 1, step, (SnapshotId(1, step),))
+def report_of(step: int, node: str = "b") -> NodeReport:
+    return NodeReport(node=node, lease=8, generation=1, step=step, protected=(SnapshotId(1, step),))
 
 
 @asynccontextmanager
 async def watching(
-    secret: bytes = SECRET,
+    secret: bytes = SECRET, node: str = "b"
 ) -> AsyncIterator[tuple[PeerConnections, asyncio.Queue[NodeRecord]]]:
-    """PeerConnections, and whom they declare dead."""
+    """The connections of a node, and whom they declare dead."""
     declared: asyncio.Queue[NodeRecord] = asyncio.Queue()
-    connections = PeerConnections(secret, declared.put)
+    connections = PeerConnections(Identity(node, secret), declared.put)
     try:
         yield connections, declared
     finally:
@@ -76,115 +112,257 @@ async def watching(
 
 
 @asynccontextmanager
-async def listening(node: str) -> AsyncIterator[tuple[AgentListener, asyncio.Queue[NodeReport]]]:
-    """An agent's listener, and what it hears."""
-    heard: asyncio.Queue[NodeReport] = asyncio.Queue()
+async def listening(
+    node: str, secret: bytes | None = SECRET
+) -> AsyncIterator[tuple[AgentListener, asyncio.Queue[NodeReport]]]:
+    """An agent's listener, and the reports that it takes."""
+    reports: asyncio.Queue[NodeReport] = asyncio.Queue()
     listener = await AgentListener.open(node, HOST)
-    listener.accept_reports(SECRET, heard.put_nowait)
+    if secret is not None:
+        await listener.admit(secret, reports.put_nowait)
     try:
-        yield listener, heard
+        yield listener, reports
     finally:
-        listener.close()
+        await listener.close()
 
 
 @asynccontextmanager
 async def acting(*visits: Visit) -> AsyncIterator[int]:
-    """The port of someone who does one of these with each visitor, in turn, and then closes the connection."""
+    """The port of a server that does one of these with each visitor, in turn."""
     turns = itertools.cycle(visits)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await next(turns)(reader, writer)
-        writer.close()
+        try:
+            await next(turns)(reader, writer)
+        finally:
+            writer.close()
 
     async with await asyncio.start_server(serve, HOST, 0) as server:
         yield server.sockets[0].getsockname()[1]
 
 
-async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Is nobody that one could tell from an agent about to greet."""
+async def send_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """End the connection at once, as an agent that is dropped or about to exit does."""
+
+
+async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read()
 
 
 @dataclass
-class Stranger:
-    """Someone who says to a listener what it pleases."""
+class Relay:
+    """Somebody between two agents, who passes on what they send until told to meddle."""
 
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    nonce: str
+    target: int
+    captured: bytearray = field(default_factory=bytearray)
+    to_target: asyncio.StreamWriter | None = None
+    is_capturing: bool = False
 
-    @classmethod
-    async def at(cls, listener: AgentListener) -> Stranger:
-        reader, writer = await asyncio.open_connection(HOST, listener.port)
-        _, nonce = (await reader.readline()).decode().split()
-        return cls(reader, writer, nonce)
+    async def visit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target_reader, self.to_target = await asyncio.open_connection(HOST, self.target)
 
-    def say(self, secret: bytes, report: NodeReport) -> None:
-        self.writer.write(_prove(secret, self.nonce) + b"\n" + report.encode() + b"\n")
+        async def pass_back() -> None:
+            while data := await target_reader.read(2**16):
+                writer.write(data)
+            writer.close()
 
-    async def finish(self) -> None:
-        """Return once the listener has taken in all that was said."""
-        self.writer.write_eof()
-        await self.reader.read()
-        self.writer.close()
+        backwards = asyncio.create_task(pass_back())
+        while data := await reader.read(2**16):
+            self.captured += data
+            if not self.is_capturing:
+                self.to_target.write(data)
+        self.to_target.close()
+        backwards.cancel()
 
 
-def test_reports_are_heard_in_turn() -> None:
+def test_reports_arrive_in_order() -> None:
     async def scenario() -> None:
-        async with listening("a") as (listener, heard), watching() as (connections, _):
+        async with listening("a") as (listener, reports), watching() as (connections, _):
             connections.watch([agent_at(listener.port)])
             for step in (1, 2, 3):
                 connections.report(report_of(step))
-                assert await heard.get() == report_of(step)
+                assert await reports.get() == report_of(step)
 
     play(scenario())
 
 
-def test_only_who_knows_the_secret_is_heard() -> None:
+def test_agent_without_the_secret_cannot_report() -> None:
     async def scenario() -> None:
-        async with listening("a") as (listener, heard):
-            for step, secret in enumerate((b"another", SECRET, b"")):
-                stranger = await Stranger.at(listener)
-                stranger.say(secret, report_of(step))
-                await stranger.finish()
-            assert heard.get_nowait() == report_of(1)
-            assert heard.empty()
+        async with listening("a") as (listener, reports):
+            with pytest.raises(AuthenticationFailed):
+                await open_stream(
+                    f"tcp:{HOST}:{listener.port}", PROTOCOL, Identity("b", OTHER_SECRET)
+                )
+            assert reports.empty()
 
     play(scenario())
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing() -> None:
+def test_report_about_another_node_is_refused_and_ends_the_connection() -> None:
     async def scenario() -> None:
-        async with listening("a") as (listener, heard):
-            overheard, stranger = await Stranger.at(listener), await Stranger.at(listener)
-            stranger.nonce = overheard.nonce
-            stranger.say(SECRET, report_of(1))
-            for one in (stranger, overheard):
-                await one.finish()
-            assert heard.empty()
+        async with listening("a") as (listener, reports):
+            connection = await open_stream(
+                f"tcp:{HOST}:{listener.port}", PROTOCOL, Identity("c", SECRET)
+            )
+            await connection.send(Report(report=report_of(1, node="b")))
+            assert await connection.receive() is None
+            connection.close()
+            assert reports.empty()
 
     play(scenario())
 
 
-def test_who_lacks_the_secret_stays_connected() -> None:
+@pytest.mark.parametrize(
+    ("meddle", "delivered"),
+    [
+        (lambda frame: frame, 1),
+        (lambda frame: frame.replace(b'"step":2', b'"step":9'), 0),
+        (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), 0),
+        (lambda frame: frame[:3] + bytes([0]) + frame[4:-16], 0),
+        (lambda frame: frame + frame, 1),
+    ],
+    ids=["passed on", "other step", "other tag", "no tag", "repeated"],
+)
+def test_relay_cannot_forge_or_repeat_a_report(
+    meddle: Callable[[bytes], bytes], delivered: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes on a handshake, which succeeds, and then sends what it likes (S8)."""
+
     async def scenario() -> None:
-        async with listening("a") as (listener, heard):
-            stranger, other = await Stranger.at(listener), await Stranger.at(listener)
-            stranger.say(b"another", report_of(1))
-            # By the end of a whole exchange that began later, the listener has answered the stranger, if it ever does.
-            other.say(SECRET, report_of(2))
-            await other.finish()
-            assert heard.get_nowait() == report_of(2)
-            assert not stranger.reader.at_eof()
-            await stranger.finish()
+        async with listening("a") as (listener, reports), watching() as (connections, _):
+            relay = Relay(listener.port)
+            async with acting(relay.visit) as port:
+                connections.watch([agent_at(port)])
+                connections.report(report_of(1))
+                assert await reports.get() == report_of(1)
+                relay.captured.clear()
+                relay.is_capturing = True
+                connections.report(report_of(2))
+                await until(lambda: len(relay.captured) >= report_frame_nbytes(relay.captured))
+                frame = bytes(relay.captured)
+                assert b'"step":2' in frame
+                assert relay.to_target is not None
+                relay.to_target.write(meddle(frame))
+                if delivered:
+                    assert await reports.get() == report_of(2)
+                if meddle(frame) != frame:
+                    await until(lambda: "refused a" in caplog.text)
+                assert reports.empty()
 
     play(scenario())
 
 
-def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> None:
+def report_frame_nbytes(captured: bytes | bytearray) -> int:
+    """Return how long the frame is that begins here: 16 of header, the body, 16 of tag."""
+    if len(captured) < 16:
+        return 16
+    return 32 + int(struct.unpack_from(">I", captured, 4)[0])
+
+
+def test_reports_before_admission_are_neither_read_nor_kept() -> None:
+    """Whatever comes before authentication beyond a small hello stays in the kernel (S3)."""
+
+    async def scenario() -> None:
+        async with listening("a", secret=None) as (listener, _):
+            _, writer = await asyncio.open_connection(HOST, listener.port)
+            connection = writer.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+            writer.write(bytes(64 * 2**20))
+            # The hello is none, so the listener ends the connection instead of reading on.
+            with pytest.raises(ConnectionError):
+                await writer.drain()
+            writer.close()
+
+    play(scenario())
+
+
+def test_report_of_a_client_that_connected_before_admission_arrives_after_it() -> None:
+    async def scenario() -> None:
+        async with (
+            listening("a", secret=None) as (listener, reports),
+            watching() as (connections, declared),
+        ):
+            connections.report(report_of(1))
+            connections.watch([agent_at(listener.port)])
+            await asyncio.sleep(0.1)
+            await listener.admit(SECRET, reports.put_nowait)
+            assert await reports.get() == report_of(1)
+            assert declared.empty()
+
+    play(scenario())
+
+
+def test_flood_of_idle_connections_does_not_keep_an_agent_out() -> None:
+    async def scenario() -> None:
+        async with listening("a") as (listener, reports), watching() as (connections, _):
+            idle = [
+                await asyncio.open_connection(HOST, listener.port) for _ in range(MAX_PENDING + 8)
+            ]
+            connections.report(report_of(1))
+            connections.watch([agent_at(listener.port)])
+            assert await reports.get() == report_of(1)
+            # The oldest were dropped.
+            for reader, _ in idle[:8]:
+                assert await reader.read() == b""
+            for _, writer in idle:
+                writer.close()
+
+    play(scenario())
+
+
+def test_silent_agent_does_not_delay_reports_to_others() -> None:
+    async def scenario() -> None:
+        async with (
+            listening("a") as (listener, reports),
+            acting(stay_silent) as port,
+            watching() as (connections, declared),
+        ):
+            connections.watch([agent_at(port, node="c"), agent_at(listener.port)])
+            for step in (1, 2):
+                connections.report(report_of(step))
+                assert await reports.get() == report_of(step)
+            assert declared.empty()
+
+    play(scenario())
+
+
+def test_agent_that_reads_nothing_misses_reports_and_delays_nobody() -> None:
+    """What is not sent is replaced by the newest, and takes no memory."""
+
+    async def scenario() -> None:
+        is_released = asyncio.Event()
+        steps: list[int] = []
+
+        async def read_late(connection: Any) -> None:
+            await is_released.wait()
+            while (message := await connection.receive()) is not None:
+                steps.append(message.report.step)
+
+        slow = StreamListener(f"tcp:{HOST}:0", PROTOCOL, "c", read_late)
+        slow.start()
+        slow.admit(SECRET)
+        async with listening("a") as (listener, reports), watching() as (connections, _):
+            port = int(slow.address.rpartition(":")[2])
+            connections.watch([agent_at(port, node="c"), agent_at(listener.port)])
+            large = tuple(SnapshotId(1, step) for step in range(20_000))
+            for step in range(1, 41):
+                connections.report(
+                    NodeReport(node="b", lease=8, generation=1, step=step, protected=large)
+                )
+                assert (await reports.get()).step == step
+            is_released.set()
+            await until(lambda: steps[-1:] == [40])
+            assert len(steps) < 40
+        await slow.close()
+
+    play(scenario())
+
+
+def test_killed_agent_is_declared_dead_even_by_one_without_the_secret() -> None:
     async def scenario() -> None:
         async with (
             watching() as (connections, declared),
-            watching(b"another") as (other_links, other_declared),
+            watching(OTHER_SECRET) as (other_connections, other_declared),
         ):
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", AGENT, stdout=subprocess.PIPE
@@ -192,7 +370,7 @@ def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> 
             try:
                 assert process.stdout is not None
                 agent = agent_at(int(await process.stdout.readline()))
-                other_links.watch([agent])
+                other_connections.watch([agent])
                 connections.watch([agent])
                 connections.report(report_of(5))
                 assert await process.stdout.readline() == b"5\n"
@@ -207,7 +385,7 @@ def test_a_killed_agent_is_declared_dead_even_by_one_that_lacks_the_secret() -> 
     play(scenario())
 
 
-def test_an_agent_whose_gate_is_closed_is_declared_dead() -> None:
+def test_agent_whose_listener_is_closed_is_declared_dead() -> None:
     async def scenario() -> None:
         async with listening("a") as (listener, _):
             agent = agent_at(listener.port)
@@ -218,67 +396,149 @@ def test_an_agent_whose_gate_is_closed_is_declared_dead() -> None:
     play(scenario())
 
 
-def test_another_name_in_an_agents_place_means_that_it_is_dead() -> None:
+@pytest.mark.parametrize("secret", [SECRET, OTHER_SECRET, None])
+def test_another_name_at_an_agents_port_means_that_it_is_dead(
+    secret: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the newcomer is of this job, of another one, or of none yet."""
+    monkeypatch.setattr(peer_connections, "_HANDSHAKE_S", 0.5)
+
     async def scenario() -> None:
         async with (
-            listening("successor") as (listener, heard),
+            listening("successor", secret) as (listener, reports),
             watching() as (connections, declared),
         ):
             agent = agent_at(listener.port)
             connections.report(report_of(1))
             connections.watch([agent])
             assert await declared.get() == agent
-            assert heard.empty()
+            assert reports.empty()
 
     play(scenario())
 
 
-def test_a_new_leader_hears_the_newest_report_at_once() -> None:
+def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Later(Message, frozen=True, kw_only=True):
+        pass
+
+    later = Protocol(
+        name="agent",
+        versions=VersionRange(2, 3),
+        requests=Codec[Later](Later),
+        replies=Codec[Later](Later),
+    )
+
+    async def ignore(_: object) -> None:
+        pass
+
+    async def scenario() -> None:
+        newer = StreamListener(f"tcp:{HOST}:0", later, "newer", ignore)
+        newer.start()
+        newer.admit(SECRET)
+        agent = agent_at(int(newer.address.rpartition(":")[2]), node="newer")
+        async with listening("a") as (listener, reports), watching() as (connections, declared):
+            connections.watch([agent, agent_at(listener.port)])
+            for step in (1, 2):
+                connections.report(report_of(step))
+                assert await reports.get() == report_of(step)
+            await asyncio.sleep(0.1)
+            assert declared.empty()
+            assert await probe(agent) is True
+            # The other way round: the newer agent connects to this one.
+            with pytest.raises(Exception, match="upgrade keepstep on node a"):
+                await open_stream(f"tcp:{HOST}:{listener.port}", later, Identity("newer", SECRET))
+            connections.report(report_of(3))
+            assert await reports.get() == report_of(3)
+        await newer.close()
+
+    with caplog.at_level(logging.WARNING, logger="keepstep"):
+        play(scenario())
+    warnings = [r.message for r in caplog.records if r.message.startswith("not connected to")]
+    assert len(warnings) == 1
+    assert "upgrade keepstep on node b" in warnings[0]
+
+
+def test_new_leader_receives_the_newest_report_at_once() -> None:
     async def scenario() -> None:
         async with (
-            listening("a") as (listener, heard),
-            listening("a") as (later, later_heard),
+            listening("a") as (listener, reports),
+            listening("a") as (later, later_reports),
             watching() as (connections, _),
         ):
             for step in (1, 2):
                 connections.report(report_of(step))
             connections.watch([agent_at(listener.port)])
-            assert await heard.get() == report_of(2)
+            assert await reports.get() == report_of(2)
             connections.watch(())
             connections.watch([agent_at(later.port)])
-            assert await later_heard.get() == report_of(2)
-            assert heard.empty()
+            assert await later_reports.get() == report_of(2)
+            assert reports.empty()
 
     play(scenario())
 
 
-def test_a_connection_that_ends_is_made_anew_and_the_newest_report_sent_again(
-    monkeypatch: pytest.MonkeyPatch,
+def test_connection_that_ends_is_made_anew_and_the_newest_report_sent_again() -> None:
+    async def scenario() -> None:
+        reports: asyncio.Queue[NodeReport] = asyncio.Queue()
+
+        async def take_one(connection: Any) -> None:
+            message = await connection.receive()
+            assert message is not None
+            reports.put_nowait(message.report)
+
+        forgetful = StreamListener(f"tcp:{HOST}:0", PROTOCOL, "a", take_one)
+        forgetful.start()
+        forgetful.admit(SECRET)
+        async with watching() as (connections, declared):
+            connections.report(report_of(4))
+            connections.watch([agent_at(int(forgetful.address.rpartition(":")[2]))])
+            for _ in range(3):
+                assert await reports.get() == report_of(4)
+            assert declared.empty()
+        await forgetful.close()
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("visit", [send_nothing, stay_silent])
+def test_connection_that_fails_without_a_refusal_proves_no_death(
+    visit: Visit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("keepstep.elastic.agent.peer_connections._RETRY_S", 0.0)
+    monkeypatch.setattr(peer_connections, "_HANDSHAKE_S", 0.05)
 
     async def scenario() -> None:
-        heard: asyncio.Queue[NodeReport] = asyncio.Queue()
-
-        async def hear_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b"a nonce\n")
-            await reader.readline()
-            heard.put_nowait(NodeReport.decode(await reader.readline()))
-
-        # A silence proves no death, even right after a connection has ended.
-        async with watching() as (connections, declared), acting(hear_one, say_nothing) as port:
-            connections.report(report_of(4))
+        async with acting(visit) as port, watching() as (connections, declared):
             connections.watch([agent_at(port)])
-            for _ in range(3):
-                assert await heard.get() == report_of(4)
+            await asyncio.sleep(0.5)
             assert declared.empty()
 
     play(scenario())
 
 
-def test_a_probe_tells_a_living_agent_from_one_that_is_gone() -> None:
+def test_member_that_joins_again_is_reached_at_the_same_port() -> None:
     async def scenario() -> None:
-        async with listening("a") as (listener, _), listening("b") as (other, _):
+        async with listening("a") as (listener, reports):
+            port = listener.port
+            # The same job, and then one of its name that was begun anew.
+            for step, secret in enumerate((SECRET, OTHER_SECRET)):
+                await listener.admit(secret, reports.put_nowait)
+                assert listener.port == port
+                async with watching(secret) as (connections, _):
+                    connections.report(report_of(step))
+                    connections.watch([agent_at(port)])
+                    assert await reports.get() == report_of(step)
+
+    play(scenario())
+
+
+def test_probe_distinguishes_a_living_agent_from_one_that_is_gone() -> None:
+    async def scenario() -> None:
+        async with (
+            listening("a", secret=None) as (listener, _),
+            listening("b") as (other, _),
+        ):
             agent = agent_at(listener.port)
             assert await probe(agent) is True
             assert await probe(agent_at(other.port)) is False
@@ -287,17 +547,24 @@ def test_a_probe_tells_a_living_agent_from_one_that_is_gone() -> None:
     play(scenario())
 
 
-def test_a_probe_claims_nothing_of_who_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("keepstep.elastic.agent.peer_connections._CONNECT_TIMEOUT_S", 0.2)
-
-    async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+def test_probe_claims_nothing_of_an_agent_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peer_connections, "_HANDSHAKE_S", 0.2)
 
     async def scenario() -> None:
-        async with acting(say_nothing, stay_silent) as port:
+        async with acting(send_nothing, stay_silent) as port:
             for _ in range(2):
                 assert await probe(agent_at(port)) is None
         # To a broadcast address no connection can be made, and none is refused.
         assert await probe(agent_at(1, "255.255.255.255")) is None
+
+    play(scenario())
+
+
+def test_node_name_that_cannot_be_sent_is_a_usage_error() -> None:
+    async def scenario() -> None:
+        with pytest.raises(UsageError, match="choose another --node name"):
+            await AgentListener.open("n" * 200, HOST)
 
     play(scenario())

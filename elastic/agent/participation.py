@@ -1,0 +1,473 @@
+"""Carries out the generation document on one node, from the node's lease to the lease's end.
+
+A single event loop. All that it knows is the membership's view, the state of its workers and what
+the snapshot server holds; `_reconcile` compares them after every event and takes the next steps, so
+the order in which events arrive does not matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.messages import Persisted, PersistFailed, Protected
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.agent.assignments import JobContext, assignments_of
+from keepstep.elastic.agent.config import AgentConfig
+from keepstep.elastic.agent.membership import Membership
+from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
+from keepstep.elastic.agent.snapshot_process import (
+    ServerDied,
+    SnapshotEvent,
+    SnapshotProcess,
+    stored_part,
+)
+from keepstep.elastic.agent.store_socket import StoreSocket
+from keepstep.elastic.agent.worker_group import WorkerGroup
+from keepstep.elastic.errors import (
+    InvariantViolated,
+    JobFailed,
+    LeaseLost,
+    StoreUnavailable,
+    UsageError,
+)
+from keepstep.elastic.rendezvous.actions import Publish
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, next_part
+from keepstep.elastic.rendezvous.decide import may_leave
+from keepstep.elastic.rendezvous.intervals import failures_per_s
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    NodePhase,
+    NodeRecord,
+    NodeReport,
+)
+from keepstep.elastic.store.contract import Store
+from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.messages import Assignment, CommandKind, Committed, Stored
+from keepstep.transport import Identity
+
+log = logging.getLogger("keepstep")
+
+_PROGRESS_WRITES_PER_S = 20
+"""How often all nodes together write how far they are, while nothing else is to be written.
+
+Only people read that."""
+
+# The first of these that ended a membership is what the user should know: a lost lease explains
+# everything else.
+_CAUSES = (
+    LeaseLost,
+    InvariantViolated,
+    JobFailed,
+    UsageError,
+    StoreUnavailable,
+    SnapshotUnavailable,
+)
+
+
+class Departure:
+    """Whether this node is to leave the job in good order, and since when.
+
+    Attributes:
+        since_s: since when, in monotonic seconds; None if it is not to leave.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self.since_s: float | None = None
+
+    def begin(self, reason: str) -> None:
+        """Begin to leave, unless that has begun already."""
+        if self.since_s is None:
+            log.warning("%s", reason)
+            self.since_s = time.monotonic()
+            self._wake()
+
+
+class Participation:
+    """One membership of this node in the job. Used once: `run`.
+
+    Args:
+        config: what runs here, and how.
+        store: the coordinator.
+        agent_listener: where other agents reach this one.
+        store_socket: the port that is announced for the next generation's torch store.
+        departure: whether this node is to leave.
+        wake: set when something has changed.
+
+    Attributes:
+        has_joined: whether the node has become a member.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        store: Store,
+        *,
+        agent_listener: AgentListener,
+        store_socket: StoreSocket,
+        departure: Departure,
+        wake: asyncio.Event,
+    ) -> None:
+        self._config = config
+        self._agent_listener = agent_listener
+        self._store_socket = store_socket
+        self._departure = departure
+        self._wake = wake
+        record = NodeRecord(
+            node=config.node,
+            host=config.host,
+            nproc=config.workers,
+            agent=f"{config.host}:{agent_listener.port}",
+            server="",
+            store_port=store_socket.port,
+            lease=0,
+            digest=config.digest,
+            domain=config.domain,
+        )
+        self._membership = Membership(
+            store,
+            config.job,
+            config.policy,
+            record,
+            config.lease_ttl_s,
+            wake.set,
+            self._publish,
+        )
+        self._worker_group = WorkerGroup(
+            config.command, config.workers, config.spares, config.environment, wake.set
+        )
+        # Set by `run` before anything uses them.
+        self._secret: bytes
+        self._connections: PeerConnections
+        self._snapshots: SnapshotProcess
+        self._drained_generation = 0
+        self._committed: SnapshotId | None = None
+        self._stored_step = -1
+        self._part_attempt: PartAttempt | None = None
+        self._progress_due_s = 0.0
+        self.has_joined = False
+
+    async def run(self) -> bool:
+        """Take part until the job ends; return False if this node left before.
+
+        Raises:
+            LeaseLost: the node was declared gone; its workers are stopped.
+            InvariantViolated: the job's keys break an invariant; see its message.
+            JobFailed, UsageError, StoreUnavailable, SnapshotUnavailable: as `Agent.run`.
+        """
+        config = self._config
+        self._secret = await self._membership.join()
+        self.has_joined = True
+        await self._agent_listener.admit(self._secret, self._membership.receive_report)
+        self._connections = PeerConnections(
+            Identity(config.node, self._secret), self._membership.revoke
+        )
+        self._snapshots = await SnapshotProcess.start(
+            config.node,
+            config.workers,
+            config.run_directory,
+            config.host,
+            self._secret,
+            self._on_snapshot_event,
+            config.limits,
+        )
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._snapshots.close)
+            stack.push_async_callback(self._connections.close)
+            stack.push_async_callback(self._worker_group.stop, 0.0)
+            self._membership.update(server=self._snapshots.address)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    membership_task = group.create_task(self._membership.run())
+                    try:
+                        return await self._work(membership_task)
+                    finally:
+                        membership_task.cancel()
+            except BaseExceptionGroup as errors:
+                raise _cause_of(errors) from None
+        raise AssertionError("unreachable: the task group returns or raises")
+
+    async def _work(self, membership_task: asyncio.Task[None]) -> bool:
+        while True:
+            self._wake.clear()
+            if await self._reconcile():
+                return await self._leave(membership_task)
+            self._connections.watch(self._peers())
+            try:
+                async with asyncio.timeout(self._next_deadline_s()):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def _leave(self, membership_task: asyncio.Task[None]) -> bool:
+        """Stop the workers, give up the lease, and return whether the job has ended."""
+        result = self._membership.view.result
+        has_failed = result is not None and not result.succeeded
+        await self._worker_group.stop(0.0 if has_failed else 1.0)
+        # Leaving deletes the node's own key, which must not look like a lost lease.
+        membership_task.cancel()
+        await asyncio.wait([membership_task])
+        await self._membership.leave()
+        if result is None:
+            return False
+        if not result.succeeded:
+            raise JobFailed(result.message)
+        if self._config.is_recorded:
+            telemetry.remove_rings(self._config.job)
+        return True
+
+    def _peers(self) -> list[NodeRecord]:
+        """Return whom this agent watches: the leader watches everyone, everyone the leader."""
+        view = self._membership.view
+        if self._membership.leads:
+            return [
+                joined.record for node, joined in view.nodes.items() if node != self._config.node
+            ]
+        return [view.nodes[view.leader].record] if view.leader else []
+
+    def _next_deadline_s(self) -> float | None:
+        """Return in how many seconds to look again although nothing changes; None: never."""
+        deadlines = [
+            self._worker_group.drain_until_s,
+            self._progress_due_s if self._worker_group.workers else None,
+            self._departure_deadline_s,
+        ]
+        present = [deadline for deadline in deadlines if deadline is not None]
+        return max(0.0, min(present) - time.monotonic()) if present else None
+
+    @property
+    def _departure_deadline_s(self) -> float | None:
+        since_s = self._departure.since_s
+        return None if since_s is None else since_s + self._config.grace_s
+
+    async def _reconcile(self) -> bool:
+        """Take every step that the situation calls for; return whether to leave now."""
+        if self._membership.view.result is not None or self._is_ready_to_leave():
+            return True
+        await self._follow_commits()
+        if self._worker_group.generation == 0:
+            self._worker_group.warm_up()
+        await self._follow_generation()
+        self._worker_group.start_spares()
+        self._update_record()
+        return False
+
+    def _is_ready_to_leave(self) -> bool:
+        view = self._membership.view
+        eviction = view.evictions.get(self._config.node)
+        if eviction is not None:
+            self._departure.begin(f"evicted: {eviction.reason}")
+        deadline_s = self._departure_deadline_s
+        if deadline_s is None:
+            return False
+        self._membership.update(leaving=True)
+        is_overdue = time.monotonic() >= deadline_s
+        return is_overdue or may_leave(self._config.policy, view, self._config.node)
+
+    async def _follow_generation(self) -> None:
+        """Enter a new generation, or end the one that is closing."""
+        membership, worker_group = self._membership, self._worker_group
+        view = membership.view
+        generation = view.generation
+        if generation is None or generation.generation < worker_group.generation:
+            return
+        place = generation.member(self._config.node)
+        if place is not None and place.server != self._snapshots.address:
+            # The place was given to an agent of this name that is gone; the leader will find it
+            # lost.
+            return
+        if generation.generation > worker_group.generation:
+            await self._enter(generation)
+            # A request to store may have come with the generation.
+            self._wake.set()
+            return
+        for request in view.restarts_on(self._config.node):
+            worker_group.restart(request.rank, request.reason)
+            await membership.complete_restart_request(request)
+        has_failed = worker_group.failure is not None
+        if view.is_closing or has_failed:
+            is_aborted = view.closing is not None and view.closing.abort
+            await self._drain(generation.generation, abort=has_failed or is_aborted)
+        membership.update(times=worker_group.times(), restored_from=worker_group.restored_from)
+
+    def _update_record(self) -> None:
+        """Bring the node's record up to date."""
+        membership, worker_group = self._membership, self._worker_group
+        membership.update(
+            warm=membership.record.warm or worker_group.warm,
+            failure=worker_group.failure,
+            finishing=worker_group.finishing,
+            checkpoint_url=worker_group.checkpoint_url,
+            checkpoint_every=worker_group.checkpoint_every,
+            phase=self._phase(),
+        )
+        if membership.record.phase is NodePhase.DONE:
+            # Reports end with the workers; the record is what remains.
+            membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
+        if membership.has_unwritten_changes or time.monotonic() >= self._progress_due_s:
+            pause_s = max(1.0, len(membership.view.nodes) / _PROGRESS_WRITES_PER_S)
+            self._progress_due_s = time.monotonic() + pause_s
+            membership.update(
+                step=worker_group.step,
+                memory_nbytes=self._snapshots.memory_nbytes,
+                snapshot_every=worker_group.snapshot_every,
+                snapshot_cost_s=worker_group.snapshot_cost_s,
+            )
+
+    def _phase(self) -> NodePhase:
+        worker_group = self._worker_group
+        if worker_group.generation == 0 or not worker_group.workers:
+            return NodePhase.WAITING
+        if worker_group.done and worker_group.failure is None:
+            return NodePhase.DONE
+        if self._drained_generation == worker_group.generation:
+            return NodePhase.DRAINED
+        return NodePhase.RUNNING if worker_group.running else NodePhase.STARTING
+
+    async def _enter(self, generation: Generation) -> None:
+        """Put the workers into a generation, or end them if the node has no place in it."""
+        membership = self._membership
+        await self._snapshots.open_generation(generation)
+        resume = generation.resume
+        # To resume from storage goes back behind whatever older generations left in memory.
+        await self._commit(resume.snapshot if resume else SnapshotId(generation.generation, -1))
+        if resume is not None:
+            await self._snapshots.rebuild(resume)
+        member = generation.member(self._config.node)
+        if member is None:
+            await self._worker_group.enter_as_spare(generation.generation)
+            return
+        context = JobContext(
+            job=self._config.job,
+            secret=self._secret,
+            server=self._snapshots.local_address,
+            max_restarts=self._config.policy.max_restarts,
+        )
+        rate = failures_per_s(
+            membership.view.history.recoveries, len(generation.members), time.time()
+        )
+        assignments = assignments_of(generation, member, context, rate)
+        if member.first_rank == 0:
+            await self._enter_and_serve_store(assignments)
+        else:
+            await self._worker_group.enter(assignments)
+        await self._snapshots.refresh()
+        membership.update(
+            store_port=self._store_socket.port,
+            generation=generation.generation,
+            phase=NodePhase.STARTING,
+            failure=None,
+            finishing=False,
+            persisted=None,
+            restored_from="",
+            times={},
+            sealed=self._snapshots.sealed,
+            protected=self._snapshots.protected,
+        )
+
+    async def _enter_and_serve_store(self, assignments: tuple[Assignment, ...]) -> None:
+        """Enter as the node of rank 0, at whose announced port the generation meets."""
+        # The port serves one generation's torch store; the next generation gets another.
+        with self._store_socket.take() as listening:
+            if self._config.command.kind is CommandKind.PROGRAM:
+                listening.close()  # A program serves its rendezvous itself.
+                await self._worker_group.enter(assignments)
+            else:
+                await self._worker_group.enter(assignments, listening.fileno())
+
+    async def _drain(self, generation: int, *, abort: bool) -> None:
+        """End the generation here; once no worker can write, record what is sealed."""
+        if self._drained_generation == generation:
+            return
+        limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
+        if not await self._worker_group.drain(abort=abort, limit_s=limit_s):
+            return
+        if abort:
+            # If no node is lost, what is sealed suffices.
+            await self._snapshots.finish_protection()
+        await self._snapshots.verify()
+        self._drained_generation = generation
+        self._membership.update(
+            sealed=self._snapshots.sealed,
+            protected=self._snapshots.protected,
+            step=self._worker_group.step,
+            phase=NodePhase.DRAINED,
+        )
+
+    async def _follow_commits(self) -> None:
+        """Pass on what has been committed and stored, and begin to write what is to be stored."""
+        view = self._membership.view
+        # A commit frees what older requests are to store: those begin first.
+        attempt = next_part(
+            view, self._snapshots.address, self._worker_group.generation, self._part_attempt
+        )
+        if attempt is not None:
+            self._part_attempt = attempt
+            await self._snapshots.persist(attempt)
+        if view.snapshot is not None and view.snapshot.snapshot != self._committed:
+            await self._commit(view.snapshot.snapshot)
+        if view.checkpoint is not None and view.checkpoint.step > self._stored_step:
+            self._stored_step = view.checkpoint.step
+            await self._worker_group.broadcast(Stored(step=self._stored_step))
+
+    async def _commit(self, snapshot: SnapshotId) -> None:
+        self._committed = snapshot
+        await self._snapshots.commit(snapshot)
+        await self._worker_group.broadcast(Committed(step=snapshot.step))
+
+    def _on_snapshot_event(self, event: SnapshotEvent) -> None:
+        """Pass on what the snapshot server has protected or stored, or has failed to."""
+        match event:
+            case Protected():
+                self._report()
+            case Persisted() | PersistFailed():
+                attempt = self._part_attempt
+                # An earlier attempt may end after the next one has begun.
+                if attempt is not None and event.attempt == attempt.revision:
+                    self._membership.update(persisted=attempt.answer(stored_part(event)))
+            case ServerDied():
+                self._worker_group.fail("the snapshot server of this node died")
+        self._wake.set()
+
+    def _report(self) -> None:
+        """Report to the leader what is protected here."""
+        record = self._membership.record
+        protected = self._snapshots.protected
+        if self._drained_generation == record.generation:
+            # Once it has drained the leader goes by the record: others may still wait for this
+            # snapshot's commit.
+            self._membership.update(sealed=self._snapshots.sealed, protected=protected)
+            return
+        report = NodeReport(
+            node=record.node,
+            lease=record.lease,
+            generation=record.generation,
+            step=self._worker_group.step,
+            protected=protected,
+        )
+        self._membership.receive_report(report)
+        if not self._membership.leads:
+            self._connections.report(report)
+
+    async def _publish(self, action: Publish) -> None:
+        await self._snapshots.publish(action.request, action.parts)
+
+
+def _cause_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one error of a group that explains the others; the group if there is none."""
+    for kind in _CAUSES:
+        matching = errors.subgroup(kind)
+        if matching is not None:
+            return _first_leaf(matching)
+    return errors
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

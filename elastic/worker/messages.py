@@ -1,0 +1,287 @@
+"""The messages between an agent and its workers, and the records that start and place a worker.
+
+They travel over a socket pair that only the two processes have: the agent creates it, and the
+worker inherits one end. The end of the connection is how either process learns that the other one
+is gone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.elastic.rendezvous.records import SnapshotCommit
+from keepstep.transport import Codec, Message, Protocol, VersionRange
+
+_MAX_TEXT_CHARACTERS = 2**16
+
+
+class CommandKind(enum.StrEnum):
+    """How a worker runs its target."""
+
+    SCRIPT = "script"
+    """The target is the path of a Python script."""
+    MODULE = "module"
+    """The target is a module's name, run as `python -m` runs it."""
+    PROGRAM = "program"
+    """The target is the path of any executable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What the user asked to run."""
+
+    kind: CommandKind
+    target: str
+    arguments: tuple[str, ...] = ()
+
+    def encode(self) -> str:
+        """Return the command as JSON."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Command:
+        """Return the command that `encode` returned as text."""
+        return msgspec.json.decode(text, type=cls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """One worker's place in one generation.
+
+    Args:
+        generation: the generation to enter.
+        node: the name of the worker's node.
+        rank: the worker's rank in the world.
+        world_size: the number of ranks in the world.
+        local_rank: the worker's place among the workers of its node.
+        local_world_size: the number of workers of its node.
+        node_rank: the node's place among the nodes.
+        node_count: the number of nodes.
+        store_host: where the generation's torch store is served.
+        store_port: its port.
+        server: the address of the local snapshot server, `unix:PATH`.
+        secret: the job's secret, in hexadecimal.
+        job: the job's name.
+        max_restarts: the failures in a row without progress that the job survives.
+        resume: the snapshot to restore; None: the newest stored checkpoint, or the beginning.
+        failures_per_s: how often something of the job fails.
+    """
+
+    generation: int
+    node: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    node_count: int
+    store_host: str
+    store_port: int
+    server: str
+    secret: str
+    job: str
+    max_restarts: int
+    resume: SnapshotCommit | None = None
+    failures_per_s: float = 0.0
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables that torchrun would set, for scripts that read them."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.node_count),
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": self.store_host,
+            "MASTER_PORT": str(self.store_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.generation - 1),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            "TORCHELASTIC_RUN_ID": self.job,
+        }
+
+
+class Warm(Message, frozen=True, kw_only=True):
+    """The worker has imported what a script needs, and can be assigned at once."""
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The script has called `keepstep.join`, and so reports its phases and drains by itself.
+
+    Args:
+        checkpoint_url: where checkpoints are stored; None: nowhere.
+        checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
+    """
+
+    checkpoint_url: str | None
+    checkpoint_every: int | None
+
+
+class Finishing(Message, frozen=True, kw_only=True):
+    """The loop has done its last step, `step`, and waits until that is committed and stored."""
+
+    step: int
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The script ended with an exception; the process ends next.
+
+    Args:
+        traceback: what to show of it.
+        is_fatal: the cause is what the user gave, so that another attempt would end alike.
+    """
+
+    traceback: str
+    is_fatal: bool = False
+
+
+class RestartRequested(Message, frozen=True, kw_only=True):
+    """The script must run again from its beginning; the process ends next."""
+
+    reason: str
+
+
+class GenerationReport(Message, frozen=True, kw_only=True):
+    """Base of what concerns one generation; it means nothing in any other."""
+
+    generation: int
+
+
+class Ready(GenerationReport, frozen=True, kw_only=True):
+    """The worker has entered the process group, at `at_s` of the wall clock."""
+
+    at_s: float
+
+
+class Restored(GenerationReport, frozen=True, kw_only=True):
+    """The worker has filled its state.
+
+    Args:
+        at_s: when, by the wall clock.
+        source: where the state came from, comma-separated.
+        step: the step it goes on from.
+    """
+
+    at_s: float
+    source: str
+    step: int
+
+
+class Stepped(GenerationReport, frozen=True, kw_only=True):
+    """The worker has completed its first step of the generation, at `at_s` of the wall clock."""
+
+    at_s: float
+
+
+class Drained(GenerationReport, frozen=True, kw_only=True):
+    """The worker will write nothing more in the generation."""
+
+
+class Broken(GenerationReport, frozen=True, kw_only=True):
+    """A collective failed, which may be the fault of any rank."""
+
+    error: str
+
+
+class SnapshotIntervalChosen(GenerationReport, frozen=True, kw_only=True):
+    """The worker has chosen to take a snapshot every `every` steps, at `cost_s` seconds each."""
+
+    every: int
+    cost_s: float
+
+
+class Assign(Message, frozen=True, kw_only=True):
+    """The worker's place in the next generation.
+
+    Args:
+        assignment: the place.
+        serves_store: the listening socket of the generation's torch store rides on this message,
+            and the worker is to serve the store.
+    """
+
+    assignment: Assignment
+    serves_store: bool
+
+
+class Closing(Message, frozen=True, kw_only=True):
+    """The generation is over.
+
+    Args:
+        generation: which.
+        aborts: something broke, so that collectives under way are broken off.
+    """
+
+    generation: int
+    aborts: bool
+
+
+class Committed(Message, frozen=True, kw_only=True):
+    """The snapshot of `step`, and so of every step before it, is committed."""
+
+    step: int
+
+
+class Stored(Message, frozen=True, kw_only=True):
+    """The checkpoint of `step` is in storage."""
+
+    step: int
+
+
+WorkerMessage: TypeAlias = (
+    Warm
+    | Joined
+    | Finishing
+    | Failed
+    | RestartRequested
+    | Ready
+    | Restored
+    | Stepped
+    | Drained
+    | Broken
+    | SnapshotIntervalChosen
+)
+"""What a worker sends."""
+
+AgentMessage: TypeAlias = Assign | Closing | Committed | Stored
+"""What an agent sends."""
+
+PROTOCOL = Protocol(
+    name="worker",
+    versions=VersionRange(1, 1),  # One keepstep runs both ends.
+    requests=Codec[WorkerMessage](
+        Warm,
+        Joined,
+        Finishing,
+        Failed,
+        RestartRequested,
+        Ready,
+        Restored,
+        Stepped,
+        Drained,
+        Broken,
+        SnapshotIntervalChosen,
+    ),
+    replies=Codec[AgentMessage](Assign, Closing, Committed, Stored),
+)
+"""Spoken over the socket pair; the worker is the client."""
+
+
+def sendable(text: str) -> str:
+    """Return a text of the user's script as a message can carry it.
+
+    JSON has no lone surrogates (they stand for bytes of file names that are not UTF-8): they are
+    escaped. A very long text loses its middle.
+    """
+    if len(text) > _MAX_TEXT_CHARACTERS:
+        half = _MAX_TEXT_CHARACTERS // 2
+        omitted = len(text) - 2 * half
+        text = f"{text[:half]}\n[... {omitted} characters ...]\n{text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()

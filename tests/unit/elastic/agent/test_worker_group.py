@@ -1,0 +1,172 @@
+"""Claims about the workers of one node, by real processes that need no PyTorch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from keepstep.elastic.agent.assignments import JobContext, assignments_of
+from keepstep.elastic.agent.worker_group import WorkerGroup
+from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.rendezvous.records import Generation, Member
+from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
+
+CONTEXT = JobContext(job="job", secret=b"", server="unix:/none", max_restarts=3)
+
+# What a program can still do with the connection that the bootstrap leaves open.
+SEND = """
+import os, stat, time
+for name in os.listdir("/proc/self/fd"):
+    try:
+        if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+            os.write(int(name), bytes(64))
+    except OSError:
+        pass
+time.sleep(60)
+"""
+
+
+def play(scenario: Coroutine[Any, Any, None]) -> None:
+    async def in_time() -> None:
+        async with asyncio.timeout(60):
+            await scenario
+
+    asyncio.run(in_time())
+
+
+def program(code: str) -> Command:
+    return Command(CommandKind.PROGRAM, sys.executable, ("-c", code))
+
+
+def places(generation: int, size: int = 2) -> tuple[Assignment, ...]:
+    member = Member("a", "h", size, 0, "h:1", "tcp:h:2")
+    return assignments_of(Generation(generation, (member,), "h", 1, "start"), member, CONTEXT, 0.0)
+
+
+class Group(WorkerGroup):
+    """A worker group whose changes can be waited for."""
+
+    def __init__(
+        self, command: Command, size: int, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self._changed = asyncio.Event()
+        super().__init__(command, size, 0, environment, self._changed.set)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@asynccontextmanager
+async def running(command: Command, size: int = 2) -> AsyncIterator[Group]:
+    group = Group(command, size)
+    try:
+        group.warm_up()
+        await group.until(lambda: group.warm)
+        await group.enter(places(1, size))
+        yield group
+    finally:
+        await group.stop(0.0)
+
+
+def test_programs_get_their_ranks_and_success_is_reported(tmp_path: Path) -> None:
+    code = f"import os; open(os.path.join({str(tmp_path)!r}, os.environ['RANK']), 'w')"
+
+    async def scenario() -> None:
+        async with running(program(code)) as group:
+            await group.until(lambda: group.done)
+            assert group.failure is None
+
+    play(scenario())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def test_killed_worker_is_named_with_its_rank_and_signal() -> None:
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)")) as group:
+            os.kill(group.workers[1].pid, signal.SIGKILL)
+            await group.until(lambda: group.failure is not None)
+            assert group.failure is not None
+            assert group.failure.kind == "worker"
+            assert group.failure.message == "rank 1 on a was killed by SIGKILL"
+            assert group.failure.rank == 1
+
+    play(scenario())
+
+
+def test_restart_kills_the_worker_of_a_rank_once_and_gives_the_reason() -> None:
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)")) as group:
+            group.restart(7, "no such rank here")
+            assert all(worker.is_alive for worker in group.workers.values())
+            group.restart(0, "it hangs")
+            group.restart(0, "it hangs still")
+            await group.until(lambda: group.failure is not None)
+            assert group.failure is not None
+            assert group.failure.message == "rank 0 on a was restarted: it hangs"
+            assert group.workers[1].is_alive
+
+    play(scenario())
+
+
+def test_worker_whose_messages_cannot_be_read_is_replaced_alone() -> None:
+    async def scenario() -> None:
+        async with running(program(SEND), size=1) as group:
+            await group.until(lambda: group.failure is not None)
+            assert group.failure is not None
+            assert group.failure.message.startswith(
+                "rank 0 on a was restarted: its agent cannot read what it sends"
+            )
+
+    play(scenario())
+
+
+def test_scripts_that_do_not_report_are_ended_by_a_drain() -> None:
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)")) as group:
+            assert not await group.drain(abort=True, limit_s=30.0)
+            await group.until(lambda: not any(w.is_alive for w in group.workers.values()))
+            assert await group.drain(abort=True, limit_s=30.0)
+            assert group.drain_until_s is None
+            assert group.failure is None
+
+    play(scenario())
+
+
+def test_next_generation_replaces_workers_that_have_not_drained() -> None:
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)"), size=1) as group:
+            before = group.workers[0].pid
+            group.workers[0].kill("it must go")
+            await group.until(lambda: group.failure is not None)
+            await group.enter(places(2, 1))
+            assert group.workers[0].pid != before
+            assert group.failure is None
+            assert group.generation == 2
+
+    play(scenario())
+
+
+def test_processes_that_end_while_they_warm_up_fail_the_job() -> None:
+    async def scenario() -> None:
+        # An interpreter that does not find its library ends at once.
+        group = Group(program(""), 1, {"PYTHONHOME": "/none"})
+        try:
+            for _ in range(3):
+                group.warm_up()
+                await group.until(lambda: not group._idle)
+            with pytest.raises(JobFailed, match="Is PyTorch installed"):
+                group.warm_up()
+        finally:
+            await group.stop(0.0)
+
+    play(scenario())
