@@ -1,24 +1,23 @@
-"""The preflight examination: each node tests itself, then all meet pairwise, and every one of them knows the outcome.
+"""Examines this node and its links before a job starts; every node learns the same outcome.
 
-There is no coordinator. All doctors are given the same addresses; sorted, these are the participants of a round-robin
-tournament, so each knows without a word whom it meets when. Of a pair the one with the lower place connects and measures. A
-doctor lets itself be measured only in the round it is in, so nobody measures a peer that is busy with another. When all have
-met, everybody asks everybody for what they found.
+There is no coordinator. All doctors are given the same addresses; sorted, these are the
+participants of a round-robin tournament, so that each doctor knows whom it measures when. Of a pair,
+the doctor with the lower place connects and measures. A doctor takes part in a measurement only in
+the round that it is in, so that no busy node is measured. After the last round every doctor asks
+every other one for what it measured.
 
-Owners: a `Doctor` owns its listening socket and the threads that serve it; leaving its context ends them.
+Owners: a `Doctor` owns its listener and the threads that serve it; leaving its context ends them.
 """
 
 from __future__ import annotations
 
-import operator
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from keepstep.monitor.errors import (
     MonitorError,
@@ -26,10 +25,35 @@ from keepstep.monitor.errors import (
     ProtocolViolation,
     SecretDiffers,
 )
-from keepstep.monitor.preflight.judgement import NodeExamination, PreflightFinding, judge
-from keepstep.monitor.preflight.link_probe import LinkResult, ProbeConnection
+from keepstep.monitor.preflight.examination import DiskResult, LinkResult, NodeExamination
+from keepstep.monitor.preflight.judgement import PreflightFinding, judge
+from keepstep.monitor.preflight.link_probe import answer_link_probe, expect, measure_link
+from keepstep.monitor.preflight.messages import (
+    PROTOCOL,
+    Examined,
+    GetExamination,
+    Greet,
+    Greeting,
+    MeasureLink,
+    Readiness,
+    Reply,
+    Request,
+)
 from keepstep.monitor.preflight.pairing import rounds
 from keepstep.monitor.preflight.selftests import disk, matmuls, memory_rate
+from keepstep.transport import (
+    AuthenticationFailed,
+    Connection,
+    FrameRejected,
+    Identity,
+    Listener,
+    MalformedMessage,
+    PeerUnavailable,
+    TransportError,
+    connect,
+    listen,
+    tcp_address_of,
+)
 
 _GREETING_S = 5.0
 _LINK_S = 60.0
@@ -40,10 +64,10 @@ _CLOSED, _DONE = -2, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Participants:
-    """Who takes part.
+    """The doctors that take part.
 
     Args:
-        own: HOST:PORT under which the others know this doctor.
+        own: HOST:PORT under which the others reach this doctor.
         addresses: all addresses, own among them, in the order that all agree on.
     """
 
@@ -55,70 +79,73 @@ class Participants:
         """Return the participants of this doctor and its peers."""
         return cls(own, tuple(sorted({own, *peers})))
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """All addresses but the own one."""
+        return tuple(address for address in self.addresses if address != self.own)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What all doctors found, and who is named."""
+    """What all doctors measured, who is missing and why, and what should be seen to."""
 
     examinations: tuple[NodeExamination, ...]
     missing: Mapping[str, str]
-    findings: tuple[PreflightFinding, ...] = field(default=())
+    findings: tuple[PreflightFinding, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the outcome as JSON."""
+    def to_json(self) -> Mapping[str, object]:
+        """Return the outcome as a JSON object."""
         return {
-            "nodes": [one.to_json() for one in self.examinations],
+            "nodes": [asdict(examination) for examination in self.examinations],
             "missing": dict(self.missing),
-            "findings": [
-                {"subject": one.subject, "what": one.what, "evidence": one.evidence}
-                for one in self.findings
-            ],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 
 class Doctor:
-    """One node's doctor: listens while its context lasts, and examines."""
+    """One node's doctor: listens while its context lasts, and examines.
+
+    Args:
+        name: the node's name.
+        address: host and port to listen on; port 0 takes a free one.
+        secret: what all doctors of the job know.
+        patience_s: how long it waits for peers to begin, and to answer.
+    """
 
     def __init__(
-        self, name: str, listen: tuple[str, int], secret: bytes, patience_s: float
+        self, name: str, address: tuple[str, int], secret: bytes, patience_s: float
     ) -> None:
         self._name = name
-        self._listen = listen
+        self._address = address
         self._secret = secret
         self._patience_s = patience_s
         self._changed = threading.Condition()
         self._round = _LOOPBACK_ROUND
-        self._measured: set[int] = set()
-        self._connections: set[ProbeConnection] = set()
-        self._result: dict[str, Any] | None = None
+        self._measured_rounds: set[int] = set()
+        self._own_examination: NodeExamination | None = None
         self._asked_by: set[str] = set()
 
     def __enter__(self) -> Self:
+        host, port = self._address
         try:
-            self._listener = socket.create_server(self._listen, backlog=128)
-        except OSError as error:
-            raise MonitorError(
-                f"cannot listen on {self._listen[0]}:{self._listen[1]}: {error}"
-            ) from error
-        self.port: int = self._listener.getsockname()[1]
-        self._threads = [threading.Thread(target=self._accept, name="doctor accepts")]
-        self._threads[0].start()
+            self._identity = Identity(self._name, self._secret)
+        except ValueError as error:
+            raise MonitorError(str(error)) from error
+        try:
+            listening = listen(f"tcp:{host}:{port}")
+        except (OSError, ValueError) as error:
+            raise MonitorError(f"cannot listen on {host}:{port}: {error}") from error
+        self.port = int(tcp_address_of(listening).rpartition(":")[2])
+        self._listener = Listener([listening], PROTOCOL, self._identity, self._serve)
+        self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._round = _CLOSED
-            self._changed.notify_all()
-            for line in self._connections:
-                line.interrupt()
-        self._listener.shutdown(socket.SHUT_RDWR)
+        self._enter_round(_CLOSED)
         self._listener.close()
-        self._threads[0].join()  # From here on no thread is added.
-        for thread in self._threads[1:]:
-            thread.join()
 
     def examine(self, participants: Participants, directory: Path) -> Outcome:
-        """Test this node, meet the others, and return what everybody found.
+        """Test this node and its links, and return what all doctors measured.
 
         Args:
             participants: who takes part.
@@ -128,193 +155,221 @@ class Doctor:
         missing = self._wait_for(participants)
         own = self._probe_links(participants, own, missing)
         with self._changed:
-            self._result = own.to_json()
+            self._own_examination = own
             self._round = _DONE
             self._changed.notify_all()
         return self._gather(participants, own, missing)
 
     def _test_self(self, participants: Participants, directory: Path) -> NodeExamination:
         errors: dict[str, str] = {}
-        written = None
+        disk_result: DiskResult | None = None
         try:
-            written = disk(directory)
+            disk_result = disk(directory)
         except OSError as error:
             errors["disk"] = f"{directory}: {error.strerror}"
         loopback: LinkResult | None = None
-        host = "127.0.0.1" if self._listen[0] in ("", "0.0.0.0") else self._listen[0]
+        host = "127.0.0.1" if self._address[0] in ("", "0.0.0.0") else self._address[0]
         try:
-            loopback = self._measure((host, self.port), _LOOPBACK_ROUND)
+            loopback = self._measure(f"{host}:{self.port}", _LOOPBACK_ROUND)
         except (MonitorUnreachable, ProtocolViolation) as error:
             errors["loopback"] = str(error)
         return NodeExamination(
-            participants.own, self._name, memory_rate(), written, matmuls(), loopback, {}, errors
+            address=participants.own,
+            name=self._name,
+            memory_rate=memory_rate(),
+            disk=disk_result,
+            matmuls=matmuls(),
+            loopback=loopback,
+            errors=errors,
         )
 
     def _wait_for(self, participants: Participants) -> dict[str, str]:
-        """Wait until every peer answers; return those that never did, with the reason. Peers may be started minutes later."""
+        """Wait until every peer answers; return those that never did, with the reason.
+
+        Peers may be started minutes later.
+        """
         deadline_s = time.monotonic() + self._patience_s
-        waiting = [address for address in participants.addresses if address != participants.own]
+        waiting = list(participants.peers)
         reasons: dict[str, str] = {}
         strangers: set[str] = set()
         while waiting:
-            still = []
+            still_waiting = []
             for address in waiting:
                 try:
-                    self._ask(address, {"ask": "greeting"}, _GREETING_S)
+                    self._greet(address)
                 except SecretDiffers as error:
                     reasons[address] = str(error)
                     strangers.add(address)
-                    still.append(address)
+                    still_waiting.append(address)
                 except (MonitorUnreachable, ProtocolViolation) as error:
-                    # A stranger that has given up does not answer any more, which is not what is the matter with it.
+                    # A stranger that has given up answers no more, which is not its trouble.
                     if address not in strangers:
                         reasons[address] = str(error)
-                    still.append(address)
-            waiting = still
+                    still_waiting.append(address)
+            waiting = still_waiting
             if time.monotonic() >= deadline_s:
                 break
             if waiting:
-                time.sleep(_RETRY_S)  # Nothing tells that a peer has begun to listen.
+                time.sleep(_RETRY_S)  # Nothing signals that a peer has begun to listen.
         return {address: reasons[address] for address in waiting}
 
     def _probe_links(
         self, participants: Participants, own: NodeExamination, missing: Mapping[str, str]
     ) -> NodeExamination:
-        """Take part in every round."""
+        """Take part in every round; return the examination with its links."""
         place = participants.addresses.index(participants.own)
         links: dict[str, LinkResult] = {}
         errors = dict(own.errors)
         for number, pairs in enumerate(rounds(len(participants.addresses))):
-            with self._changed:
-                self._round = number
-                self._changed.notify_all()
+            self._enter_round(number)
             pair = next((pair for pair in pairs if place in pair), None)
             if pair is None:
                 continue
-            partner = participants.addresses[pair[1] if place == pair[0] else pair[0]]
+            measures = place == pair[0]
+            partner = participants.addresses[pair[1] if measures else pair[0]]
             if partner in missing:
                 errors[partner] = missing[partner]
-            elif place == pair[0]:
+            elif measures:
                 try:
-                    links[partner] = self._measure(_parse(partner), number)
+                    links[partner] = self._measure(partner, number)
                 except (MonitorUnreachable, ProtocolViolation) as error:
                     errors[partner] = str(error)
             else:
-                with self._changed:
-                    self._changed.wait_for(
-                        partial(operator.contains, self._measured, number), self._patience_s
-                    )
+                self._wait_until_measured(number)
         return replace(own, links=links, errors=errors)
 
     def _gather(
         self, participants: Participants, own: NodeExamination, missing: dict[str, str]
     ) -> Outcome:
-        """Ask everybody for what they found, and stay until everybody has asked."""
-        found = [own]
-        present = [
-            address
-            for address in participants.addresses
-            if address != participants.own and address not in missing
-        ]
+        """Ask every peer for what it measured, and stay until every peer has asked."""
+        examinations = [own]
+        present = [address for address in participants.peers if address not in missing]
         for address in present:
             try:
-                told = self._ask(
-                    address, {"ask": "result", "from": participants.own}, self._patience_s
-                )
-                found.append(NodeExamination.from_json(told["result"]))
+                examinations.append(self._get_examination(address, participants.own))
             except (MonitorUnreachable, ProtocolViolation) as error:
                 missing[address] = str(error)
-            except (KeyError, TypeError) as error:
-                missing[address] = (
-                    f"its result is not understood ({error}); install the same keepstep on all nodes"
-                )
         with self._changed:
             asking = set(present) - set(missing)
             self._changed.wait_for(lambda: asking <= self._asked_by, self._patience_s)
-        ordered = tuple(sorted(found, key=lambda one: participants.addresses.index(one.address)))
+        order = participants.addresses.index
+        ordered = tuple(sorted(examinations, key=lambda one: order(one.address)))
         return Outcome(ordered, missing, judge(ordered, missing))
 
-    def _measure(self, address: tuple[str, int], number: int) -> LinkResult:
-        line = ProbeConnection.connect(address, self._secret, _GREETING_S)
-        try:
-            line.send({"ask": "measure", "round": number})
-            if line.receive(self._patience_s).get("ready") is not True:
+    def _enter_round(self, number: int) -> None:
+        with self._changed:
+            self._round = number
+            self._changed.notify_all()
+
+    def _wait_until_measured(self, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._measured_rounds, self._patience_s)
+
+    def _greet(self, address: str) -> None:
+        with self._connected(address, _GREETING_S) as connection:
+            connection.send(Greet())
+            expect(connection, Greeting)
+
+    def _measure(self, address: str, number: int) -> LinkResult:
+        with self._connected(address, self._patience_s) as connection:
+            connection.send(MeasureLink(round=number))
+            if not expect(connection, Readiness).is_ready:
                 raise MonitorUnreachable(
-                    f"the doctor at {line.peer} was not ready for round {number}"
+                    f"the doctor at {address} was not ready for round {number}"
                 )
-            return line.measure(_LINK_S)
-        finally:
-            line.close()
+            connection.set_idle_limit(_LINK_S)
+            return measure_link(connection)
 
-    def _ask(self, address: str, question: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        line = ProbeConnection.connect(_parse(address), self._secret, _GREETING_S)
+    def _get_examination(self, address: str, own_address: str) -> NodeExamination:
+        with self._connected(address, self._patience_s) as connection:
+            connection.send(GetExamination(address=own_address))
+            examination = expect(connection, Examined).examination
+        if examination is None:
+            raise MonitorUnreachable(f"the doctor at {address} ended without an examination")
+        if examination.address != address:
+            raise ProtocolViolation(
+                f"the doctor at {address} was started as {examination.address}; give it "
+                f"--address {address}, and the same addresses to all doctors"
+            )
+        return examination
+
+    @contextmanager
+    def _connected(self, address: str, idle_s: float) -> Iterator[Connection[Request, Reply]]:
+        """Connect to a doctor, and translate what goes wrong until the context ends.
+
+        Args:
+            address: HOST:PORT.
+            idle_s: how long it waits while not a byte moves.
+
+        Raises:
+            SecretDiffers: the doctor does not know the secret.
+            MonitorUnreachable: it does not answer, or the connection broke.
+            ProtocolViolation: what it sent does not belong there.
+        """
         try:
-            line.send(question)
-            return line.receive(timeout_s)
-        finally:
-            line.close()
-
-    def _accept(self) -> None:
-        while True:
+            connection = connect(
+                f"tcp:{address}", PROTOCOL, self._identity, handshake_s=_GREETING_S, idle_s=idle_s
+            )
+        except AuthenticationFailed as error:
+            raise SecretDiffers(
+                f"the doctor at {address} does not know this job's secret"
+            ) from error
+        except PeerUnavailable as error:
+            raise MonitorUnreachable(f"no doctor answers at {address}: {error}") from error
+        except TransportError as error:
+            raise ProtocolViolation(f"no doctor to talk to at {address}: {error}") from error
+        with connection:
             try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return  # Closed: the examination is over.
-            line = ProbeConnection(connection, f"{address[0]}:{address[1]}")
-            with self._changed:
-                if self._round == _CLOSED:
-                    line.close()
-                    return
-                self._connections.add(line)
-                thread = threading.Thread(
-                    target=self._serve, args=(line,), name=f"doctor serves {line.peer}"
-                )
-                self._threads = [known for known in self._threads if known.is_alive()] + [thread]
-                thread.start()
+                yield connection
+            except PeerUnavailable as error:
+                raise MonitorUnreachable(
+                    f"the doctor at {address} is gone or silent: {error}"
+                ) from error
+            except (FrameRejected, MalformedMessage) as error:
+                raise ProtocolViolation(
+                    f"what the doctor at {address} sent cannot be used: {error}"
+                ) from error
 
-    def _serve(self, line: ProbeConnection) -> None:
+    def _serve(self, connection: Connection[Reply, Request]) -> None:
+        """Answer one client; errors end its connection, and it reports them itself."""
+        connection.set_idle_limit(_GREETING_S)
+        match connection.receive():
+            case Greet():
+                connection.send(Greeting(name=self._name))
+            case MeasureLink(round=number):
+                self._serve_measurement(connection, number)
+            case GetExamination(address=address):
+                self._serve_examination(connection, address)
+            case None:
+                return
+            case request:
+                raise MalformedMessage(
+                    f"{connection.peer}: began with {type(request).__name__}, which is part of a "
+                    f"measurement"
+                )
+
+    def _serve_measurement(self, connection: Connection[Reply, Request], number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._round in (number, _CLOSED), self._patience_s)
+            is_ready = self._round == number
         try:
-            line.authenticate(self._secret, b"answerer", b"caller", _GREETING_S)
-            self._answer(line, line.receive(_GREETING_S))
-        except (MonitorUnreachable, ProtocolViolation):
-            pass  # The one who asked knows, and says so in its result.
+            connection.send(Readiness(is_ready=is_ready))
+            if is_ready:
+                connection.set_idle_limit(_LINK_S)
+                answer_link_probe(connection)
         finally:
             with self._changed:
-                self._connections.discard(line)
-            line.close()
+                self._measured_rounds.add(number)
+                self._changed.notify_all()
 
-    def _answer(self, line: ProbeConnection, question: Mapping[str, Any]) -> None:
-        match question:
-            case {"ask": "greeting"}:
-                line.send({"name": self._name})
-            case {"ask": "measure", "round": int(number)}:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._round in (number, _CLOSED), self._patience_s
-                    )
-                    is_ready = self._round == number
-                line.send({"ready": is_ready})
-                try:
-                    if is_ready:
-                        line.answer(_LINK_S)
-                finally:
-                    with self._changed:
-                        self._measured.add(number)
-                        self._changed.notify_all()
-            case {"ask": "result", "from": str(asking)}:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._result is not None or self._round == _CLOSED, self._patience_s
-                    )
-                    result = self._result
-                line.send({"result": result})
-                with self._changed:
-                    self._asked_by.add(asking)
-                    self._changed.notify_all()
-            case _:
-                raise ProtocolViolation(f"{line.peer} asks what no doctor asks")
-
-
-def _parse(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    def _serve_examination(self, connection: Connection[Reply, Request], address: str) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._own_examination is not None or self._round == _CLOSED,
+                self._patience_s,
+            )
+            examination = self._own_examination
+        connection.send(Examined(examination=examination))
+        with self._changed:
+            self._asked_by.add(address)
+            self._changed.notify_all()

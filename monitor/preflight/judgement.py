@@ -1,76 +1,33 @@
-"""What doctors found, put together, and who is named. Pure.
+"""Judges what doctors measured, and names the nodes and links that should be seen to. Pure.
 
-A node is judged against the other nodes, never against figures of a data sheet: what a job suffers from is the one that
-differs. What is wrong by itself (a wrong product, a peer that does not answer, a clock far off) is a defect with one node
-too.
+A node is judged against the other nodes, never against figures of a data sheet: a job suffers from
+the one node that differs. What is wrong by itself (a wrong product, a peer that does not answer, a
+clock far off) is a defect with a single node too.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from keepstep.monitor.preflight.link_probe import LinkResult
-from keepstep.monitor.preflight.pairing import best_of, outliers
-from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult
+from keepstep.monitor.preflight.examination import LinkResult, NodeExamination
+from keepstep.monitor.preflight.pairing import best_rates, outliers
 
-CLOCK_S = 1.0
+MAX_CLOCK_OFFSET_S = 1.0
 """Leases, tokens and logs bear less than this between wall clocks."""
-LEAST_SHARE = 0.20
-"""A node that differs by less costs a job less than preparing another one does."""
+MIN_SHARE = 0.20
+"""A node that differs by less costs a job less than preparing another node does."""
 LINK_SHARE = 0.5
-"""A single link below this share of the usual rate is named: paths through a network may share capacity and differ that much."""
+"""A link below this share of the usual rate is named.
+
+Paths through a network may share capacity and differ by that much."""
 LATENCY_RATIO = 5.0
-"""And one with so many times the usual latency: one switch more or less makes no such difference."""
+"""A link with so many times the usual latency is named.
 
-
-@dataclass(frozen=True, slots=True)
-class NodeExamination:
-    """What one doctor found.
-
-    Args:
-        address: HOST:PORT under which the others know it.
-        name: of its node.
-        memory_rate: bytes a second.
-        disk: None if the directory cannot be written to; then `errors` says why.
-        matmuls: one a device.
-        loopback: of its own network stack.
-        links: to the peers that it measured, by address.
-        errors: what failed, by what it concerns: a peer's address, or "disk".
-    """
-
-    address: str
-    name: str
-    memory_rate: float
-    disk: DiskResult | None
-    matmuls: tuple[MatmulResult, ...]
-    loopback: LinkResult | None
-    links: Mapping[str, LinkResult] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the examination as JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> NodeExamination:
-        """Return what `to_json` told.
-
-        Raises:
-            KeyError, TypeError: it is something else.
-        """
-        return cls(
-            told["address"],
-            told["name"],
-            told["memory_rate"],
-            DiskResult(**told["disk"]) if told["disk"] else None,
-            tuple(MatmulResult(**one) for one in told["matmuls"]),
-            LinkResult(**told["loopback"]) if told["loopback"] else None,
-            {address: LinkResult(**link) for address, link in told["links"].items()},
-            dict(told["errors"]),
-        )
+One switch more or less makes no such difference."""
+_MIN_LINKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,165 +45,214 @@ class PreflightFinding:
     evidence: str
 
 
-def judge(
-    found: Sequence[NodeExamination], missing: Mapping[str, str]
-) -> tuple[PreflightFinding, ...]:
-    """Return who is named, and why.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """One quantity by which nodes are compared.
 
     Args:
-        found: one examination a node.
-        missing: addresses whose doctor never answered, with the reason.
+        what: its name.
+        values: each node's value, by address.
+        unit: of the values.
+        is_rate: the lower the worse; otherwise the higher.
+        is_of_links: a node that is an outlier in it makes its links slow.
     """
-    names = names_of(found)
+
+    what: str
+    values: Mapping[str, float]
+    unit: str
+    is_rate: bool = True
+    is_of_links: bool = False
+
+
+def judge(
+    examinations: Sequence[NodeExamination], missing: Mapping[str, str]
+) -> tuple[PreflightFinding, ...]:
+    """Return what should be seen to.
+
+    Args:
+        examinations: one for each node.
+        missing: the addresses whose doctors never answered, with the reason.
+    """
+    names = names_of(examinations)
     findings = [
         PreflightFinding(address, "does not answer", reason)
         for address, reason in sorted(missing.items())
     ]
-    for one in found:
-        findings += _defects(one, names, missing)
-    slow: set[str] = set()
-    for what, values, unit, low_is_bad in _comparable(found):
-        for outlier in outliers(values, LEAST_SHARE, low_is_bad=low_is_bad):
-            if what in _NETWORK:
-                slow.add(outlier.name)
-            value, median = _format_value(outlier.value, unit), _format_value(outlier.median, unit)
+    for examination in examinations:
+        findings += _defects(examination, names, missing)
+    slow_nodes: set[str] = set()
+    for comparison in _comparisons(examinations):
+        for outlier in outliers(comparison.values, MIN_SHARE, low_is_bad=comparison.is_rate):
+            if comparison.is_of_links:
+                slow_nodes.add(outlier.name)
+            value = _format_value(outlier.value, comparison.unit)
+            median = _format_value(outlier.median, comparison.unit)
             findings.append(
                 PreflightFinding(
                     names[outlier.name],
-                    f"{'slow' if low_is_bad else 'long'} {what}",
-                    f"{value}, the median of {len(values)} nodes is {median}; {outlier.sigmas:.0f} times the noise",
+                    f"{'slow' if comparison.is_rate else 'long'} {comparison.what}",
+                    f"{value}, the median of {len(comparison.values)} nodes is {median}; "
+                    f"{outlier.sigmas:.0f} times the noise",
                 )
             )
-    return (*findings, *_single_links(found, names, slow), *_clocks(found, names))
+    findings += _slow_links(examinations, names, slow_nodes)
+    findings += _late_links(examinations, names, slow_nodes)
+    findings += _wrong_clocks(examinations, names)
+    return tuple(findings)
 
 
-_NETWORK = ("sending", "receiving", "latency")
-
-
-def names_of(found: Sequence[NodeExamination]) -> dict[str, str]:
+def names_of(examinations: Sequence[NodeExamination]) -> dict[str, str]:
     """Return each address's name; with the address, where names are not unique."""
-    taken = [one.name for one in found]
+    counts = Counter(examination.name for examination in examinations)
     return {
-        one.address: one.name if taken.count(one.name) == 1 else f"{one.name} ({one.address})" for one in found
-    }  # fmt: skip
+        examination.address: examination.name
+        if counts[examination.name] == 1
+        else f"{examination.name} ({examination.address})"
+        for examination in examinations
+    }
 
 
 def _defects(
-    one: NodeExamination, names: Mapping[str, str], missing: Mapping[str, str]
-) -> list[PreflightFinding]:
-    findings = []
-    for matmul in one.matmuls:
+    examination: NodeExamination, names: Mapping[str, str], missing: Mapping[str, str]
+) -> Iterator[PreflightFinding]:
+    """Yield what is wrong with a node by itself."""
+    name = names[examination.address]
+    for matmul in examination.matmuls:
         if not matmul.is_right:
-            findings.append(
-                PreflightFinding(
-                    names[one.address],
-                    "wrong matrix product",
-                    f"{matmul.device} multiplies wrongly",
-                )
+            yield PreflightFinding(
+                name, "wrong matrix product", f"{matmul.device} multiplies wrongly"
             )
         if not matmul.is_repeatable:
-            sentence = f"{matmul.device} gives other bits when it multiplies the same again"
-            findings.append(
-                PreflightFinding(names[one.address], "product does not repeat", sentence)
+            yield PreflightFinding(
+                name,
+                "product does not repeat",
+                f"{matmul.device} gives other bits when it multiplies the same again",
             )
-    for concerned, reason in one.errors.items():
+    for concerned, reason in examination.errors.items():
         if concerned in names:
-            findings.append(
-                PreflightFinding(
-                    f"{names[one.address]} -> {names[concerned]}", "link failed", reason
-                )
-            )
+            yield PreflightFinding(f"{name} -> {names[concerned]}", "link failed", reason)
         elif concerned not in missing:
-            findings.append(PreflightFinding(names[one.address], f"{concerned} failed", reason))
-    return findings
+            yield PreflightFinding(name, f"{concerned} failed", reason)
 
 
-def _rates(found: Sequence[NodeExamination]) -> dict[tuple[str, str], float]:
-    """Return the rate of every link and direction that was measured."""
+def _measured_links(
+    examinations: Sequence[NodeExamination],
+) -> Iterator[tuple[str, str, LinkResult]]:
+    """Yield every link: the node that measured, the other node, and the result."""
+    for examination in examinations:
+        for peer, link in examination.links.items():
+            yield examination.address, peer, link
+
+
+def _rates(examinations: Sequence[NodeExamination]) -> dict[tuple[str, str], float]:
+    """Return the rate of every link and direction, by sender and receiver."""
     rates: dict[tuple[str, str], float] = {}
-    for one in found:
-        for peer, link in one.links.items():
-            rates[one.address, peer] = link.send_rate
-            rates[peer, one.address] = link.receive_rate
+    for address, peer, link in _measured_links(examinations):
+        rates[address, peer] = link.send_rate
+        rates[peer, address] = link.receive_rate
     return rates
 
 
-def _comparable(found: Sequence[NodeExamination]) -> list[tuple[str, dict[str, float], str, bool]]:
-    """Return what nodes are compared by: what, each node's value, its unit, and whether less is worse."""
-    addresses = [one.address for one in found]
-    rates = _rates(found)
+def _comparisons(examinations: Sequence[NodeExamination]) -> list[_Comparison]:
+    addresses = [examination.address for examination in examinations]
+    rates = _rates(examinations)
+    # At its best a sick node is still slow; the best of a healthy one is not spoilt by a sick
+    # partner.
+    sending = best_rates(((sender, rate) for (sender, _), rate in rates.items()), addresses)
+    receiving = best_rates(((receiver, rate) for (_, receiver), rate in rates.items()), addresses)
     latencies: dict[str, float] = {}
-    for one in found:
-        for peer, link in one.links.items():
-            for end in (one.address, peer):
-                latencies[end] = min(link.latency_s, latencies.get(end, float("inf")))
-    compared: list[tuple[str, dict[str, float], str, bool]] = [
-        ("memory", {one.address: one.memory_rate for one in found}, "B/s", True),
-        ("disk", {one.address: one.disk.write_rate for one in found if one.disk}, "B/s", True),
-        (
-            "loopback",
-            {one.address: one.loopback.send_rate for one in found if one.loopback},
-            "B/s",
-            True,
+    for address, peer, link in _measured_links(examinations):
+        for end in (address, peer):
+            latencies[end] = min(link.latency_s, latencies.get(end, float("inf")))
+    comparisons = [
+        _Comparison(
+            what="memory",
+            values={one.address: one.memory_rate for one in examinations},
+            unit="B/s",
         ),
-        # At its best a sick node is still slow; the best of a healthy one is not spoilt by a sick partner.
-        ("sending", best_of(rates, addresses, 0), "B/s", True),
-        ("receiving", best_of(rates, addresses, 1), "B/s", True),
-        ("latency", latencies, "s", False),
+        _Comparison(
+            what="disk",
+            values={one.address: one.disk.write_rate for one in examinations if one.disk},
+            unit="B/s",
+        ),
+        _Comparison(
+            what="loopback",
+            values={one.address: one.loopback.send_rate for one in examinations if one.loopback},
+            unit="B/s",
+        ),
+        _Comparison(what="sending", values=sending, unit="B/s", is_of_links=True),
+        _Comparison(what="receiving", values=receiving, unit="B/s", is_of_links=True),
+        _Comparison(what="latency", values=latencies, unit="s", is_rate=False, is_of_links=True),
     ]
-    for device in sorted({matmul.device for one in found for matmul in one.matmuls}):
-        speeds = {one.address: m.flops for one in found for m in one.matmuls if m.device == device}
-        compared.append((f"matrix products on {device}", speeds, "FLOP/s", True))
-    return compared
+    speeds: dict[str, dict[str, float]] = {}
+    for examination in examinations:
+        for matmul in examination.matmuls:
+            speeds.setdefault(matmul.device, {})[examination.address] = matmul.flops
+    comparisons += [
+        _Comparison(what=f"matrix products on {device}", values=speeds[device], unit="FLOP/s")
+        for device in sorted(speeds)
+    ]
+    return comparisons
 
 
-def _single_links(
-    found: Sequence[NodeExamination], names: Mapping[str, str], slow: set[str]
-) -> list[PreflightFinding]:
-    """Name links that are slow between nodes that are not."""
-    rates = {pair: rate for pair, rate in _rates(found).items() if slow.isdisjoint(pair)}
-    latencies = {
-        (one.address, peer): link.latency_s
-        for one in found
-        for peer, link in one.links.items()
-        if slow.isdisjoint((one.address, peer))
+def _slow_links(
+    examinations: Sequence[NodeExamination], names: Mapping[str, str], slow_nodes: set[str]
+) -> Iterator[PreflightFinding]:
+    """Yield links of a low rate between nodes that are not slow themselves."""
+    rates = {
+        ends: rate for ends, rate in _rates(examinations).items() if slow_nodes.isdisjoint(ends)
     }
-    findings = []
-    if len(rates) > 2:
-        usual = statistics.median(rates.values())
-        for (sender, receiver), rate in sorted(rates.items()):
-            if rate < LINK_SHARE * usual:
-                sentence = f"{_format_value(rate, 'B/s')}, the median of all links is {_format_value(usual, 'B/s')}"
-                findings.append(
-                    PreflightFinding(f"{names[sender]} -> {names[receiver]}", "slow link", sentence)
-                )
-    if len(latencies) > 2:
-        usual = statistics.median(latencies.values())
-        for (one, other), latency_s in sorted(latencies.items()):
-            if latency_s > LATENCY_RATIO * usual:
-                sentence = f"{_format_value(latency_s, 's')} there and back, the median of all links is {_format_value(usual, 's')}"
-                findings.append(
-                    PreflightFinding(f"{names[one]} -> {names[other]}", "long latency", sentence)
-                )
-    return findings
+    if len(rates) < _MIN_LINKS:
+        return
+    usual = statistics.median(rates.values())
+    for (sender, receiver), rate in sorted(rates.items()):
+        if rate < LINK_SHARE * usual:
+            yield PreflightFinding(
+                f"{names[sender]} -> {names[receiver]}",
+                "slow link",
+                f"{_format_value(rate, 'B/s')}, the median of all links is "
+                f"{_format_value(usual, 'B/s')}",
+            )
 
 
-def _clocks(found: Sequence[NodeExamination], names: Mapping[str, str]) -> list[PreflightFinding]:
-    """Name the nodes whose wall clock is far from that of most."""
-    ahead: dict[str, list[float]] = {}
-    for one in found:
-        for peer, link in one.links.items():
-            ahead.setdefault(peer, []).append(link.clock_offset_s)
-            ahead.setdefault(one.address, []).append(-link.clock_offset_s)
-    return [
-        PreflightFinding(
-            names[address],
-            "clock is off",
-            f"its wall clock is {statistics.median(offsets):+.2f} s from the others'",
-        )
-        for address, offsets in sorted(ahead.items())
-        if address in names and abs(statistics.median(offsets)) > CLOCK_S
-    ]
+def _late_links(
+    examinations: Sequence[NodeExamination], names: Mapping[str, str], slow_nodes: set[str]
+) -> Iterator[PreflightFinding]:
+    """Yield links of a long latency between nodes that are not slow themselves."""
+    latencies = {
+        (address, peer): link.latency_s
+        for address, peer, link in _measured_links(examinations)
+        if slow_nodes.isdisjoint((address, peer))
+    }
+    if len(latencies) < _MIN_LINKS:
+        return
+    usual_s = statistics.median(latencies.values())
+    for (address, peer), latency_s in sorted(latencies.items()):
+        if latency_s > LATENCY_RATIO * usual_s:
+            yield PreflightFinding(
+                f"{names[address]} -> {names[peer]}",
+                "long latency",
+                f"{_format_value(latency_s, 's')} there and back, the median of all links is "
+                f"{_format_value(usual_s, 's')}",
+            )
+
+
+def _wrong_clocks(
+    examinations: Sequence[NodeExamination], names: Mapping[str, str]
+) -> Iterator[PreflightFinding]:
+    """Yield the nodes whose wall clock is far from that of most."""
+    offsets_s: dict[str, list[float]] = {}
+    for address, peer, link in _measured_links(examinations):
+        offsets_s.setdefault(peer, []).append(link.clock_offset_s)
+        offsets_s.setdefault(address, []).append(-link.clock_offset_s)
+    for address, offsets in sorted(offsets_s.items()):
+        offset_s = statistics.median(offsets)
+        if address in names and abs(offset_s) > MAX_CLOCK_OFFSET_S:
+            yield PreflightFinding(
+                names[address],
+                "clock is off",
+                f"its wall clock is {offset_s:+.2f} s from the others'",
+            )
 
 
 def _format_value(value: float, unit: str) -> str:

@@ -1,30 +1,33 @@
-"""Who meets whom when, and who stands out: the two pure ideas of the doctor.
+"""Schedules which doctors measure each other when, and finds the nodes that stand out. Pure.
 
-All pairs of n nodes meet in n - 1 rounds (n of them if n is odd), everybody in at most one pair a round: the circle method
-of round-robin tournaments (Kirkman, 1847). So links are measured all to all in O(n) time without two measurements sharing a
-network card.
+All pairs of n nodes are measured in n - 1 rounds (n of them if n is odd), each node in at most one
+pair a round: the circle method of round-robin tournaments (Kirkman, 1847). So all links are
+measured in O(n) time, and no two measurements share a network card.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-LEAST_NODES = 3
-"""With two, who is slow and who is fast is a matter of taste."""
+MIN_NODES = 3
+"""Of two nodes nobody can tell whether one is slow or the other one fast."""
 SIGMAS = 6.0
 """Deviations in multiples of the noise among the others: normal noise exceeds 6 once in 10^9."""
 _NORMAL = 1.4826
 """Times the median absolute deviation it is the standard deviation, where noise is normal."""
 _FEW = 32
+"""Up to so many nodes, each is held against the others without it."""
 _APART = 4.0
-_FLOOR = 0.02
-"""Nodes that agree more closely than this by chance do not make a third that is 3 % off an outlier."""
+"""A node that is so many times worse than the worst of the others stands out, however noisy."""
+_MIN_NOISE = 0.02
+"""As a share of the median: nodes that agree more closely by chance make no outlier of a third one
+that is 3 % off."""
 
 
 def rounds(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the rounds in which `count` participants meet pairwise, each pair once and as (lower, higher)."""
+    """Return the rounds in which `count` participants meet, each pair once, as (lower, higher)."""
     if count < 2:
         return ()
     circle = list(range(count)) + ([-1] if count % 2 else [])
@@ -39,7 +42,14 @@ def rounds(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """Who stands out, with what value, against which median, by how many standard deviations of the others."""
+    """A node that stands out.
+
+    Args:
+        name: the node.
+        value: its value.
+        median: of the nodes that it is held against.
+        sigmas: how far it is from the median, in standard deviations of those nodes.
+    """
 
     name: str
     value: float
@@ -48,49 +58,59 @@ class Outlier:
 
 
 def outliers(
-    values: Mapping[str, float], least_share: float, *, low_is_bad: bool
+    values: Mapping[str, float], min_share: float, *, low_is_bad: bool
 ) -> tuple[Outlier, ...]:
-    """Return those whose value is bad against the others', the worst first.
+    """Return the nodes whose value is bad compared with the others', the worst first.
 
     Args:
-        values: one each; fewer than three decide nothing.
-        least_share: how far from the median it must be at least, as a share of it.
-        low_is_bad: rates, rather than times.
+        values: one for each node; fewer than three decide nothing.
+        min_share: how far from the median a value must be at least, as a share of the median.
+        low_is_bad: the values are rates, rather than times.
     """
-    if len(values) < LEAST_NODES:
+    if len(values) < MIN_NODES:
         return ()
-    usual = _usual(list(values.values()))
-    found = []
+    of_all = _median_and_noise(list(values.values()))
+    standing_out = []
     for name, value in values.items():
-        others = (
-            [other for peer, other in values.items() if peer != name] if len(values) <= _FEW else []
-        )
+        others: list[float] = []
+        if len(values) <= _FEW:
+            others = [other for peer, other in values.items() if peer != name]
         # Among few, one that is far off spoils the median and the noise that it is held against.
-        median, noise = _usual(others) if others else usual
+        median, noise = _median_and_noise(others) if others else of_all
         excess = median - value if low_is_bad else value - median
-        is_beyond = excess > SIGMAS * noise and excess > least_share * abs(median)
-        # Where the others scatter so much that this says nothing, one that is far behind the last of them still is.
-        is_apart = bool(others) and (
-            value * _APART < min(others) if low_is_bad else value > max(others) * _APART
-        )
-        if is_beyond or is_apart:
-            found.append(Outlier(name, value, median, excess / noise))
-    return tuple(sorted(found, key=lambda one: -one.sigmas))
+        is_beyond_noise = excess > SIGMAS * noise and excess > min_share * abs(median)
+        if is_beyond_noise or _is_apart(value, others, low_is_bad=low_is_bad):
+            standing_out.append(Outlier(name, value, median, excess / noise))
+    return tuple(sorted(standing_out, key=lambda outlier: -outlier.sigmas))
 
 
-def _usual(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median, and the standard deviation as the median absolute deviation tells it; never quite zero."""
-    median = statistics.median(values)
-    spread = statistics.median(abs(value - median) for value in values) * _NORMAL
-    return median, max(spread, _FLOOR * abs(median), 1e-300)
+def best_rates(rates: Iterable[tuple[str, float]], nodes: Iterable[str]) -> dict[str, float]:
+    """Return the best rate of every node's links: a sick node is slow with all of them.
 
-
-def best_of(
-    links: Mapping[tuple[str, str], float], names: Sequence[str], side: int
-) -> dict[str, float]:
-    """Return for every node the best rate of its links, as sender (`side` 0) or receiver (1): a sick node is slow with everybody."""
+    Args:
+        rates: a node of each link, and the link's rate.
+        nodes: the nodes to return.
+    """
+    wanted = frozenset(nodes)
     best: dict[str, float] = {}
-    for pair, rate in links.items():
-        if pair[side] in names:
-            best[pair[side]] = max(rate, best.get(pair[side], 0.0))
+    for node, rate in rates:
+        if node in wanted:
+            best[node] = max(rate, best.get(node, 0.0))
     return best
+
+
+def _is_apart(value: float, others: Sequence[float], *, low_is_bad: bool) -> bool:
+    """Whether a value is far behind the last of the others, however much these scatter."""
+    if not others:
+        return False
+    return value * _APART < min(others) if low_is_bad else value > max(others) * _APART
+
+
+def _median_and_noise(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the standard deviation, from the median absolute deviation.
+
+    The deviation is never quite zero.
+    """
+    median = statistics.median(values)
+    deviation = statistics.median(abs(value - median) for value in values) * _NORMAL
+    return median, max(deviation, _MIN_NOISE * abs(median), 1e-300)

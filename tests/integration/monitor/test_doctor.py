@@ -1,7 +1,15 @@
-"""Doctors as real processes on loopback: healthy, with one whose link is throttled, with one that is missing, with the wrong secret."""
+"""Claims about `keepstep doctor`: real processes on loopback.
+
+Healthy ones, one behind a slow link, one that is missing, one with another secret, one that is
+flooded.
+"""
+
+from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -17,11 +25,18 @@ import torch
 
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.cli.doctor import show
-from keepstep.monitor.errors import MonitorUnreachable, SecretDiffers
-from keepstep.monitor.preflight.doctor import Doctor, Outcome
-from keepstep.monitor.preflight.judgement import NodeExamination
-from keepstep.monitor.preflight.link_probe import LinkResult, ProbeConnection
-from keepstep.monitor.preflight.selftests import DiskResult, MatmulResult, is_product
+from keepstep.monitor.errors import MonitorError
+from keepstep.monitor.preflight.doctor import Doctor, Outcome, Participants
+from keepstep.monitor.preflight.examination import (
+    DiskResult,
+    LinkResult,
+    MatmulResult,
+    NodeExamination,
+)
+from keepstep.monitor.preflight.messages import PROTOCOL
+from keepstep.monitor.preflight.selftests import is_product
+from keepstep.transport import ConnectionLost, Identity, accept
+from keepstep.transport.admission import MAX_PENDING
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +51,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
-    """Five ports, in the order of their addresses as text, by which doctors order themselves."""
+    """Return five ports, in the order of their addresses as text, by which doctors are ordered."""
     with ExitStack() as held:
         yield sorted((held.enter_context(ReservedPort()).number for _ in range(5)), key=str)
 
@@ -47,8 +62,9 @@ def doctor(
 ) -> Iterator[subprocess.Popen[str]]:
     arguments = [argument for peer in peers for argument in ("--peer", peer)]
     command = [
-        sys.executable, "-P", "-m", "keepstep", "doctor", "--listen", listen, "--node", name, "--secret-file", str(secret),
-        "--directory", str(secret.parent), "--json", *arguments, *more,
+        sys.executable, "-P", "-m", "keepstep", "doctor", "--listen", listen, "--node", name,
+        "--secret-file", str(secret), "--directory", str(secret.parent), "--json",
+        *arguments, *more,
     ]  # fmt: skip
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -62,12 +78,12 @@ def doctor(
 def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
     out, err = process.communicate(timeout=120)
     assert out, err
-    told: dict[str, Any] = json.loads(out)
-    return process.returncode, told
+    printed: dict[str, Any] = json.loads(out)
+    return process.returncode, printed
 
 
 class Throttle:
-    """A proxy that lets so many bytes a second through, either way together: a network card with a bad cable."""
+    """A proxy that passes so many bytes a second, both ways together, like a bad cable."""
 
     def __init__(self, port: int, target: int, rate: float) -> None:
         self._listener = socket.create_server(("127.0.0.1", port))
@@ -82,8 +98,8 @@ class Throttle:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
-        for one in self._sockets:
-            one.close()
+        for connection in self._sockets:
+            connection.close()
         for thread in self._threads[1:]:
             thread.join()
 
@@ -109,7 +125,7 @@ class Throttle:
                 with self._lock:
                     self._due_s = max(self._due_s, time.monotonic()) + len(data) / self._rate
                     wait_s = self._due_s - time.monotonic()
-                if len(data) > 1024:  # Bandwidth is what the cable lacks; pings pass.
+                if len(data) > 1024:  # The cable lacks bandwidth; pings pass.
                     time.sleep(max(0.0, wait_s))
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)
@@ -117,7 +133,25 @@ class Throttle:
             pass  # Either end is gone.
 
 
-def test_node_behind_a_bad_cable_is_named_by_every_doctor(
+class Forger(Throttle):
+    """A proxy that changes a node's name in examinations, and nothing else."""
+
+    def __init__(self, port: int, target: int) -> None:
+        self.changes = 0
+        super().__init__(port, target, 1e12)
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                changed = data.replace(b'"name":"liar","memory', b'"name":"good","memory')
+                self.changes += changed != data
+                sink.sendall(changed)
+            sink.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # Either end is gone.
+
+
+def test_node_behind_a_slow_link_is_named_by_every_doctor(
     secret_file: Path, ports: list[int]
 ) -> None:
     real, outside = ports[3], ports[4]
@@ -140,13 +174,13 @@ def test_node_behind_a_bad_cable_is_named_by_every_doctor(
             results = [outcome(process) for process in processes]
     finally:
         throttle.close()
-    for code, told in results:
+    for code, printed in results:
         assert code == 1
-        named = {(finding["subject"], finding["what"]) for finding in told["findings"]}
+        named = {(finding["subject"], finding["what"]) for finding in printed["findings"]}
         assert {("d", "slow sending"), ("d", "slow receiving")} <= named
-        assert [node["name"] for node in told["nodes"]] == ["a", "b", "c", "d"]
-        assert sum(len(node["links"]) for node in told["nodes"]) == 6
-    assert all(told["findings"] == results[0][1]["findings"] for _, told in results)
+        assert [node["name"] for node in printed["nodes"]] == ["a", "b", "c", "d"]
+        assert sum(len(node["links"]) for node in printed["nodes"]) == 6
+    assert all(printed["findings"] == results[0][1]["findings"] for _, printed in results)
 
 
 def test_missing_node_and_stranger_are_named_and_the_others_go_on(
@@ -164,15 +198,15 @@ def test_missing_node_and_stranger_are_named_and_the_others_go_on(
             for place, name in enumerate("ab")
         ]
         for process in processes:
-            code, told = outcome(process)
+            code, printed = outcome(process)
             assert code == 1
-            assert set(told["missing"]) == set(addresses[2:])
-            assert "does not know this job's secret" in told["missing"][addresses[2]]
-            assert "no doctor answers" in told["missing"][addresses[3]]
-            assert sum(len(node["links"]) for node in told["nodes"]) == 1
+            assert set(printed["missing"]) == set(addresses[2:])
+            assert "does not know this job's secret" in printed["missing"][addresses[2]]
+            assert "no doctor answers" in printed["missing"][addresses[3]]
+            assert sum(len(node["links"]) for node in printed["nodes"]) == 1
 
 
-def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(
+def test_stranger_that_has_given_up_is_still_reported_to_have_another_secret(
     secret_file: Path, ports: list[int]
 ) -> None:
     addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
@@ -181,36 +215,109 @@ def test_stranger_that_has_given_up_is_still_said_to_have_another_secret(
         doctor("a", addresses[0], addresses, secret_file, "--patience", "2") as process,
     ):
         connection, _ = listener.accept()
-        stranger = ProbeConnection(connection, "a")
-        with pytest.raises(SecretDiffers):
-            stranger.authenticate(b"quite another secret", b"answerer", b"caller", 20.0)
-        stranger.close()
+        with pytest.raises(ConnectionLost):
+            accept(connection, PROTOCOL, Identity("stranger", b"quite another secret"))
         listener.close()
-        _, told = outcome(process)
-    assert "does not know this job's secret" in told["missing"][addresses[1]]
+        _, printed = outcome(process)
+    assert "does not know this job's secret" in printed["missing"][addresses[1]]
 
 
-def test_table_fits_80_columns_and_tells_nodes_of_one_name_apart(
+def test_flooded_doctor_still_serves_its_peers(secret_file: Path, ports: list[int]) -> None:
+    """Without the secret, connections exhaust its descriptors and it goes on (S2)."""
+    addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
+    with doctor("a", addresses[0], addresses, secret_file, "--patience", "60") as flooded:
+        wait_until_listening(ports[0])
+        descriptors = len(os.listdir(f"/proc/{flooded.pid}/fd"))
+        # Too few for those that are not authenticated, and enough for the examination.
+        limit = descriptors + 16
+        resource.prlimit(flooded.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        flood = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(MAX_PENDING + 8)]
+        time.sleep(1.0)  # It meets the limit again and again.
+        for connection in flood:
+            connection.close()
+        with doctor("b", addresses[1], addresses, secret_file, "--patience", "60") as other:
+            results = [outcome(process)[1] for process in (flooded, other)]
+    for printed in results:
+        assert printed["missing"] == {}
+        assert sum(len(node["links"]) for node in printed["nodes"]) == 1
+
+
+def test_doctor_under_a_steady_flood_is_still_measured(
+    secret_file: Path, ports: list[int], tmp_path: Path
+) -> None:
+    """Connections that say nothing are dropped for those that authenticate."""
+    addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
+    secret = secret_file.read_bytes()
+    with Doctor("b", ("127.0.0.1", ports[1]), secret, 30.0) as flooded:
+        flood = [socket.create_connection(("127.0.0.1", ports[1])) for _ in range(MAX_PENDING + 8)]
+        with doctor("a", addresses[0], addresses, secret_file, "--patience", "30") as process:
+            result = flooded.examine(Participants.of(addresses[1], addresses), tmp_path)
+            _, printed = outcome(process)
+        for connection in flood:
+            connection.close()
+    assert result.missing == printed["missing"] == {}
+
+
+def test_relay_cannot_change_a_result(secret_file: Path, ports: list[int], tmp_path: Path) -> None:
+    """A proxy turns the name of a node into another one, on a connection that authenticates."""
+    real, outside = ports[3], ports[4]
+    addresses = [f"127.0.0.1:{ports[0]}", f"127.0.0.1:{outside}"]
+    proxy = Forger(outside, real)
+    secret = secret_file.read_bytes()
+    try:
+        with (
+            Doctor("victim", ("127.0.0.1", ports[0]), secret, 60.0) as examining,
+            doctor(
+                "liar", f"127.0.0.1:{real}", addresses, secret_file,
+                "--address", addresses[1], "--patience", "60",
+            ),
+        ):  # fmt: skip
+            result = examining.examine(Participants.of(addresses[0], addresses), tmp_path)
+    finally:
+        proxy.close()
+    assert proxy.changes
+    assert [examination.name for examination in result.examinations] == ["victim"]
+    assert "changed" in result.missing[addresses[1]]
+
+
+def wait_until_listening(port: int) -> None:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            return
+    raise AssertionError(f"nobody listens on {port}")
+
+
+def test_table_fits_80_columns_and_distinguishes_nodes_of_one_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    link = LinkResult(1e-4, 12.3e9, 12.3e9, 0.0012, 1e-5)
-    found = tuple(
-        NodeExamination(
-            address,
-            "vm",
-            12.3e9,
-            DiskResult(1.2e9, 0.0123),
-            (MatmulResult("cpu", 0.5e12, True, True),),
-            link,
-            {other: link},
-        )
-        for address, other in (
-            ("10.0.0.11:8434", "10.0.0.12:8434"),
-            ("10.0.0.12:8434", "10.0.0.11:8434"),
-        )
+    link = LinkResult(
+        latency_s=1e-4,
+        send_rate=12.3e9,
+        receive_rate=12.3e9,
+        clock_offset_s=0.0012,
+        clock_error_s=1e-5,
     )
-    show(Outcome(found, {}))
+    matmul = MatmulResult(device="cpu", flops=0.5e12, is_right=True, is_repeatable=True)
+    addresses = ("10.0.0.11:8434", "10.0.0.12:8434")
+    examinations = tuple(
+        NodeExamination(
+            address=address,
+            name="vm",
+            memory_rate=12.3e9,
+            disk=DiskResult(write_rate=1.2e9, fsync_s=0.0123),
+            matmuls=(matmul,),
+            loopback=link,
+            links={other: link},
+        )
+        for address, other in (addresses, addresses[::-1])
+    )
+    show(Outcome(examinations, {}))
     text = capsys.readouterr().out
     for heading in (
         "node",
@@ -233,11 +340,11 @@ def test_table_fits_80_columns_and_tells_nodes_of_one_name_apart(
     assert "vm(10.0.0.11:8434)vm(10.0.0.12:8434)" in named.replace(" ", "")
 
 
-def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: list[int]) -> None:
+def test_single_healthy_node_has_no_findings(secret_file: Path, ports: list[int]) -> None:
     with doctor("a", f"127.0.0.1:{ports[0]}", [], secret_file) as process:
-        code, told = outcome(process)
-    assert (code, told["findings"]) == (0, [])
-    (node,) = told["nodes"]
+        code, printed = outcome(process)
+    assert (code, printed["findings"]) == (0, [])
+    (node,) = printed["nodes"]
     assert node["memory_rate"] > 1e8
     assert node["matmuls"][0]["is_right"]
     assert node["matmuls"][0]["is_repeatable"]
@@ -246,7 +353,7 @@ def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: lis
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["--peer", "nonsense"], "HOST:PORT"),
         (["--listen", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1"),
@@ -254,7 +361,7 @@ def test_one_node_alone_is_examined_and_found_well(secret_file: Path, ports: lis
         (["--nodes", "/dev/null"], "--nodes /dev/null names no node"),
     ],
 )
-def test_refusal_is_one_line(arguments: list[str], says: str) -> None:
+def test_refusal_is_one_line(arguments: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "keepstep", "doctor", *arguments],
         capture_output=True,
@@ -262,11 +369,11 @@ def test_refusal_is_one_line(arguments: list[str], says: str) -> None:
         cwd=ROOT,
     )
     assert done.returncode == 1
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_one_wrong_element_of_a_product_is_seen() -> None:
+def test_single_wrong_element_of_a_product_is_detected() -> None:
     generator = torch.Generator().manual_seed(1)
     left, right = (torch.randint(-4, 5, (64, 64), generator=generator).float() for _ in range(2))
     product = left @ right
@@ -277,20 +384,9 @@ def test_one_wrong_element_of_a_product_is_seen() -> None:
         assert not is_product(left, right, wrong)
 
 
-def test_proof_cannot_be_sent_back_to_its_maker() -> None:
-    """Whoever only reflects what a doctor sends is not taken for one."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        line = object.__new__(ProbeConnection)
-        line.peer, line._socket = "mirror", ours
-
-        def reflect() -> None:
-            while data := theirs.recv(64):
-                theirs.sendall(data)
-
-        mirror = threading.Thread(target=reflect)
-        mirror.start()
-        with pytest.raises(MonitorUnreachable, match="does not know"):
-            line.authenticate(b"a secret", b"caller", b"answerer", 5.0)
-        ours.shutdown(socket.SHUT_RDWR)
-        mirror.join()
+def test_node_name_that_cannot_be_sent_is_refused() -> None:
+    with (
+        pytest.raises(MonitorError, match="cannot name a node"),
+        Doctor("n" * 200, ("127.0.0.1", 0), bytes(32), 1.0),
+    ):
+        pass
