@@ -10,12 +10,12 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
 - A shard of a lost node may be adopted, to be rebuilt here; it is no part of what this node itself
   has sealed.
 
-Every function that returns a changed table checks the invariants (`check_table`, `check_change`) and
-raises `InvariantViolated` instead of returning a table that breaks one:
+Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
+and raises `InvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
-- A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer unless
-  it is discarded by name.
+- A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
+  unless it is discarded by name.
 - The generation and the committed snapshot never go back.
 - A buffer is as large as the shard that it is given for.
 """
@@ -30,7 +30,7 @@ from keepstep.checkpoint.errors import InvariantViolated, SnapshotUnavailable
 
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
-# A buffer that is larger than twice what it is to hold, and this, was another rank's and is not worth keeping.
+# A buffer larger than twice its shard, and this, was another rank's and is not kept.
 _MAX_UNUSED_NBYTES = 2**20
 
 
@@ -44,7 +44,10 @@ class SnapshotId:
 
 @dataclass(frozen=True, slots=True)
 class ShardBuffer:
-    """A shard's buffer and its size in bytes, whether the shard is complete, and whether it was another node's."""
+    """A shard's buffer and its size in bytes.
+
+    `sealed`: the shard is complete. `adopted`: it was a lost node's, and is rebuilt here.
+    """
 
     buffer: int
     capacity: int
@@ -113,8 +116,8 @@ def begin(
             another rank did not seal it.
 
     Raises:
-        SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet, or the node has not
-            enough memory.
+        SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet,
+        or the node has not enough memory.
     """
     if snapshot.generation != table.generation:
         raise SnapshotUnavailable(
@@ -151,7 +154,9 @@ def begin(
 def adopt(
     table: SnapshotTable, snapshot: SnapshotId, rank: int, nbytes: int, available_nbytes: int
 ) -> tuple[SnapshotTable, ShardBuffer]:
-    """Give a lost node's shard a buffer to be rebuilt in; call `complete_adoption` when it is. Arguments as for `begin`.
+    """Give a lost node's shard a buffer to be rebuilt in; arguments as for `begin`.
+
+    Call `complete_adoption` when it is rebuilt.
 
     Raises:
         SnapshotUnavailable: the shard is here already, or the node has not enough memory.

@@ -1,13 +1,14 @@
-"""Runs a node's membership of a job: its lease, its record, its mirror of the job's keys, and, while it leads, the decisions.
+"""Runs a node's membership of a job: lease, record, mirror of the job's keys, and leadership.
 
-The shell around `keepstep.elastic.rendezvous`: `decide` decides, `standing` joins and settles, and
-`transactions` builds every write with its conditions, so that nothing is accepted that a node writes
-after it was declared gone, or on a view that is out of date. `invariants` is asked before every
-action of a leader and on every change of the view; a violation stops this member and writes nothing.
+The shell around `keepstep.elastic.rendezvous`: `decide` makes the leader's decisions, `standing`
+those about joining, and `transactions` builds every write with its conditions. So nothing is
+accepted that a node writes after it was declared gone, or on a view that is out of date.
+`invariants` checks every record, every action of a leader and every change of the view; a violation
+stops this member before it writes.
 
-When a member of the coordinator dies, the fate of a write may stay unknown. A record is written again
-until the coordinator is known to hold it; a leader decides again once the view has had time to show
-what became of its action.
+When a member of the coordinator dies, the outcome of a write may stay unknown. A record is written
+again until the coordinator is known to hold it; a leader decides again once the view has had time
+to show what became of its action.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Membership:
     """One node's membership of one job.
 
     `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the
-    manifest of a checkpoint whose parts are all stored. `run` works until it is cancelled; it raises
-    `LeaseLost` when the node has been declared gone: the caller then stops its workers and calls
+    manifest of a checkpoint whose parts are all stored. `run` works until it is cancelled, and
+    raises `LeaseLost` when the node was declared gone: the caller then stops its workers and calls
     `join` again.
     """
 
@@ -138,7 +139,7 @@ class Membership:
         record = replace(self.record, lease=lease.id)
         secret = secrets.token_hex(32).encode()
         await self._write_until_known(transactions.join(self._keys, view, record, secret))
-        # Whether it succeeded may be unknown of the first of two attempts; the lease tells.
+        # The first of two attempts may have been applied: the lease shows whether the key is ours.
         view = await self._read_view()
         joined = view.nodes.get(record.node)
         if joined is None or joined.record.lease != lease.id:
@@ -171,7 +172,7 @@ class Membership:
             raise failed.exceptions[0] from None
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the node's record, to be written soon; states in between may be skipped."""
+        """Change fields of the record, to be written soon; states in between may be skipped."""
         record = replace(self.record, **changes)
         if record != self.record:
             self.record = record

@@ -1,1 +1,1 @@
-"""Who takes part in a job, as which ranks, resuming from where: records, decisions, transactions. Pure."""
+"""Decides who takes part in a job, as which ranks, resuming from where. Pure."""

@@ -1,4 +1,4 @@
-"""When a committed snapshot is brought to storage, and how far that is: the leader's decisions about checkpoints. Pure."""
+"""Decides when a snapshot is stored, what its holders write, and when it is published. Pure."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from keepstep.elastic.rendezvous.view import View
 def begin_persist_if_due(
     view: View, present: Sequence[NodeRecord], wall_s: float
 ) -> Persist | None:
-    """Begin to store the committed snapshot if it is time to.
+    """Begin to store the committed snapshot if a checkpoint is due.
 
-    That is every so many steps, or (`AUTO`) when the best interval has passed since the last, and at the end. Without a
-    checkpoint yet its cost is not known: the first is stored at once.
+    One is due every `checkpoint_every` steps, or with `AUTO` when the best interval has passed
+    since the last, and at the end of the job. With `AUTO` the first is stored at once: its cost is
+    unknown.
     """
     if view.snapshot is None or absent_holders(view, view.snapshot):
         return None
@@ -129,7 +130,7 @@ def next_part(
 def persist_before_leaving(
     view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None
 ) -> Action | None:
-    """Bring the newest snapshot to storage while its holders are still here, for there may be nobody to hand it to."""
+    """Store the newest snapshot before its holders leave: too few nodes stay to resume from it."""
     if (
         resume is None
         or absent_holders(view, resume)

@@ -1,16 +1,22 @@
-"""Who takes part: the leader's decisions, as a pure function of what the coordinator holds.
+"""Makes the leader's decisions, as a pure function of what the coordinator holds.
 
-Every agent mirrors the job's keys and calls `decide`; only the leader gets an action back, and the shell performs it in a
-transaction that fails unless the node still leads and the generation is still the one decided upon. Deciding from the whole
-state, not from single events, means that a missed or repeated event changes nothing, and that a new leader needs no handover.
+Every agent mirrors the job's keys; the leader calls `decide` and performs the action that it
+returns in a transaction, which fails unless the node still leads and nothing else has been decided
+since (`keepstep.elastic.rendezvous.transactions`). Decisions rest on the whole state, not on single
+events: a missed or repeated event changes nothing, and a new leader needs no handover.
 
-The life of a generation: open -> (failure, loss, leave, join) -> closing -> all present members drained -> next one open.
+A generation's life: open -> (failure, loss, leave, join) -> closing -> all present members drained
+-> the next one is open.
 
 Invariants:
-- The generation's number only grows, by one.
-- A generation is opened only when every present member of the last one has drained, and with min to max nodes.
-- Whoever was a member and may be one again keeps its ranks, as far as the number of nodes allows.
-- A snapshot is committed only when every member of its generation has sealed it and keeps its parity of it.
+- A generation's number grows by one.
+- A generation is opened when every present member of the last one has drained, with min to max
+  nodes.
+- A node that was a member and may be one again keeps its ranks, as far as the number of nodes
+  allows.
+- A snapshot is committed when every member of its generation has sealed it and has its parity.
+
+`keepstep.elastic.rendezvous.invariants` checks them before every action.
 """
 
 from __future__ import annotations
@@ -49,11 +55,15 @@ _HISTORY_LENGTH = 32
 
 @dataclass(frozen=True, slots=True)
 class RendezvousPolicy:
-    """What the user asked for.
+    """The job's limits, as the user has set them.
 
-    `last_call_s` is how long to wait for further nodes once there are enough; `quorum_timeout_s` how long to wait for
-    enough; `max_restarts` how many generations in a row may end in a worker failure without progress. Of each erasure group
-    of about `group_size` nodes, `parity` may be lost at once.
+    Attributes:
+        min_nodes, max_nodes: how many nodes a generation has.
+        last_call_s: how long to wait for further nodes once there are enough.
+        quorum_timeout_s: how long to wait for enough nodes.
+        max_restarts: generations in a row that may end in a worker failure without progress.
+        parity: nodes of each erasure group that may be lost at once.
+        group_size: about how many nodes an erasure group has.
     """
 
     min_nodes: int
@@ -67,7 +77,7 @@ class RendezvousPolicy:
 
 @dataclass(frozen=True, slots=True)
 class LeaderState:
-    """What a leader remembers between two decisions: what it is waiting for, and since when."""
+    """A leader's state between two decisions: what it waits for, and since when."""
 
     waiting_for: str = ""
     since_s: float = 0.0
@@ -75,7 +85,14 @@ class LeaderState:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """At most one action; when to decide again even if nothing changes; and what the leader is waiting for, for people."""
+    """A leader's decision.
+
+    Attributes:
+        leader_state: to be passed to the next decision.
+        action: what to do now, if anything.
+        again_at_s: when to decide again even if nothing changes, in monotonic seconds.
+        message: what the leader waits for, in words.
+    """
 
     leader_state: LeaderState
     action: Action | None = None
@@ -104,7 +121,7 @@ def decide(
     if view.is_closing:
         return _open_next_generation(policy, view, generation, leader_state, now_s, wall_s)
     present = present_members(view, generation)
-    # Once a generation; first, for a job that commits at each step or is done by now would never come to it.
+    # First, because a job that commits at every step, or is done, would never get to it.
     record_recovery = _record_recovery(view, generation, present)
     if record_recovery is not None:
         return Decision(leader_state, record_recovery)
@@ -132,7 +149,7 @@ def decide(
 
 
 def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
-    """Whether a node that wants to leave is no longer needed: not for its ranks, and not for the state in its memory."""
+    """Whether neither the ranks nor the memory of a node that leaves are needed any more."""
     generation = view.generation
     if generation is None or view.result is not None or node not in view.nodes:
         return True
@@ -152,14 +169,14 @@ def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
 
 
 def _current(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
-    """Those whose record speaks of this generation."""
+    """Return the records that describe the node in this generation."""
     return [record for record in records if record.generation == generation.generation]
 
 
 def _wait(
     leader_state: LeaderState, for_what: str, now_s: float, at_most_s: float
 ) -> tuple[LeaderState, float]:
-    """Start or continue waiting for something; return the memory of it and the deadline."""
+    """Start or continue waiting for something; return the leader's new state and the deadline."""
     if leader_state.waiting_for != for_what:
         leader_state = LeaderState(for_what, now_s)
     return leader_state, leader_state.since_s + at_most_s
@@ -202,7 +219,10 @@ def _await_quorum(
 def _unrecoverable_result(
     view: View, generation: Generation, present: Sequence[NodeRecord]
 ) -> Result | None:
-    """Return the job's end if trying again is pointless: a fatal error, or a last checkpoint that cannot be stored."""
+    """Return the job's result if another attempt is pointless.
+
+    That is after a fatal error, or when the last checkpoint cannot be stored.
+    """
     for record in _current(present, generation):
         if record.failure is not None and record.failure.kind is FailureKind.FATAL:
             return Result(False, record.failure.message)
@@ -218,7 +238,7 @@ def _reason_to_close(
     number = generation.generation
     for member in generation.members:
         for request in view.restarts_on(member.node):
-            # Before the failures that it causes: who loses a peer by it cannot tell why.
+            # Before the failures that it causes on other nodes, which do not know the reason.
             reason = (
                 f"evicted {member.node}: {view.evictions[member.node].reason}"
                 if member.node in view.evictions
@@ -266,7 +286,7 @@ def _open_next_generation(
         or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
     ]
     if draining:
-        # Ranks that stop in good order take a last snapshot, for which the one before it has to be committed.
+        # Ranks that drain without an abort take a last snapshot; the one before is committed first.
         commit = _commit(view, old, present)
         if commit is not None:
             return Decision(leader_state, commit)
@@ -277,7 +297,8 @@ def _open_next_generation(
     failure = _first_failure(present, old)
     failures = _count_failures(view, old, resume, failure)
     if failure is not None and failures > policy.max_restarts:
-        restarts = f"{policy.max_restarts} restart{'s' if policy.max_restarts != 1 else ''} without progress"
+        plural = "s" if policy.max_restarts != 1 else ""
+        restarts = f"{policy.max_restarts} restart{plural} without progress"
         return Decision(
             LeaderState(), Finish(Result(False, f"{failure.message} (after {restarts})"))
         )
@@ -343,7 +364,10 @@ def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Failure | 
 def _count_failures(
     view: View, old: Generation, resume: SnapshotCommit | None, failure: Failure | None
 ) -> int:
-    """Count failures in a row without progress. Losing or adding nodes is no failure; a later resume point is progress."""
+    """Count the generations in a row that failed without progress.
+
+    Losing or adding nodes is no failure; a later resume point is progress.
+    """
     reached = resume.snapshot.step if resume else (view.checkpoint.step if view.checkpoint else 0)
     began = old.resume.snapshot.step if old.resume else 0
     if failure is None:
@@ -406,7 +430,7 @@ def _admit_spares(
     now_s: float,
     wall_s: float,
 ) -> Decision:
-    """Let spare nodes in when there is room, once the present generation works, after a last call for more."""
+    """Close a running generation to let spare nodes in if there is room, after a last call."""
     spares = [record for record in eligible(view) if generation.member(record.node) is None]
     room = policy.max_nodes - len(generation.members)
     settled = all(

@@ -1,11 +1,13 @@
-"""How often to keep a snapshot and to store a checkpoint: the interval that loses least, from measured costs and observed failures. Pure.
+"""Computes how often to take a snapshot and to store a checkpoint, from costs and failures. Pure.
 
-With a cost of w seconds each time, and failures that come M seconds apart on average, an interval of T loses w/T of the time to the cost
-and T/2 to each failure. The best T is about sqrt(2 w M) (Young, CACM 1974); Daly's expansion (Future Generation Computer Systems
-22, 2006, equation 37) holds for costs that are not small against M as well.
+With a cost of w seconds each time, and failures M seconds apart on average, an interval of T loses
+w/T of the time to the cost and T/2 to each failure. The best T is about sqrt(2 w M) (Young, CACM
+1974); Daly's expansion (Future Generation Computer Systems 22, 2006, equation 37) also holds for
+costs that are not small against M.
 
-How often things fail is not known when a job begins. So the rate starts from what others have published and moves to what this job sees: with a
-gamma prior of one failure in `PRIOR_NODE_S` of node time, the rate's mean is (1 + failures) / (PRIOR_NODE_S + node time).
+The failure rate is unknown when a job begins. It starts from published rates and moves to what this
+job observes: with a gamma prior of one failure in `PRIOR_NODE_S` of node time, the rate's mean is
+(1 + failures) / (PRIOR_NODE_S + node time).
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ AUTO = 0
 """In place of a number of steps: choose."""
 
 PRIOR_NODE_S = 250 * 86400.0
-"""Node time with one failure: 4 in 1000 node-days, the middle of 2.3 to 6.5 (Meta, arXiv 2410.21680)."""
+"""Node time with one failure: 4 in 1000 node-days, amid 2.3 to 6.5 (Meta, arXiv 2410.21680)."""
 
 
 def failures_per_s(recoveries: Sequence[Recovery], nodes: int, wall_s: float) -> float:
-    """Return how often something of this job fails.
+    """Return the job's failure rate, in failures a second.
 
     Args:
-        recoveries: changes of generation, oldest first; the first opened the time that is looked at.
-        nodes: how many take part now; they are taken to have been as many all the time.
+        recoveries: changes of generation, oldest first; the observed time begins with the first.
+        nodes: how many take part now, taken as their number during the whole time.
         wall_s: now, in wall-clock seconds.
     """
     since_s = recoveries[0].detected_at_s if recoveries else wall_s
-    # What opened the time looked at is not in it.
+    # The change that began the observed time is not part of it.
     failures = sum(recovery.after_failure for recovery in recoveries[1:])
     return (1 + failures) * nodes / (PRIOR_NODE_S + nodes * max(0.0, wall_s - since_s))
 
 
 def best_interval_s(cost_s: float, rate_per_s: float) -> float:
-    """Return the interval between two beginnings that loses least, in seconds.
+    """Return the best interval between two beginnings, in seconds.
 
     Args:
         cost_s: what each costs the training.
@@ -53,15 +55,15 @@ def best_interval_s(cost_s: float, rate_per_s: float) -> float:
 
 
 def snapshot_every(cost_s: float, step_s: float, rate_per_s: float) -> int:
-    """Return after how many steps the next snapshot is best taken; times in seconds."""
+    """Return the best number of steps between two snapshots; times in seconds."""
     return max(1, round(best_interval_s(cost_s, rate_per_s) / step_s))
 
 
 def checkpoint_interval_s(view: View, wall_s: float) -> float:
-    """Return the seconds between two checkpoints that lose least; 0.0 while there is none whose cost is known.
+    """Return the best interval between two checkpoints, in seconds; 0.0 while no cost is known.
 
-    The cost is taken to be all the seconds that the last one took to be stored. It holds up the training by much less, so this
-    errs towards storing too seldom, which memory's snapshots make good.
+    All the seconds that storing the last checkpoint took count as its cost. It delays the training
+    by much less, so this errs towards storing too seldom; snapshots in memory make up for that.
     """
     if view.checkpoint is None or view.generation is None:
         return 0.0

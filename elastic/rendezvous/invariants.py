@@ -1,4 +1,4 @@
-"""Checks what the rendezvous promises: of documents, of their changes, and of what a leader is about to write.
+"""Checks what the rendezvous promises about documents, their changes, and a leader's actions.
 
 Pure. Production calls these functions and stops the writer that breaks a promise before it writes:
 a member checks its own record and every change of its view (`check_record`, `check_transition`,
@@ -7,10 +7,10 @@ change that its transaction makes (`check_transition`). The simulator calls the 
 every revision. They are written apart from `decide`, and share no code with it: a fault there is
 found here.
 
-A node's record is checked by its own writer and, where an action rests on it, by the leader; never by
-the other members, so that a record that is wrong stops nobody else.
+A node's record is checked by its own writer and, where an action rests on it, by the leader; other
+members do not check it, so that a wrong record stops nobody else.
 
-Raises: every function raises `InvariantViolated`, which names the invariant and what contradicts it.
+Every function raises `InvariantViolated`, which names the invariant and what contradicts it.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def check_resume(view: View, generation: Generation) -> None:
 
 
 def check_parts(view: View, request: PersistRequest, parts: Sequence[object]) -> None:
-    """Check that a checkpoint is published from one written part of each holder, of this snapshot."""
+    """Check that a checkpoint is published from one written part of each holder."""
     _check_is_current_request(view, request)
     wanted = request.commit.snapshot
     for holder in request.commit.holders:

@@ -1,8 +1,9 @@
-"""Who may be a member of the next generation, as which ranks, who protects whom, and which snapshot it resumes from.
+"""Chooses the members of the next generation, their ranks and groups, and the resume snapshot.
 
-Pure. What the leader's decisions (`keepstep.elastic.rendezvous.decide`) rest on.
+Pure. `keepstep.elastic.rendezvous.decide` builds the leader's decisions on these functions.
 
-Invariant: whoever was a member and may be one again keeps its ranks, as far as the number of nodes allows.
+Invariant: a node that was a member and may be one again keeps its ranks, as far as the number of
+nodes allows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from keepstep.elastic.rendezvous.view import View
 
 
 def eligible(view: View) -> tuple[NodeRecord, ...]:
-    """Nodes that may be members of the next generation, those that joined first in front."""
+    """Return the nodes that may be members of the next generation, in the order they joined."""
     return tuple(
         joined.record
         for joined in sorted(view.nodes.values(), key=lambda joined: joined.created)
@@ -39,27 +40,34 @@ def assign_ranks(
 ) -> tuple[Member, ...]:
     """Choose the members and give them ranks: old members keep their place where it still exists.
 
-    Old members come before spares, and among equals those first that joined first. A place freed by a lost member goes to
-    the first node without one; ranks follow the places in order.
+    Old members come before spares, and among equals those first that joined first. A place freed by
+    a lost member goes to the first node without one; ranks follow the places in order.
     """
     old = {member.node: position for position, member in enumerate(previous)}
-    by_right = sorted(enumerate(nodes), key=lambda item: (item[1].node not in old, item[0]))
-    chosen = [record for _, record in by_right][:max_nodes]
+    by_priority = sorted(enumerate(nodes), key=lambda item: (item[1].node not in old, item[0]))
+    chosen = [record for _, record in by_priority][:max_nodes]
     places: list[NodeRecord | None] = [None] * len(chosen)
-    homeless = []
+    without_place = []
     for record in chosen:
         position = old.get(record.node, len(places))
         if position < len(places):
             places[position] = record
         else:
-            homeless.append(record)
-    waiting = iter(homeless)
+            without_place.append(record)
+    waiting = iter(without_place)
     members = []
     first_rank = 0
     for occupant in places:
         record = occupant if occupant is not None else next(waiting)
         members.append(
-            Member(record.node, record.host, record.nproc, first_rank, record.agent, record.server)
+            Member(
+                node=record.node,
+                host=record.host,
+                nproc=record.nproc,
+                first_rank=first_rank,
+                agent=record.agent,
+                server=record.server,
+            )
         )
         first_rank += record.nproc
     return tuple(members)
@@ -68,7 +76,10 @@ def assign_ranks(
 def assign_groups(
     members: Sequence[Member], view: View, size: int, parity: int
 ) -> tuple[tuple[Member, ...], int]:
-    """Put members into erasure groups; return them with how many nodes of each group may be lost, at most `parity`."""
+    """Put members into erasure groups; return them and how many nodes of each may be lost.
+
+    That is at most `parity`, and fewer than the smallest group has nodes.
+    """
     domains = [view.nodes[member.node].record.domain for member in members]
     groups = group_nodes(domains, size, parity)
     smallest = min(Counter(groups).values())
@@ -79,26 +90,26 @@ def assign_groups(
 
 
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
-    """Return the newest snapshot that those who are present can give back whole, committed or not."""
-    found = [replace(view.snapshot, shard_rebuilds=())] if view.snapshot else []
+    """Return the newest snapshot, committed or not, that the present members can restore."""
+    candidates = [replace(view.snapshot, shard_rebuilds=())] if view.snapshot else []
     sealed = {
         snapshot
         for record in present_members(view, generation)
         for snapshot in record.sealed
         if snapshot.generation == generation.generation
     }
-    found += [
+    candidates += [
         SnapshotCommit(snapshot, generation.members, generation.parity) for snapshot in sealed
     ]
     return max(
-        (commit for commit in found if _is_restorable(view, commit)),
+        (commit for commit in candidates if _is_restorable(view, commit)),
         key=lambda commit: (commit.snapshot.step, commit.snapshot.generation),
         default=None,
     )
 
 
 def completed_by_storage(view: View) -> SnapshotCommit | None:
-    """Return the committed snapshot with those who still hold parts of it, if all of it is in storage, too."""
+    """Return the committed snapshot with its remaining holders, if it is in storage, too."""
     commit, stored = view.snapshot, view.checkpoint
     if commit is None or stored is None or (stored.generation, stored.step) != (
         commit.snapshot.generation, commit.snapshot.step
@@ -124,7 +135,10 @@ def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
 def with_shard_rebuilds(
     commit: SnapshotCommit, view: View, members: Sequence[Member]
 ) -> SnapshotCommit:
-    """Have members rebuild the shards of holders that are absent: whoever is the lost rank now, else all in turn."""
+    """Assign the shards of absent holders to members that rebuild them.
+
+    The member that has the lost rank now rebuilds its shard; the other shards go to all in turn.
+    """
     lost = [rank for member in absent_holders(view, commit) for rank in member.ranks]
     turns = cycle(members)
     shard_rebuilds = []
@@ -135,10 +149,10 @@ def with_shard_rebuilds(
 
 
 def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
-    """Whether in every group either all shards are there, or no more are missing than the parity of the others gives back."""
+    """Whether parity gives back what is missing in every group, if anything is."""
     absent = {member.node for member in absent_holders(view, commit)}
     if absent and commit.stored:
-        # Its groups are no longer whole, so parity gives nothing back.
+        # Its groups have lost holders before, so parity gives nothing back.
         return False
     for group in {member.group for member in commit.holders}:
         members = [member for member in commit.holders if member.group == group]
@@ -154,7 +168,10 @@ def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
 
 
 def present_members(view: View, generation: Generation) -> list[NodeRecord]:
-    """Return the records of those members of a generation that are still here: not of agents that came later under their names."""
+    """Return the records of a generation's members that are still present.
+
+    An agent that joined later under a member's name is not that member.
+    """
     return [
         joined.record
         for member in generation.members

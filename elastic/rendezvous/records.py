@@ -1,6 +1,6 @@
 """The documents that agents keep in the coordinator, as typed values.
 
-Pure. Every document is JSON under `/keepstep/<job>/`; this module is the one door through which they come in and go out.
+Pure. Every document is JSON under `/keepstep/<job>/`; this module alone encodes and decodes them.
 Node records carry the node's lease and die with it; everything else lives until the job ends.
 """
 
@@ -70,16 +70,16 @@ class NodePhase(enum.StrEnum):
     STARTING = "starting"
     """Workers are being started or are entering the generation."""
     RUNNING = "running"
-    """Every worker has completed a step in this generation, or runs a script that does not report."""
+    """Every worker has completed a step here, or runs a script that does not report."""
     DRAINED = "drained"
-    """The generation is over here: no worker of it will write again, and all that could be sealed is."""
+    """No worker of the generation will write again; all that could be sealed is sealed."""
     DONE = "done"
     """Every worker has exited with success."""
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction(Record):
-    """That a node is to leave and stay away, why, and whether it may return once its doctor finds nothing."""
+    """Asks a node to leave. `may_return`: it may join again once its doctor finds nothing."""
 
     reason: str
     may_return: bool
@@ -121,13 +121,21 @@ class PersistedPart(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeRecord(Record):
-    """A node as its agent describes it. `created` revisions, not this record, order nodes by seniority.
+    """A node as its agent describes it.
 
-    `host`, `agent`, `server` are where peers reach the node, its agent and its snapshot server. `store_port` is open and
-    ready to serve the next generation's torch store. A node is `warm` once its workers can start at once: nobody waits for
-    one that is not. `domain` names what it fails together with (a rack, a switch). `sealed` are the snapshots that its ranks have
-    sealed, `protected` those of them whose parity it also keeps. `checkpoint_every` is in steps, 0 for "auto"; `snapshot_every` is what
-    its ranks have chosen by themselves, 0 if they were told, at `snapshot_cost_s` each. Times are wall-clock seconds.
+    The revision at which its key was created, not this record, orders nodes by seniority. Times are
+    wall-clock seconds.
+
+    Attributes:
+        host, agent, server: where peers reach the node, its agent and its snapshot server.
+        store_port: open, and ready to serve the next generation's torch store.
+        warm: the node's workers can start at once; nobody waits for a node that is not warm.
+        domain: what it fails together with, such as a rack or a switch.
+        sealed: snapshots that all of its ranks have sealed.
+        protected: those of them whose parity is complete on this node.
+        checkpoint_every: steps between checkpoints; 0 to choose automatically.
+        snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
+        snapshot_cost_s: seconds that each of these snapshots costs the training.
     """
 
     node: str
@@ -160,7 +168,10 @@ class NodeRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeReport(Record):
-    """What an agent tells the leader directly, because it changes at every step: the newest it has, by lease and generation."""
+    """What an agent sends to the leader directly, because it changes at every step.
+
+    `lease` and `generation` name the membership and the generation that it is about.
+    """
 
     node: str
     lease: int
@@ -171,9 +182,9 @@ class NodeReport(Record):
 
 @dataclass(frozen=True, slots=True)
 class Member(Record):
-    """A node's place in a generation: its workers are ranks `first_rank` to `first_rank + nproc - 1`.
+    """A node's place in a generation: ranks `first_rank` to `first_rank + nproc - 1`.
 
-    Members of the same `group` protect each other's snapshots; a member's position in it is its place among them.
+    Members of the same `group` protect each other's snapshots, in the order of the members.
     """
 
     node: str
@@ -186,7 +197,7 @@ class Member(Record):
 
     @property
     def ranks(self) -> range:
-        """The ranks that its workers are."""
+        """The ranks of its workers."""
         return range(self.first_rank, self.first_rank + self.nproc)
 
 
@@ -203,8 +214,13 @@ class ShardRebuild(Record):
 class SnapshotCommit(Record):
     """A snapshot that every rank of its generation has sealed, and who holds it.
 
-    Any `parity` holders of each group may be lost. `shard_rebuilds` say who rebuilds the shards of those that were, when it was resumed from.
-    If more were lost but it is stored as well, `stored` says under which URL, and `holders` are those that are left.
+    Attributes:
+        snapshot: which one.
+        holders: the nodes that hold its shards.
+        parity: how many holders of each group may be lost.
+        shard_rebuilds: who rebuilds the shards of lost holders, when a generation resumes from it.
+        stored: URL of the checkpoint that has the shards of lost holders, if more were lost than
+            parity gives back; `holders` are then those that are left.
     """
 
     snapshot: SnapshotId
@@ -220,11 +236,14 @@ class SnapshotCommit(Record):
 
 @dataclass(frozen=True, slots=True)
 class Generation(Record):
-    """Who takes part, as which ranks, resuming from where: all that is needed to rebuild any worker.
+    """Who takes part, as which ranks, resuming from where: enough to rebuild any worker.
 
-    `resume` None means the newest stored checkpoint, or the beginning if there is none. `failures` counts the generations
-    in a row that a worker failure ended without progress. Any `parity` nodes of each erasure group may be lost. `after_failure`: something
-    failed in the one before it.
+    Attributes:
+        resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
+        failures: generations in a row that a worker failure ended without progress.
+        lost_from_step: the step that the generation before had reached.
+        parity: how many nodes of each erasure group may be lost.
+        after_failure: something failed in the generation before.
     """
 
     generation: int
@@ -258,7 +277,10 @@ def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Closing(Record):
-    """The generation is over; its members drain. `abort` when something broke, so that nobody waits for a step's end."""
+    """Ends a generation: its members drain.
+
+    `abort`: something has failed, so that no member waits for the end of its step.
+    """
 
     generation: int
     reason: str
@@ -268,7 +290,7 @@ class Closing(Record):
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest(Record):
-    """A committed snapshot is to be written to storage, by its holders together."""
+    """Asks the holders of a committed snapshot to write it to storage; `at_s` is when."""
 
     commit: SnapshotCommit
     url: str
@@ -277,7 +299,7 @@ class PersistRequest(Record):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord(Record):
-    """The newest checkpoint in storage: since when, and how long that took, in seconds."""
+    """The newest checkpoint in storage: when it was published, and how long storing it took."""
 
     step: int
     generation: int
@@ -288,7 +310,7 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class StoreFailure(Record):
-    """The newest step that could not be brought to storage, and why."""
+    """The newest step that could not be stored, and why."""
 
     step: int
     reason: str
@@ -296,7 +318,10 @@ class StoreFailure(Record):
 
 @dataclass(frozen=True, slots=True)
 class Recovery(Record):
-    """One change of generation, phase by phase, in wall-clock seconds. `after_failure`: because something failed."""
+    """One change of generation, phase by phase, in wall-clock seconds.
+
+    `after_failure`: a failure caused it.
+    """
 
     generation: int
     reason: str
@@ -321,7 +346,10 @@ class History(Record):
 
 @dataclass(frozen=True, slots=True)
 class PublishedVerdict(Record):
-    """Who has what, as the monitor told it. `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill."""
+    """A verdict of the monitor.
+
+    `since_s` in wall-clock seconds; `cost_s_per_step` None for a standstill.
+    """
 
     subject: str
     ranks: tuple[int, ...]
@@ -336,7 +364,10 @@ class PublishedVerdict(Record):
 
 @dataclass(frozen=True, slots=True)
 class PublishedVerdicts(Record):
-    """The verdicts that held at a time, of one generation's ranks: the newest `verdicts`, and how many more there were."""
+    """The monitor's verdicts about one generation's ranks at a time.
+
+    `omitted` counts those that are not among `verdicts`.
+    """
 
     generation: int
     at_s: float

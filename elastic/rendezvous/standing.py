@@ -1,9 +1,10 @@
-"""Decides how a node becomes a member of a job, whether it still is one, and how long its lease holds.
+"""Decides how a node joins a job, whether it still is a member, and how long its lease holds.
 
 Pure. `keepstep.elastic.agent.membership` and the simulator decide by these functions.
 
 Invariants:
-- A node's own idea of its lease ends no later than the coordinator's: it is counted from the request.
+- A node's lease, as the node counts it, ends no later than the coordinator's: it counts from the
+  request.
 - A node's name has one owner: the membership whose first write created the node's key.
 """
 

@@ -1,9 +1,9 @@
-"""Builds every transaction that a member writes to the coordinator: its conditions and its operations.
+"""Builds the transactions that a member writes to the coordinator: conditions and operations.
 
-Pure. `keepstep.elastic.agent.membership` and the simulator run exactly these; neither has conditions
-of its own. A transaction is built from the view on which its writer decided, and its conditions make
-it fail where that view was out of date. So a transaction that is applied late, or a second time after
-its writer could not learn its fate, does nothing.
+Pure. `keepstep.elastic.agent.membership` and the simulator run exactly these; neither has
+conditions of its own. A transaction is built from the view on which its writer decided, and fails
+where that view was out of date. So it does nothing when it is applied late, or a second time after
+its writer could not learn its outcome.
 
 Invariants:
 - A record is written only over the version that its own membership wrote last.

@@ -72,7 +72,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class JoinedNode:
-    """A node that holds its lease: its record, and the revision at which it joined (its seniority)."""
+    """A present node: its record, and the revision at which it joined, which is its seniority."""
 
     record: NodeRecord
     created: int
@@ -121,7 +121,7 @@ class View:
 
     @property
     def current_verdicts(self) -> tuple[PublishedVerdict, ...]:
-        """The verdicts about the current generation's ranks; those about older ranks are dropped."""
+        """The verdicts about the current generation's ranks, without those about older ones."""
         return (
             self.verdicts.verdicts
             if self.verdicts is not None and self.verdicts.generation == self.generation_number
@@ -129,7 +129,7 @@ class View:
         )
 
     def restarts_on(self, node: str) -> tuple[RestartRequest, ...]:
-        """Return the restarts that a node is to carry out: of its own ranks, in the current generation."""
+        """Return the restarts of a node's own ranks that it is to carry out in this generation."""
         member = self.generation.member(node) if self.generation is not None else None
         if member is None:
             return ()

@@ -1,8 +1,8 @@
 """Runs production's in-memory store without an event loop, and checks every revision of it.
 
 Every transaction is sent here by one membership. It may be applied at once and confirmed, applied
-without a confirmation, applied later, or lost. Production's `view.apply` folds each revision into the
-view that all mirrors share; production's `invariants.check_transition` checks each of them.
+without a confirmation, applied later, or lost. Production's `view.apply` folds each revision into
+the view that all mirrors share; production's `invariants.check_transition` checks each of them.
 """
 
 from __future__ import annotations

@@ -466,8 +466,9 @@ CREATED: dict[tuple[int, str, int], int] = {}
 
 _DOCUMENTS = ("generation", "closing", "snapshot", "persist", "checkpoint", "store_failure")
 
-# Leaders that do not depend on `checkpoint`, `store_failure`, `history` or `result` alone are missing
-# here: the other conditions cover them in all schedules so far. tests/unit has them one by one.
+# Leaders that do not depend on `checkpoint`, `store_failure`, `history` or `result` alone are
+# missing here: the other conditions cover them in all schedules so far. tests/unit has them one by
+# one.
 MUTANTS: dict[str, Patch] = {
     **{
         function.__name__: function

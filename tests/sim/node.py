@@ -1,8 +1,9 @@
 """Plays one node's agent, workers and snapshot server around production's pure functions.
 
 Joining, leases, record writes and leading run `standing`, `transactions`, `decide` and `invariants`
-as `keepstep.elastic.agent.membership` does; the agent's steps follow `keepstep.elastic.agent.agent`.
-The node sees the job only through its own mirror, which lags behind, and may stall or be cut off.
+as `keepstep.elastic.agent.membership` does; the agent's steps follow
+`keepstep.elastic.agent.agent`. The node sees the job only through its own mirror, which lags
+behind, and may stall or be cut off.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Runs a job of several nodes under invented disasters, by a seed, and checks what must hold.
 
 What runs is production's: `decide`, `transactions`, `standing`, `view`, `checkpoint_schedule`,
-`invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in between
-is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease or a
-worker, leave, are evicted and come back under their names; transactions are confirmed, late or lost;
-storage fails; leaders decide on views that are out of date.
+`invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in
+between is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease
+or a worker, leave, are evicted and come back under their names; transactions are confirmed, late or
+lost; storage fails; leaders decide on views that are out of date.
 
-Production's invariants are checked on every revision, on every record and on every action. The rules
-here compare the coordinator's documents with what memory and storage really hold. In the end the
-disasters stop: the job must run again, commit, store, and finish with its last step stored.
+Production's invariants are checked on every revision, on every record and on every action. The
+rules here compare the coordinator's documents with what memory and storage really hold. In the end
+the disasters stop: the job must run again, commit, store, and finish with its last step stored.
 """
 
 from __future__ import annotations

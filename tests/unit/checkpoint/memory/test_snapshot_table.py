@@ -169,5 +169,6 @@ def test_committed_shards_are_never_overwritten_and_memory_stays_bounded(
             assert table.shards[key] == held
         buffers = [held.buffer for held in table.shards.values()] + list(table.free)
         assert len(buffers) == len(set(buffers))
-        # Two ranks, two buffers each, and one more each while something is pinned or freshly unpinned.
+        # Two ranks, two buffers each, and one more each while something is pinned or freshly
+        # unpinned.
         assert table.nbytes <= 100 * 2 * 3 + 100 * 2

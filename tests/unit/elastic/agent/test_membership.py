@@ -1,4 +1,4 @@
-"""Claims about memberships: unconfirmed writes, joins and leaves at the same time, stale leaders."""
+"""Claims about memberships: unconfirmed writes, concurrent joins and leaves, stale leaders."""
 
 import asyncio
 import random

@@ -21,7 +21,7 @@ def recovery(at_s: float, after_failure: bool) -> Recovery:
 
 
 def lost_share(interval_s: float, cost_s: float, apart_s: float) -> float:
-    """Wall time per useful time, less one, where failures come as a Poisson process (Daly 2006, equation 20, no restart cost)."""
+    """Wall time per useful time, less one, with Poisson failures (Daly 2006, equation 20)."""
     useful_s = interval_s - cost_s
     return apart_s * (math.exp(interval_s / apart_s) - 1) / useful_s - 1
 

@@ -29,7 +29,7 @@ from keepstep.elastic.rendezvous.records import (
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import Keys, View
-from keepstep.elastic.store.contract import Created, Modified
+from keepstep.elastic.store.contract import Created, Modified, Put
 
 KEYS = Keys("job")
 MEMBERS = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
@@ -82,7 +82,7 @@ def test_record_is_written_under_its_lease_over_the_last_version_only() -> None:
     record = NodeRecord("a", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
     transaction = transactions.write_record(KEYS, record, modified=8)
     assert transaction.conditions == (Modified(KEYS.node("a"), 8),)
-    assert [operation.lease for operation in transaction.operations] == [7]  # type: ignore[union-attr]
+    assert transaction.operations == (Put(KEYS.node("a"), record.encode(), lease=7),)
 
 
 def test_join_needs_a_free_name_and_the_run_of_the_job_that_was_read() -> None:

@@ -1,4 +1,4 @@
-"""Claims about what a leader takes from reports: what is newer than a node's record, and nothing else."""
+"""Claims about reports: a leader uses those that are newer than a node's record, and no others."""
 
 from dataclasses import replace
 
