@@ -1,7 +1,7 @@
 """Describes an erasure group, and where the shards of a node lie in the node's bytes. Pure.
 
 The stripes of a group are cut from each node's own bytes: the shards of its ranks, one after the
-other. A node's shard table says where each of them begins.
+other. A node's shard table lists where each of them begins.
 """
 
 from __future__ import annotations

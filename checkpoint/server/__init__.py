@@ -1,1 +1,1 @@
-"""The snapshot server of a node: owns the memory of snapshots, protects, rebuilds and stores them."""
+"""The snapshot server of a node: owns snapshots' memory, protects, rebuilds and stores them."""

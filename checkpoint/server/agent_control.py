@@ -82,7 +82,7 @@ class AgentCommands:
         return self._memory.nbytes + self._protection.nbytes
 
     def answer(self, request: AgentRequest) -> AgentReply:
-        """Carry out a command; the reply says what is held then, or why it is refused."""
+        """Carry out a command; the reply lists what is held then, or why it is refused."""
         result: NodeHoldings | Refused
         try:
             self._carry_out(request.command)

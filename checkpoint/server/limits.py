@@ -33,7 +33,7 @@ class RateLimiter:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int, now_s: float) -> float:
-        """Reserve time for so many bytes; return the seconds to wait from now before moving them."""
+        """Reserve time for so many bytes; return the seconds to wait before moving them."""
         if not self._bytes_per_s:
             return 0.0
         with self._lock:

@@ -1,6 +1,6 @@
 """Holds this node's parity of snapshots and the tables of shards, and gives other nodes stripes.
 
-A node that keeps parity of another one also keeps the table that says where that node's shards
+A node that keeps parity of another one also keeps the table of where that node's shards
 begin, with their checksums: so what is rebuilt from the parity is known to be right.
 
 Invariant: the parity of a snapshot is visible to others only once all of it is complete.

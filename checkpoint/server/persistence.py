@@ -206,7 +206,7 @@ class Persistence:
     def _assemble_box(
         self, plan: _PersistPlan, addresses: Mapping[int, str | None], key: str, box: Box
     ) -> Bytes:
-        """Return a box's bytes: a view of local memory where it lies there entirely, else a copy."""
+        """Return a box's bytes: a view if it lies entirely in local memory, else a copy."""
         holders = plan.entries_by_key[key]
         for rank, entry in holders:
             if entry.box == box and addresses[rank] is None:

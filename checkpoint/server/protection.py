@@ -1,7 +1,7 @@
 """Protects snapshots: computes this node's parity of other nodes' snapshots.
 
 When all ranks of a node have sealed a snapshot, its server reads the blocks whose parity it keeps
-from the other nodes of its erasure group (`keepstep.checkpoint.parity.stripes` says which), and
+from the other nodes of its erasure group (`keepstep.checkpoint.parity.stripes` decides which), and
 combines them as they arrive. A server that is asked for a block answers once its own ranks have
 sealed: a slow node delays the snapshot's commit and nothing else. A snapshot is protected here once
 all this node's parity of it is complete. When it is protected on all nodes, any loss up to the

@@ -121,7 +121,7 @@ class SnapshotServer:
         self._protection.retain_only(snapshots)
 
     def _background_rate(self) -> int:
-        """Return one connection's share of the limit: all nodes of a group read at the same time."""
+        """Return one connection's share of the limit: a group's nodes read at the same time."""
         return ceil_div(self._config.limits.exchange, max(1, self._protection.peers))
 
 

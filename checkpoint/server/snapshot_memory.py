@@ -254,7 +254,7 @@ class SnapshotMemory:
         return False
 
     def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
-        """Return memory for a lost node's shard. Raises SnapshotUnavailable if there is too little."""
+        """Return memory for a lost node's shard, or raise SnapshotUnavailable if it is short."""
         available_nbytes = psutil.virtual_memory().available
         with self._changed:
             self._table, shard = snapshot_table.adopt(

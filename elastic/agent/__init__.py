@@ -1,1 +1,1 @@
-"""The agent of a node: its membership, its workers, its snapshot server, its connections to other agents."""
+"""The agent of a node: its membership, workers, snapshot server, and connections to peers."""

@@ -1,7 +1,7 @@
 """Connects agents: detects dead agents at once, and reports to the leader what was sealed.
 
 The leader keeps a connection to every other agent, and every other agent one to the leader: linear
-in nodes. When a process dies its kernel closes the connection; if its port then refuses connections,
+in nodes. When a process dies its kernel closes the connection; if its port then refuses others,
 or an agent of another name answers there, the agent is certainly dead, and whoever notices may
 revoke its lease. Everything else proves nothing, and is left to the lease: a host that does not
 answer, a peer that speaks another version, one with another secret.
@@ -76,7 +76,7 @@ PROTOCOL = Protocol(
 class AgentListener:
     """Where an agent is reached by others. Made by `open`; `close` ends it.
 
-    It tells every client this node's name. Until `admit` is called, clients wait to be
+    It sends every client this node's name. Until `admit` is called, clients wait to be
     authenticated, and those that wait too long are dropped.
     """
 
@@ -229,7 +229,7 @@ class PeerConnections:
             except PeerRefused:
                 return _Observation.DEAD
             except PeerTimeout:
-                # An agent that is not admitted yet tells its name all the same.
+                # An agent that is not admitted yet sends its name all the same.
                 is_dead = await probe(peer) is False
                 return _Observation.DEAD if is_dead else _Observation.UNKNOWN
             except PeerUnavailable:

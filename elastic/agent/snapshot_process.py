@@ -198,7 +198,7 @@ class SnapshotProcess:
         await self._ask(OpenGeneration(group=group))
 
     async def rebuild(self, resume: SnapshotCommit) -> None:
-        """Begin to rebuild the shards of lost nodes that this node adopts; readers wait for them."""
+        """Begin to rebuild the lost nodes' shards that this node adopts; readers wait for them."""
         lost_ranks = {adoption.rank for adoption in resume.shard_rebuilds}
         adopted_ranks = {
             adoption.rank for adoption in resume.shard_rebuilds if adoption.node == self._node

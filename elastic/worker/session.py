@@ -161,7 +161,7 @@ class Session:
             match message:
                 case Assign(assignment=assignment, serves_store=serves_store):
                     self._assignment = assignment
-                    # Steps may be done again in this generation: what older ones committed says
+                    # Steps may be done again in this generation: what older ones committed shows
                     # nothing about them.
                     self._committed_step = -1
                     if serves_store:

@@ -1,7 +1,7 @@
 """Decides which connections that have not authenticated yet are kept, and which errors of `accept`
 are survived. Pure.
 
-Whoever reaches a port can open connections and say nothing. Each costs a descriptor and a thread or
+Whoever reaches a port can connect and send nothing. Each costs a descriptor, and a thread or
 task until its handshake's deadline, so their number is capped: one more drops the oldest. An honest
 handshake takes milliseconds, so under a flood it is the flood's own connections that are dropped.
 """

@@ -1,6 +1,6 @@
 """Encodes messages as JSON, and decodes a peer's JSON into typed messages.
 
-A protocol's messages are subclasses of `Message`, told apart by the field "type", which holds the
+A protocol's messages are subclasses of `Message`; the field "type" distinguishes them and holds the
 class's name (a class that is renamed keeps its old name on the wire with `tag="OldName"`). Their
 fields may be numbers, strings, enums, tuples, mappings with string keys, and frozen dataclasses.
 Floats must be finite: JSON has no other, and msgspec encodes them as null.

@@ -41,7 +41,7 @@ _STEP_NBYTES = 2**20
 
 
 class FrameFlags(IntFlag):
-    """What a header says besides lengths."""
+    """What a header holds besides lengths."""
 
     NONE = 0
     TAGGED = 1
@@ -115,7 +115,7 @@ class FrameSealer:
 class FrameOpener:
     """Takes the frames of one direction of one connection apart, as their bytes arrive.
 
-    The shell receives at most `len(buffer())` bytes into `buffer()` and says how many by `advance`,
+    The shell receives at most `len(buffer())` bytes into `buffer()`, reports how many by `advance`,
     until that returns a head; then it receives the payload into memory of its own, calls `cover`
     for each part of it, and when `payload_left` is 0 gives the `payload_tag_nbytes` bytes that
     follow to `open_payload`.

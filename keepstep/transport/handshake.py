@@ -19,7 +19,7 @@ Promises:
 - An end reads at most `MAX_HELLO_NBYTES` and a proof before the peer is authenticated.
 
 The node names are claims within the job: whoever knows the secret can claim any name. The server
-says its name before it has authenticated the client, so that agents learn who answers at a port.
+sends its name before it has authenticated the client, so that agents learn who answers at a port.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Handshake:
                     return self._receive_proof(data)
         except TransportError as error:
             self.refusal = error
-            # The client hears from this hello why it is refused; nothing secret is in it.
+            # The client learns from this hello why it is refused; nothing secret is in it.
             is_answer = state is _State.HELLO and self._own.role is Role.SERVER
             return self._own_bytes if is_answer else b""
 

@@ -1,4 +1,4 @@
-"""The first thing each end of a connection says: its protocol, versions, role, node and nonce.
+"""The first message of each end of a connection: its protocol, versions, role, node and nonce.
 
 Layout, big-endian, at most 512 bytes:
 
@@ -31,7 +31,7 @@ _ROLE_NUMBERS = {role: number for number, role in _ROLES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What one end says of itself."""
+    """How one end describes itself."""
 
     role: Role
     protocol: str

@@ -1,7 +1,7 @@
 """Describes a protocol between two processes: its name, versions and messages, and who speaks it.
 
 A protocol is a value that both ends import. The client sends `requests`, the server `replies`
-(events included); each end sees it as a `Side`, which says what that end sends and receives.
+(events included); each end sees it as a `Side`, which holds what that end sends and receives.
 """
 
 from __future__ import annotations

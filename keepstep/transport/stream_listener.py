@@ -1,6 +1,6 @@
 """Accepts connections for agents, on their event loop. See `listener` for the blocking equivalent.
 
-Promises as there. A listener may be opened before the job's secret is known: it then tells clients
+Promises as there. A listener may be opened before the job's secret is known: it then sends clients
 its node at once, so that they learn who answers here, and completes their handshakes when `admit`
 is called.
 """

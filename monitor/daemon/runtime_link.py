@@ -92,7 +92,7 @@ class RuntimeLink:
             self._log_state(
                 _RuntimeState.PRESENT,
                 logging.INFO,
-                f"its coordinator tells of generation {generation}",
+                f"its coordinator reports generation {generation}",
             )
             return
         self._node_of_rank = (0, {})

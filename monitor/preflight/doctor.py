@@ -1,7 +1,7 @@
 """Examines this node and its links before a job starts; every node learns the same outcome.
 
 There is no coordinator. All doctors are given the same addresses; sorted, these are the
-participants of a round-robin tournament, so that each doctor knows whom it measures when. Of a pair,
+participants of a round-robin tournament: each doctor knows whom it measures when. Of a pair,
 the doctor with the lower place connects and measures. A doctor takes part in a measurement only in
 the round that it is in, so that no busy node is measured. After the last round every doctor asks
 every other one for what it measured.

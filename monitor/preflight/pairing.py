@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_NODES = 3
-"""Of two nodes nobody can tell whether one is slow or the other one fast."""
+"""With two nodes it is unknown whether one is slow or the other one fast."""
 SIGMAS = 6.0
 """Deviations in multiples of the noise among the others: normal noise exceeds 6 once in 10^9."""
 _NORMAL = 1.4826

@@ -27,7 +27,7 @@ _REPEATS = 5
 
 
 def memory_rate() -> float:
-    """Return bytes a second copied within memory by one thread; reads and writes count once each."""
+    """Return bytes a second that one thread copies; reads and writes count once each."""
     source = np.ones(_MEMORY_NBYTES // 8)
     target = np.empty_like(source)
     np.copyto(target, source)  # The kernel provides a page at its first touch.

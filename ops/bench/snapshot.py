@@ -102,9 +102,11 @@ class Nodes:
         }
         for rank, server in enumerate(self.servers):
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, str(ROOT / "ops" / "bench" / "snapshot_worker.py"), str(rank), str(NODES),
+                sys.executable, str(ROOT / "ops" / "bench" / "snapshot_worker.py"),
+                str(rank), str(NODES),
                 server.local_address, str(self.directory / "store"), str(self.directory),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment, limit=2**24,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=environment, limit=2**24,
             )  # fmt: skip
             self.workers.append(worker)
             stack.push_async_callback(self.end, worker)
@@ -188,7 +190,7 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
                     await nodes.enter(1 if mode == "protected" else 0)
                     asked = "lazy" if mode == "protected" else mode
                     answers = await nodes.ask(do="window", mode=asked, steps=steps + 1)
-                    # The slowest rank's time is the step's; the first step of a window fills pages and caches.
+                    # The slowest rank's time counts; a window's first step fills pages and caches.
                     seconds = [
                         max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)
                     ][1:]
@@ -234,7 +236,7 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
 
 
 def kernels(nbytes: int) -> Result:
-    """Return the rates of a copy and of encoding, on one thread, with buffers that are there already."""
+    """Return the rates of a copy and of encoding, on one thread, into existing buffers."""
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, nbytes, np.uint8) for _ in range(3)]
     target, other = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)

@@ -163,12 +163,14 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost", "State", "Stateful", "Step",
+        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost", "State", "Stateful",
+        "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "InvariantViolated", "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load", "save",
+        "InvariantViolated", "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load",
+        "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",
@@ -183,7 +185,8 @@ LIGHT = {
         "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli",
         "keepstep.checkpoint.server.server", "keepstep.elastic.agent.agent",
         "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",
-        "keepstep.elastic.monitor_bridge.runtime",         "keepstep.monitor.cli.monitor", "keepstep.monitor.daemon.assembly",
+        "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
+        "keepstep.monitor.daemon.assembly",
     ),
     "etcd3": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),
     "google.protobuf": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),

@@ -1,4 +1,4 @@
-"""Claims about a snapshot server that is attacked by processes that do not know the job's secret."""
+"""Claims about a snapshot server under attack by processes without the job's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about snapshot servers in one erasure group: any loss up to the parity is rebuilt bit for bit."""
+"""Claims about an erasure group: any loss up to the parity is rebuilt bit for bit."""
 
 from __future__ import annotations
 

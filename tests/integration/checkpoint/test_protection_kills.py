@@ -1,4 +1,4 @@
-"""Kills nodes at any instant of copying, sealing, exchanging and committing: a whole step is resumed.
+"""Kills nodes at any instant of copying, sealing, exchanging, committing: a whole step resumes.
 
 Real servers, real SIGKILL, and the leader's own decision (`elastic.rendezvous.rank_assignment`) on
 what the survivors report to hold. KEEPSTEP_SCHEDULES sets how many schedules are played.
@@ -48,7 +48,7 @@ def state(schedule: int, step: int) -> list[torch.Tensor]:
 
 
 class Training:
-    """Steps that all nodes snapshot at once and commit, one after the other, until a node is gone."""
+    """Steps that all nodes snapshot and commit, one after the other, until a node is gone."""
 
     def __init__(self, cluster: Cluster, schedule: int) -> None:
         self.cluster = cluster

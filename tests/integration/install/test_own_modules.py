@@ -106,7 +106,8 @@ def run_ranks(commands: list[tuple[list[str], Mapping[str, str]]], folder: Path)
     """Run the processes of one job side by side; return what they print."""
     running = [
         subprocess.Popen(
-            command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=folder, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for command, env in commands
     ]  # fmt: skip

@@ -20,7 +20,8 @@ names = ["keepstep", *(m.name for m in pkgutil.walk_packages(keepstep.__path__, 
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
-own = [m for m in sys.modules.values() if (getattr(m, "__file__", None) or "").startswith(sys.argv[1])]
+files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+own = [file for file in files if file.startswith(sys.argv[1])]
 print(len(names), len(own))
 """
 

@@ -181,7 +181,7 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
         wait_for_log("no coordinator of it was found here yet", 1)
         # In the second run rank 1 hangs, and only the monitor ends its loop.
         for run, hanging_rank, expected_text in (
-            (1, "none", "tells of generation 1"),
+            (1, "none", "reports generation 1"),
             (2, "1", "restart worker: rank 1 on "),
         ):
             finish.unlink(missing_ok=True)

@@ -155,7 +155,7 @@ def test_node_behind_a_slow_link_is_named_by_every_doctor(
     secret_file: Path, ports: list[int]
 ) -> None:
     real, outside = ports[3], ports[4]
-    # The last in order is measured by all others, so everything it sends and receives passes the throttle.
+    # The last in order is measured by all others: all that it moves passes the throttle.
     addresses = [f"127.0.0.1:{port}" for port in (*ports[:3], outside)]
     throttle = Throttle(outside, real, 40e6)
     try:
