@@ -34,7 +34,7 @@ class SnapshotUnavailable(CheckpointError):
     """A snapshot server could not be reached, refused, or no longer holds the requested data."""
 
 
-class InvariantViolated(CheckpointError):
+class SnapshotInvariantViolated(CheckpointError):
     """Something that keepstep promises about its own state does not hold; the change is refused.
 
     Attributes:

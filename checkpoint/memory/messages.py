@@ -266,13 +266,13 @@ class Verify(Message, frozen=True, kw_only=True):
     """Forgets snapshots whose memory has changed since they were sealed."""
 
 
-class Commit(Message, frozen=True, kw_only=True):
+class CommitSnapshot(Message, frozen=True, kw_only=True):
     """Frees everything older than a snapshot, which is the one to resume from."""
 
     snapshot: SnapshotId
 
 
-class Persist(Message, frozen=True, kw_only=True):
+class PersistPart(Message, frozen=True, kw_only=True):
     """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows.
 
     Both repeat `attempt`: an earlier attempt may end after the next one has begun.
@@ -283,7 +283,7 @@ class Persist(Message, frozen=True, kw_only=True):
     attempt: Count
 
 
-class Publish(Message, frozen=True, kw_only=True):
+class PublishManifest(Message, frozen=True, kw_only=True):
     """Begins to write the manifest of all nodes' parts. `Published` or `PublishFailed` follows."""
 
     task: PersistTask
@@ -299,9 +299,9 @@ AgentCommand: TypeAlias = (
     | Rebuild
     | FinishProtection
     | Verify
-    | Commit
-    | Persist
-    | Publish
+    | CommitSnapshot
+    | PersistPart
+    | PublishManifest
     | ReportHoldings
 )
 

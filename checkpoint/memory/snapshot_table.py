@@ -11,7 +11,7 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
   has sealed.
 
 Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
-and raises `InvariantViolated` instead of returning a table that breaks one:
+and raises `SnapshotInvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
 - A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from keepstep.checkpoint.errors import InvariantViolated, SnapshotUnavailable
+from keepstep.checkpoint.errors import SnapshotInvariantViolated, SnapshotUnavailable
 
 _MEMORY_RESERVE_NBYTES = 64 * 2**20
 
@@ -244,11 +244,11 @@ def check_table(table: SnapshotTable) -> None:
     """Check a table by itself.
 
     Raises:
-        InvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots.
+        SnapshotInvariantViolated: a buffer has two owners, or a rank two uncommitted snapshots.
     """
     buffers = [held.buffer for held in table.shards.values()] + list(table.free)
     if len(set(buffers)) != len(buffers) or any(b >= table.next_buffer for b in buffers):
-        raise InvariantViolated(
+        raise SnapshotInvariantViolated(
             "a buffer belongs to one shard, or is free",
             f"buffers {sorted(buffers)}, the next is {table.next_buffer}",
         )
@@ -262,7 +262,7 @@ def check_table(table: SnapshotTable) -> None:
     )
     for rank, count in uncommitted.items():
         if count > 1:
-            raise InvariantViolated(
+            raise SnapshotInvariantViolated(
                 "a rank has one sealed snapshot at most that is not committed",
                 f"rank {rank} has {count} in generation {table.generation}",
             )
@@ -279,20 +279,20 @@ def check_change(
         discarded: sealed shards that are forgotten on purpose.
 
     Raises:
-        InvariantViolated: a sealed shard would be lost or moved, or something would go back.
+        SnapshotInvariantViolated: a sealed shard would be lost or moved, or a count would sink.
     """
     if (after.generation, after.committed) != (
         max(before.generation, after.generation),
         max(before.committed, after.committed),
     ):
-        raise InvariantViolated(
+        raise SnapshotInvariantViolated(
             "a table's generation and committed snapshot never go back",
             f"{before.generation}, {before.committed} become {after.generation}, {after.committed}",
         )
     for key, held in before.shards.items():
         is_kept = key[0] >= after.committed or key[0] in after.pinned
         if held.sealed and is_kept and key not in discarded and after.shards.get(key) != held:
-            raise InvariantViolated(
+            raise SnapshotInvariantViolated(
                 "a sealed shard that may be needed stays in its buffer",
                 f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is "
                 f"{after.shards.get(key)}",
@@ -336,7 +336,7 @@ def _assign_buffer(
     """Give a shard a free buffer, or a new one."""
     after, held = _choose_buffer(table, key, nbytes, available_nbytes, adopted=adopted)
     if held.capacity < nbytes:
-        raise InvariantViolated(
+        raise SnapshotInvariantViolated(
             "a buffer is as large as the shard that it is given for",
             f"buffer {held.buffer} has {held.capacity} of {nbytes} bytes",
         )

@@ -12,12 +12,12 @@ from keepstep.checkpoint.memory.messages import (
     AgentCommand,
     AgentReply,
     AgentRequest,
-    Commit,
+    CommitSnapshot,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
-    Persist,
-    Publish,
+    PersistPart,
+    PublishManifest,
     Rebuild,
     Refused,
     ReportHoldings,
@@ -104,11 +104,11 @@ class AgentCommands:
                 self._protection.finish_protection(_DRAIN_TIMEOUT_S)
             case Verify():
                 self._discard_damaged()
-            case Commit(snapshot=snapshot):
+            case CommitSnapshot(snapshot=snapshot):
                 self._memory.commit(snapshot)
-            case Persist(task=task, part=part, attempt=attempt):
+            case PersistPart(task=task, part=part, attempt=attempt):
                 self._persistence.start(task, part, attempt)
-            case Publish(task=task, listings=listings):
+            case PublishManifest(task=task, listings=listings):
                 self._persistence.publish(task, listings)
             case ReportHoldings():
                 pass

@@ -47,7 +47,7 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.messages import Assignment, CommandKind, Committed, Stored
+from keepstep.elastic.worker.messages import Assignment, CommandKind, SnapshotCommitted, Stored
 from keepstep.transport import Identity
 
 log = logging.getLogger("keepstep")
@@ -418,7 +418,7 @@ class Participation:
     async def _commit(self, snapshot: SnapshotId) -> None:
         self._committed = snapshot
         await self._snapshots.commit(snapshot)
-        await self._worker_group.broadcast(Committed(step=snapshot.step))
+        await self._worker_group.broadcast(SnapshotCommitted(step=snapshot.step))
 
     def _on_snapshot_event(self, event: SnapshotEvent) -> None:
         """Pass on what the snapshot server has protected or stored, or has failed to."""

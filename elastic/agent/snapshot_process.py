@@ -19,19 +19,19 @@ from keepstep.checkpoint.memory.messages import (
     AgentCommand,
     AgentReply,
     AgentRequest,
-    Commit,
+    CommitSnapshot,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
     PartListing,
-    Persist,
     Persisted,
     PersistFailed,
+    PersistPart,
     PersistTask,
     Protected,
-    Publish,
     Published,
     PublishFailed,
+    PublishManifest,
     RankHolder,
     Rebuild,
     Refused,
@@ -222,14 +222,14 @@ class SnapshotProcess:
 
     async def commit(self, snapshot: SnapshotId) -> None:
         """Have everything older than this snapshot freed."""
-        await self._ask(Commit(snapshot=snapshot))
+        await self._ask(CommitSnapshot(snapshot=snapshot))
 
     async def persist(self, attempt: PartAttempt) -> None:
         """Begin to write this node's part of a checkpoint; the outcome comes as an event."""
         request, number = attempt.request, attempt.revision
         part = [holder.node for holder in request.commit.holders].index(self._node)
         try:
-            await self._ask(Persist(task=self._task_of(request), part=part, attempt=number))
+            await self._ask(PersistPart(task=self._task_of(request), part=part, attempt=number))
         except SnapshotUnavailable as error:
             snapshot = request.commit.snapshot
             self._on_event(PersistFailed(snapshot=snapshot, attempt=number, reason=str(error)))
@@ -246,7 +246,7 @@ class SnapshotProcess:
         """
         listings = tuple(PartListing(*part["entry"]) for part in parts)
         self._publishing = asyncio.get_running_loop().create_future()
-        await self._ask(Publish(task=self._task_of(request), listings=listings))
+        await self._ask(PublishManifest(task=self._task_of(request), listings=listings))
         await self._publishing
 
     async def close(self) -> None:

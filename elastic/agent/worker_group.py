@@ -26,7 +26,7 @@ from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assignment,
     Broken,
-    Closing,
+    CloseGeneration,
     Command,
     Drained,
     Failed,
@@ -261,7 +261,7 @@ class WorkerGroup:
     async def _begin_drain(self, *, abort: bool) -> None:
         for worker in self.workers.values():
             if worker.has_joined:
-                await worker.send(Closing(generation=self.generation, aborts=abort))
+                await worker.send(CloseGeneration(generation=self.generation, aborts=abort))
             elif worker.is_alive and not worker.is_stopping:
                 self._end_soon(worker, _TERM_GRACE_S)
 

@@ -211,7 +211,7 @@ class Assign(Message, frozen=True, kw_only=True):
     serves_store: bool
 
 
-class Closing(Message, frozen=True, kw_only=True):
+class CloseGeneration(Message, frozen=True, kw_only=True):
     """The generation is over.
 
     Args:
@@ -223,7 +223,7 @@ class Closing(Message, frozen=True, kw_only=True):
     aborts: bool
 
 
-class Committed(Message, frozen=True, kw_only=True):
+class SnapshotCommitted(Message, frozen=True, kw_only=True):
     """The snapshot of `step`, and so of every step before it, is committed."""
 
     step: int
@@ -250,7 +250,7 @@ WorkerMessage: TypeAlias = (
 )
 """What a worker sends."""
 
-AgentMessage: TypeAlias = Assign | Closing | Committed | Stored
+AgentMessage: TypeAlias = Assign | CloseGeneration | SnapshotCommitted | Stored
 """What an agent sends."""
 
 PROTOCOL = Protocol(
@@ -269,7 +269,7 @@ PROTOCOL = Protocol(
         Broken,
         SnapshotIntervalChosen,
     ),
-    replies=Codec[AgentMessage](Assign, Closing, Committed, Stored),
+    replies=Codec[AgentMessage](Assign, CloseGeneration, SnapshotCommitted, Stored),
 )
 """Spoken over the socket pair; the worker is the client."""
 

@@ -28,9 +28,9 @@ from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assign,
     Assignment,
-    Closing,
-    Committed,
+    CloseGeneration,
     Failed,
+    SnapshotCommitted,
     Stored,
     WorkerMessage,
     sendable,
@@ -166,19 +166,19 @@ class Session:
                     self._committed_step = -1
                     if serves_store:
                         self._serve_store(assignment, self._connection.take_descriptor())
-                case Closing(generation=generation, aborts=aborts):
+                case CloseGeneration(generation=generation, aborts=aborts):
                     self._closing_generation = max(self._closing_generation, generation)
                     if aborts:
                         self._aborting_generation = max(self._aborting_generation, generation)
                     # Ranks that still connect wait inside the torch store: its end wakes them.
                     self._store = None
-                case Committed(step=step):
+                case SnapshotCommitted(step=step):
                     self._committed_step = max(self._committed_step, step)
                 case Stored(step=step):
                     self._stored_step = max(self._stored_step, step)
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
-        if isinstance(message, Closing) and message.aborts and self._abort is not None:
+        if isinstance(message, CloseGeneration) and message.aborts and self._abort is not None:
             self._abort()
 
     def _serve_store(self, assignment: Assignment, descriptor: int) -> None:

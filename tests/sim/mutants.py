@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpoint.errors import InvariantViolated as TableInvariantViolated
+from keepstep.checkpoint.errors import SnapshotInvariantViolated
 from keepstep.checkpoint.memory import snapshot_table
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
 from keepstep.elastic.errors import InvariantViolated
@@ -543,7 +543,7 @@ def notice(seed: int) -> str | None:
     """Run a seed; return the rule that it breaks, or None."""
     try:
         run_seed(seed)
-    except (InvariantViolated, TableInvariantViolated) as error:
+    except (InvariantViolated, SnapshotInvariantViolated) as error:
         return f"invariant: {error.invariant}"
     except BrokenRuleError as error:
         return f"rule: {error}"

@@ -169,8 +169,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "InvariantViolated", "LayoutMismatch", "SnapshotUnavailable", "StateChanged", "load",
-        "save",
+        "LayoutMismatch", "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged",
+        "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

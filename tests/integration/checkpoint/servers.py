@@ -21,7 +21,7 @@ from keepstep.checkpoint.memory.messages import (
     AgentCommand,
     AgentReply,
     AgentRequest,
-    Commit,
+    CommitSnapshot,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
@@ -101,7 +101,7 @@ class Server:
 
     def commit(self, snapshot: SnapshotId) -> NodeHoldings:
         """Commit a snapshot on this node."""
-        return self.ask(Commit(snapshot=snapshot))
+        return self.ask(CommitSnapshot(snapshot=snapshot))
 
     def _receive(self) -> AgentReply | ServerEvent:
         with translated_transport_errors():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.errors import InvariantViolated, SnapshotUnavailable
+from keepstep.checkpoint.errors import SnapshotInvariantViolated, SnapshotUnavailable
 from keepstep.checkpoint.memory.snapshot_table import (
     ShardBuffer,
     SnapshotId,
@@ -104,23 +104,23 @@ def test_tables_that_break_an_invariant_are_refused() -> None:
     table = taken(open_generation(SnapshotTable(), 1), 1)
     first = SnapshotId(1, 1), 0
     shared = {**table.shards, (SnapshotId(1, 1), 1): table.shards[first]}
-    with pytest.raises(InvariantViolated, match="a buffer belongs to one shard"):
+    with pytest.raises(SnapshotInvariantViolated, match="a buffer belongs to one shard"):
         check_table(replace(table, shards=shared))
-    with pytest.raises(InvariantViolated, match="a buffer belongs to one shard"):
+    with pytest.raises(SnapshotInvariantViolated, match="a buffer belongs to one shard"):
         check_table(replace(table, free={1: 100}))
     second = {**table.shards, (SnapshotId(1, 2), 0): ShardBuffer(2, 100, sealed=True)}
-    with pytest.raises(InvariantViolated, match="one sealed snapshot at most"):
+    with pytest.raises(SnapshotInvariantViolated, match="one sealed snapshot at most"):
         check_table(replace(table, shards=second, next_buffer=3))
     moved = replace(table, shards={first: ShardBuffer(2, 100, sealed=True)}, next_buffer=3)
-    with pytest.raises(InvariantViolated, match="stays in its buffer"):
+    with pytest.raises(SnapshotInvariantViolated, match="stays in its buffer"):
         check_change(table, moved)
-    with pytest.raises(InvariantViolated, match="stays in its buffer"):
+    with pytest.raises(SnapshotInvariantViolated, match="stays in its buffer"):
         check_change(table, replace(table, shards={}))
     check_change(table, replace(table, shards={}), discarded=[first])
     committed = commit(table, SnapshotId(1, 1))
-    with pytest.raises(InvariantViolated, match="never go back"):
+    with pytest.raises(SnapshotInvariantViolated, match="never go back"):
         check_change(committed, replace(committed, committed=SnapshotId(1, 0)))
-    with pytest.raises(InvariantViolated, match="never go back"):
+    with pytest.raises(SnapshotInvariantViolated, match="never go back"):
         check_change(committed, replace(committed, generation=0))
 
 

@@ -18,10 +18,10 @@ from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assign,
     Assignment,
-    Closing,
-    Committed,
+    CloseGeneration,
     Drained,
     Failed,
+    SnapshotCommitted,
     Stored,
     Warm,
     WorkerMessage,
@@ -114,7 +114,7 @@ threading.Event().wait()
 """
     with worker(script) as running:
         assert running.connection.receive() == Drained(generation=0)
-        running.connection.send(Closing(generation=1, aborts=True))
+        running.connection.send(CloseGeneration(generation=1, aborts=True))
         report = running.connection.receive()
         assert isinstance(report, Failed)
         assert "the communicator is in use" in report.traceback
@@ -167,12 +167,16 @@ WAITS = {
 @pytest.mark.parametrize(
     ("wait", "messages", "is_done"),
     [
-        ("commit", [Committed(step=4), Committed(step=5)], True),
-        ("commit", [Closing(generation=2, aborts=False)], False),
-        ("commit while closing", [Closing(generation=2, aborts=False), Committed(step=6)], True),
-        ("commit while closing", [Closing(generation=2, aborts=True)], False),
-        ("stored", [Committed(step=9), Stored(step=5)], True),
-        ("stored", [Closing(generation=3, aborts=False)], False),
+        ("commit", [SnapshotCommitted(step=4), SnapshotCommitted(step=5)], True),
+        ("commit", [CloseGeneration(generation=2, aborts=False)], False),
+        (
+            "commit while closing",
+            [CloseGeneration(generation=2, aborts=False), SnapshotCommitted(step=6)],
+            True,
+        ),
+        ("commit while closing", [CloseGeneration(generation=2, aborts=True)], False),
+        ("stored", [SnapshotCommitted(step=9), Stored(step=5)], True),
+        ("stored", [CloseGeneration(generation=3, aborts=False)], False),
     ],
 )
 def test_wait_ends_with_its_event_or_its_generation(
@@ -192,7 +196,7 @@ session.wait_for_assignment(1)
 session.report(Drained(generation=int(session.is_committed(9))))
 """
     with worker(script) as running:
-        running.connection.send(Committed(step=9))
+        running.connection.send(SnapshotCommitted(step=9))
         assert running.connection.receive() == Drained(generation=1)
         running.connection.send(Assign(assignment=assignment(2), serves_store=False))
         assert running.connection.receive() == Drained(generation=0)
