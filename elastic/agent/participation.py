@@ -57,11 +57,11 @@ _PROGRESS_WRITES_PER_S = 20
 
 Only people read that."""
 
-# The first of these that ended a membership is what the user should know: a lost lease explains
-# everything else.
+# The first of these that ended a membership is what the user should know: a broken invariant is
+# never hidden, and a lost lease explains everything else.
 _CAUSES = (
-    LeaseLost,
     InvariantViolated,
+    LeaseLost,
     JobFailed,
     UsageError,
     StoreUnavailable,
