@@ -19,14 +19,16 @@ def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs a module of keepstep in a process of its own.
 
     `-P` keeps the current folder out of the module search path: a user's `checkpoint.py` or
-    `types.py` beside their script is never imported by a helper. A keepstep that runs from a
-    source tree is added to the path last, so that the tree's folders hide no other package.
+    `types.py` beside their script is never imported by a helper. A helper imports the keepstep that
+    starts it, even if another one is installed. If that one is a source tree, the tree is added to
+    the path last, so that its folders hide no other package.
     """
     root = Path(__file__).absolute().parent.parent
     if root.name in ("site-packages", "dist-packages"):
         return [sys.executable, "-P", "-m", module, *arguments]
     code = (
-        f"import runpy, sys; sys.path.append({str(root)!r}); sys.argv.pop(0); "
+        f"import runpy, sys; sys.path.insert(0, {str(root)!r}); import keepstep; "
+        "sys.path.append(sys.path.pop(0)); sys.argv.pop(0); "
         "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
     )
     return [sys.executable, "-P", "-c", code, module, *arguments]
