@@ -19,6 +19,7 @@ class Memory:
     buffers: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
     pulled: dict[SnapshotId, set[str]] = field(default_factory=dict)
     begun: set[tuple[SnapshotId, int]] = field(default_factory=set)
+    _sealed: tuple[SnapshotTable | None, int, frozenset[SnapshotId]] = (None, 0, frozenset())
 
     def begin(self, snapshot: SnapshotId, rank: int) -> None:
         """Have a rank begin to copy its shard; raises SnapshotUnavailable."""
@@ -59,9 +60,12 @@ class Memory:
         """Let go of a pinned snapshot."""
         self.table = snapshot_table.unpin(self.table, snapshot)
 
-    def sealed(self, ranks: int) -> set[SnapshotId]:
+    def sealed(self, ranks: int) -> frozenset[SnapshotId]:
         """Return the snapshots that all of the node's ranks have sealed."""
-        return {snapshot for snapshot, done in self.table.sealed().items() if len(done) == ranks}
+        if self._sealed[0] is not self.table or self._sealed[1] != ranks:
+            complete = (s for s, sealed in self.table.sealed().items() if len(sealed) == ranks)
+            self._sealed = (self.table, ranks, frozenset(complete))
+        return self._sealed[2]
 
     def content(self, snapshot: SnapshotId, rank: int) -> tuple[SnapshotId, int] | None:
         """Return what a sealed shard's buffer holds; None if there is no such shard."""

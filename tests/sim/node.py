@@ -387,8 +387,10 @@ class Node:
     # The agent
 
     def _update(self, **changes: Any) -> None:
-        if any(getattr(self.record, name) != value for name, value in changes.items()):
-            self.record = replace(self.record, **changes)
+        for name, value in changes.items():
+            if getattr(self.record, name) != value:
+                self.record = replace(self.record, **changes)
+                return
 
     def _reconcile(self) -> bool:
         """Follow `Agent._reconcile`; True when nothing is left to do but to leave."""
@@ -431,7 +433,7 @@ class Node:
         )
         if phase in (NodePhase.DONE, NodePhase.DRAINED):
             self._update(step=self._step(), **self._holdings())
-        elif self.rng.random() < 0.3:
+        elif self.rng.random() < 0.1:
             self._update(step=self._step())
         if self.worker_generation and phase is not NodePhase.DRAINED:
             self._report(view)
