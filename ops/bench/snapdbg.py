@@ -1,0 +1,272 @@
+"""Measures what a snapshot of all state after every step costs.
+
+`python ops/bench/snapshot.py --json [--quick]`. The last line is one JSON object.
+
+Two nodes of one rank each train a sharded GPT on one thread a rank, with real snapshot servers;
+this process plays the agents, and commits as the leader would. Windows of steps of each mode take
+turns, so that all have the machine's drift alike; `step_s` are medians. The modes: no snapshots,
+lazily copied (`lazy`), copied on the spot (`sync`), `lazy` with parity of the other node
+(`protected`: both nodes' exchange is done by the two cores that train), and DCP's async_save to
+memory. `sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of
+all state while nothing else goes on. `encode_bytes_per_s` are bytes of input, on one thread, of
+groups of 4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# The benchmark beside this file is called as the package is.
+sys.path.remove(str(Path(__file__).parent))
+
+import click
+import numpy as np
+from rich.console import Console
+
+from keepstep.checkpoint.memory.messages import Protected
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.parity.erasure import Combination, parity_rows
+from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess
+from keepstep.elastic.rendezvous.records import Generation, Member
+
+ROOT = Path(__file__).parents[2]
+NODES = 2
+MODES = ("none", "lazy", "sync", "protected", "dcp_async")
+TILE_NBYTES = 2**18
+
+Result = dict[str, Any]
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--quick", is_flag=True, help="Fewer steps.")
+def main(as_json: bool, quick: bool) -> None:
+    console = Console(stderr=as_json)
+    result = asyncio.run(
+        measure(rounds=2 if quick else 4, steps=3 if quick else 5, console=console)
+    )
+    result |= kernels(2**26 if quick else 2**28)
+    console.print(result)
+    print(json.dumps(result))
+
+
+class Nodes:
+    """Two snapshot servers and their workers, and the commits between them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.servers: list[SnapshotProcess] = []
+        self.workers: list[asyncio.subprocess.Process] = []
+        self.generation = 0
+        self.protected: dict[SnapshotId, set[int]] = defaultdict(set)
+        self.times: dict[int, Result] = defaultdict(dict)
+        self.committing: set[asyncio.Task[None]] = set()
+        self.commit_noted = asyncio.Condition()
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        secret = secrets.token_bytes(32)
+        for rank in range(NODES):
+            place = self.directory / f"node{rank}"
+            place.mkdir()
+            server = await SnapshotProcess.start(
+                f"n{rank}",
+                1,
+                place,
+                "127.0.0.1",
+                secret,
+                partial(self.on_event, rank),
+                RateLimits(),
+            )
+            stack.push_async_callback(server.close)
+            self.servers.append(server)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+        environment = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "SECRET": secret.hex(),
+        }
+        for rank, server in enumerate(self.servers):
+            worker = await asyncio.create_subprocess_exec(
+                sys.executable, str(ROOT / "ops" / "bench" / "snapshot_worker.py"),
+                str(rank), str(NODES),
+                server.local_address, str(self.directory / "store"), str(self.directory),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                env=environment, limit=2**24,
+            )  # fmt: skip
+            self.workers.append(worker)
+            stack.push_async_callback(self.end, worker)
+
+    @staticmethod
+    async def end(worker: asyncio.subprocess.Process) -> None:
+        if worker.returncode is None:
+            worker.kill()
+        await worker.wait()
+
+    def on_event(self, rank: int, event: SnapshotEvent) -> None:
+        if not isinstance(event, Protected):
+            return
+        snapshot = event.snapshot
+        self.protected[snapshot].add(rank)
+        self.times[snapshot.step]["encoded_s"] = time.monotonic()
+        if len(self.protected[snapshot]) == NODES:
+            task = asyncio.ensure_future(self.commit(snapshot))
+            self.committing.add(task)
+            task.add_done_callback(self.committing.discard)
+
+    async def commit(self, snapshot: SnapshotId) -> None:
+        await asyncio.gather(*(server.commit(snapshot) for server in self.servers))
+        self.times[snapshot.step]["committed_s"] = time.monotonic()
+        for worker in self.workers:
+            self.send(worker, committed=snapshot.step)
+        async with self.commit_noted:
+            self.commit_noted.notify_all()
+
+    async def committed(self, step: int) -> Result:
+        """Return when a snapshot was encoded and committed, once it is committed."""
+        async with self.commit_noted:
+            await self.commit_noted.wait_for(lambda: "committed_s" in self.times[step])
+        return self.times[step]
+
+    @staticmethod
+    def send(worker: asyncio.subprocess.Process, **request: Any) -> None:
+        assert worker.stdin is not None
+        worker.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def ask(self, **request: Any) -> list[Result]:
+        """Send a request to all workers; return their answers."""
+        answers = []
+        for worker in self.workers:
+            self.send(worker, **request)
+        for worker in self.workers:
+            assert worker.stdout is not None
+            line = await worker.stdout.readline()
+            if not line:
+                raise RuntimeError("a worker ended; what it printed is above")
+            answers.append(json.loads(line))
+        return answers
+
+    async def enter(self, parity: int) -> None:
+        """Begin a generation, with or without parity."""
+        self.generation += 1
+        members = tuple(
+            Member(f"n{rank}", "127.0.0.1", 1, rank, "", server.address)
+            for rank, server in enumerate(self.servers)
+        )
+        generation = Generation(self.generation, members, "", 0, "benchmark", parity=parity)
+        for server in self.servers:
+            await server.open_generation(generation)
+            await server.commit(SnapshotId(self.generation, -1))
+        await self.ask(do="enter", generation=self.generation)
+
+
+async def measure(rounds: int, steps: int, console: Console) -> Result:
+    step_s: dict[str, list[float]] = {mode: [] for mode in MODES}
+    ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+    blocked: list[float] = []
+    taken = 0
+    with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory:
+        async with AsyncExitStack() as stack:
+            nodes = Nodes(Path(directory))
+            await nodes.start(stack)
+            await nodes.enter(0)
+            await nodes.ask(do="window", mode="lazy", steps=2)
+            for turn in range(rounds):
+                for mode in MODES:
+                    await nodes.enter(1 if mode == "protected" else 0)
+                    asked = "lazy" if mode == "protected" else mode
+                    answers = await nodes.ask(do="window", mode=asked, steps=steps + 1)
+                    # The slowest rank's time counts; a window's first step fills pages and caches.
+                    seconds = [
+                        max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)
+                    ][1:]
+                    step_s[mode].append(statistics.median(seconds))
+                    ratios[mode].append(step_s[mode][-1] / step_s["none"][-1])
+                    if mode == "lazy":
+                        blocked += [b for answer in answers for b in answer["blocked"][1:]]
+                        taken += answers[0]["taken"]
+                console.print(turn, {mode: round(values[-1], 4) for mode, values in step_s.items()})
+            await nodes.enter(1)
+            singles = []
+            for _ in range(5):
+                answers = await nodes.ask(do="single")
+                began_s = max(answer["began_s"] for answer in answers)
+                times = await nodes.committed(answers[0]["step"])
+                singles.append({
+                    "sealed_s": max(answer["sealed_s"] for answer in answers) - began_s,
+                    "encoded_s": times["encoded_s"] - began_s,
+                    "committed_s": times["committed_s"] - began_s,
+                })  # fmt: skip
+            copies = await nodes.ask(do="memcpy")
+            for server in nodes.servers:
+                await server.refresh()
+            held = max(server.memory_nbytes for server in nodes.servers)
+    state_nbytes = copies[0]["nbytes"]
+    return {
+        "step_s": {mode: round(statistics.median(values), 4) for mode, values in step_s.items()},
+        "step_ratio": {
+            mode: round(statistics.median(values), 4) for mode, values in ratios.items()
+        },
+        "snapshots_per_step": round(taken / (rounds * (steps + 1)), 3),
+        "state_bytes_per_node": state_nbytes,
+        "blocked_s": round(statistics.median(blocked), 6),
+        "memcpy_s": round(statistics.median(copy["seconds"] for copy in copies), 6),
+        **{
+            name: round(statistics.median(single[name] for single in singles), 6)
+            for name in singles[0]
+        },
+        # Two snapshots of this node's state and as many of its parity, in a group of two.
+        "memory_ratio": round(held / (2 * 2 * state_nbytes + 64 * 2**20), 4),
+        "memory_bytes_per_state_byte": round(held / state_nbytes, 3),
+    }
+
+
+def kernels(nbytes: int) -> Result:
+    """Return the rates of a copy and of encoding, on one thread, into existing buffers."""
+    random = np.random.default_rng(0)
+    sources = [random.integers(0, 256, nbytes, np.uint8) for _ in range(3)]
+    target, other = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+
+    def encode(parity: int) -> None:
+        data = 4 - parity
+        rows = [Combination(row) for row in parity_rows(data, parity)]
+        for start in range(0, nbytes, TILE_NBYTES):
+            tiles = [source[start : start + TILE_NBYTES] for source in sources[:data]]
+            for row, parity_block in zip(rows, (target, other), strict=False):
+                row.into(parity_block[start : start + TILE_NBYTES], tiles)
+
+    copy_s = best(lambda: np.copyto(target, sources[0]))
+    return {
+        "memcpy_bytes_per_s": round(nbytes / copy_s),
+        "encode_bytes_per_s": {
+            "m1": round(3 * nbytes / best(lambda: encode(1))),
+            "m2": round(2 * nbytes / best(lambda: encode(2))),
+        },
+    }
+
+
+def best(act: Callable[[], None], repeats: int = 7) -> float:
+    times = []
+    for _ in range(repeats):
+        began = time.monotonic()
+        act()
+        times.append(time.monotonic() - began)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
