@@ -133,7 +133,7 @@ def _run(session: Session, command: Command) -> None:
         if stop.code not in (None, 0):
             session.report(Failed(traceback=sendable(f"exited with status {stop.code}")))
             raise
-    except BaseException as error:  # noqa: BLE001 - whatever ends the script is reported, and the process with it
+    except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
         session.report(Failed(traceback=sendable(_script_frames(error)), is_fatal=_is_fatal(error)))
         sys.stdout.flush()
         sys.stderr.flush()

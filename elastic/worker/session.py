@@ -142,7 +142,7 @@ class Session:
                 self._apply(message)
         except PeerUnavailable:
             os._exit(EXIT_AGENT_GONE)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the worker must not go on without this thread
+        except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
             self._end_after(error)
         os._exit(EXIT_AGENT_GONE)
 

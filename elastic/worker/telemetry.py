@@ -45,7 +45,7 @@ def attach(assignment: Assignment) -> None:
             node=assignment.node,
             generation=assignment.generation,
         )
-    except Exception as error:  # noqa: BLE001 - the job runs on without its monitor; the consequence is logged
+    except Exception as error:  # noqa: BLE001 - logged; the job goes on
         log.warning("rank %d is not monitored: %s", assignment.rank, error)
 
 
@@ -69,7 +69,7 @@ def reopen(assignment: Assignment) -> None:
     )
     try:
         recorder.reopen(identity)
-    except Exception as error:  # noqa: BLE001 - the job runs on without its monitor; the consequence is logged
+    except Exception as error:  # noqa: BLE001 - logged; the job goes on
         log.warning("rank %d is not monitored any more: %s", assignment.rank, error)
         attachment.detach()
 

@@ -245,7 +245,7 @@ def test_flooded_doctor_still_serves_its_peers(secret_file: Path, ports: list[in
 def test_doctor_under_a_steady_flood_is_still_measured(
     secret_file: Path, ports: list[int], tmp_path: Path
 ) -> None:
-    """Connections that say nothing are dropped for those that authenticate."""
+    """Connections that send nothing are dropped for those that authenticate."""
     addresses = [f"127.0.0.1:{port}" for port in ports[:2]]
     secret = secret_file.read_bytes()
     with Doctor("b", ("127.0.0.1", ports[1]), secret, 30.0) as flooded:

@@ -81,7 +81,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def agent_at(port: int, host: str = HOST, node: str = "a") -> NodeRecord:
-    """Return the record of a node whose agent is said to listen there."""
+    """Return the record of a node whose agent should listen there."""
     return NodeRecord(
         node=node,
         host=host,
@@ -151,7 +151,7 @@ async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 @dataclass
 class Relay:
-    """Somebody between two agents, who passes on what they send until told to meddle."""
+    """A process between two agents that passes on what they send, until `is_capturing`."""
 
     target: int
     captured: bytearray = field(default_factory=bytearray)
