@@ -1,1 +1,1 @@
-"""The snapshot server of a node: owns snapshots' memory, protects, rebuilds and stores them."""
+"""The snapshot server: owns the memory of a node's snapshots; protects, rebuilds, stores them."""

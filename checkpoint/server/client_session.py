@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.errors import CheckpointError, SnapshotInvariantViolated
 from keepstep.checkpoint.memory.arena import box_bytes, contiguous_range
 from keepstep.checkpoint.memory.messages import (
     Begin,
@@ -72,6 +72,8 @@ class ClientSession:
                 try:
                     self._answer(request)
                 except (CheckpointError, ValueError, OSError) as error:
+                    if isinstance(error, SnapshotInvariantViolated):
+                        log.error("a request of %s was refused: %s", self._client.peer, error)
                     self._client.send(Refused(reason=str(error)))
         finally:
             for snapshot, rank in self._unsealed:

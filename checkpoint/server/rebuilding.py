@@ -102,7 +102,7 @@ class Rebuilder:
                     missing.remove(location.rank)
             if missing:
                 raise SnapshotUnavailable(f"the lost node had no shard of rank {missing[0]}")
-        except Exception as error:  # noqa: BLE001 - the thread's edge: readers wait for these shards
+        except Exception as error:  # noqa: BLE001 - the thread's edge: readers wait
             for rank in missing:
                 self._memory.fail_adoption(
                     node.snapshot, rank, f"rank {rank}'s shard cannot be rebuilt: {error}"

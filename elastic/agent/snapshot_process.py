@@ -131,7 +131,7 @@ class SnapshotProcess:
         own_end, server_end = socket.socketpair()
         (directory / "snapshots.sock").unlink(missing_ok=True)
         with server_end:
-            process = subprocess.Popen(  # noqa: ASYNC220 - forking takes milliseconds, once per node
+            process = subprocess.Popen(  # noqa: ASYNC220 - takes milliseconds, once
                 module_command(
                     "keepstep.checkpoint.server.server", "--directory", str(directory),
                     "--host", host, "--node", node, "--control", str(server_end.fileno()),

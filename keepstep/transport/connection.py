@@ -24,8 +24,13 @@ from keepstep.transport.handshake import AuthenticatedPeer
 from keepstep.transport.keys import NO_KEYS
 from keepstep.transport.protocol import ReceivedT, SentT, Side
 
-# Bytes are covered by the tag and sent (or received and covered) while a core's cache has them.
+# Bytes are covered by the tag and sent while a core's cache has them.
 _TILE_NBYTES = 2**18
+
+# The most that one receive takes, and is covered at once. Each receive has the kernel announce a
+# new window: receives of 256 KiB took half as much processor time again as these, measured with
+# parity of 256 MiB per node over the loopback.
+_RECEIVE_NBYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +181,7 @@ class Connection(Generic[SentT, ReceivedT]):
         if not rest.nbytes:
             return
         while rest.nbytes:
-            count = self._receive_payload(rest[:_TILE_NBYTES])
+            count = self._receive_payload(rest[:_RECEIVE_NBYTES])
             self._opener.cover(rest[:count])
             rest = rest[count:]
         if not self._opener.payload_left:

@@ -158,7 +158,14 @@ def write_shard(server: Server, content: bytes) -> SnapshotId:
     server.open_generation(1)
     snapshot = SnapshotId(1, 1)
     box = Box.whole((len(content),))
-    entry = Entry("w", "uint8", box.shape, box, 0, len(content))
+    entry = Entry(
+        key="w",
+        dtype="uint8",
+        global_shape=box.shape,
+        box=box,
+        byte_offset=0,
+        nbytes=len(content),
+    )
     index = encode_index(len(content), f"[{json.dumps(entry.to_json())}]", {})
     with closing(SnapshotClient(server.local, SECRET)) as client:
         _, arena = client.begin(snapshot, 0, len(content) + len(index))
