@@ -1,15 +1,13 @@
-"""Measures what a snapshot of all state after every step costs.
+"""Measures the cost of a snapshot of all state after every step.
 
-`python ops/bench/snapshot.py --json [--quick]`. The last line is one JSON object.
-
-Two nodes of one rank each train a sharded GPT on one thread a rank, with real snapshot servers;
-this process plays the agents, and commits as the leader would. Windows of steps of each mode take
-turns, so that all have the machine's drift alike; `step_s` are medians. The modes: no snapshots,
-lazily copied (`lazy`), copied on the spot (`sync`), `lazy` with parity of the other node
-(`protected`: both nodes' exchange is done by the two cores that train), and DCP's async_save to
-memory. `sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of
-all state while nothing else goes on. `encode_bytes_per_s` are bytes of input, on one thread, of
-groups of 4.
+`python ops/bench/snapshot.py --json [--quick]`. The last line is one JSON object. The state is
+copied lazily, synchronously, or by DCP's async_save to memory. Two nodes of one rank each train a
+sharded GPT on one thread per rank, with real snapshot servers; this process acts as their agents,
+and commits as the leader does. Windows of steps of each kind alternate, so that a drift of the
+machine affects all alike; `step_s` are medians. `protected` is `lazy` with parity for the other
+node; here the same two cores train and do the exchange of both nodes. `sealed_s`, `encoded_s` and
+`committed_s` are seconds from the beginning of a snapshot of all state on an otherwise idle
+machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups of 4.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# The benchmark beside this file is called as the package is.
+# This directory has modules with the names of others, which it must not hide.
 sys.path.remove(str(Path(__file__).parent))
 
 import click
@@ -44,6 +42,7 @@ from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProce
 from keepstep.elastic.rendezvous.records import Generation, Member
 
 ROOT = Path(__file__).parents[2]
+WORKER = ROOT / "ops" / "bench" / "snapshot_worker.py"
 NODES = 2
 MODES = ("none", "lazy", "sync", "protected", "dcp_async")
 TILE_NBYTES = 2**18
@@ -52,7 +51,7 @@ Result = dict[str, Any]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Nothing on stdout but the last line.")
+@click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
 @click.option("--quick", is_flag=True, help="Fewer steps.")
 def main(as_json: bool, quick: bool) -> None:
     console = Console(stderr=as_json)
@@ -65,7 +64,7 @@ def main(as_json: bool, quick: bool) -> None:
 
 
 class Nodes:
-    """Two snapshot servers and their workers, and the commits between them."""
+    """Two snapshot servers with their workers; commits their snapshots."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -75,17 +74,17 @@ class Nodes:
         self.protected: dict[SnapshotId, set[int]] = defaultdict(set)
         self.times: dict[int, Result] = defaultdict(dict)
         self.committing: set[asyncio.Task[None]] = set()
-        self.commit_noted = asyncio.Condition()
+        self.commit_changed = asyncio.Condition()
 
     async def start(self, stack: AsyncExitStack) -> None:
         secret = secrets.token_bytes(32)
         for rank in range(NODES):
-            place = self.directory / f"node{rank}"
-            place.mkdir()
+            node_directory = self.directory / f"node{rank}"
+            node_directory.mkdir()
             server = await SnapshotProcess.start(
                 f"n{rank}",
                 1,
-                place,
+                node_directory,
                 "127.0.0.1",
                 secret,
                 partial(self.on_event, rank),
@@ -102,8 +101,7 @@ class Nodes:
         }
         for rank, server in enumerate(self.servers):
             worker = await asyncio.create_subprocess_exec(
-                sys.executable, str(ROOT / "ops" / "bench" / "snapshot_worker.py"),
-                str(rank), str(NODES),
+                sys.executable, str(WORKER), str(rank), str(NODES),
                 server.local_address, str(self.directory / "store"), str(self.directory),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
                 env=environment, limit=2**24,
@@ -133,13 +131,13 @@ class Nodes:
         self.times[snapshot.step]["committed_s"] = time.monotonic()
         for worker in self.workers:
             self.send(worker, committed=snapshot.step)
-        async with self.commit_noted:
-            self.commit_noted.notify_all()
+        async with self.commit_changed:
+            self.commit_changed.notify_all()
 
     async def committed(self, step: int) -> Result:
-        """Return when a snapshot was encoded and committed, once it is committed."""
-        async with self.commit_noted:
-            await self.commit_noted.wait_for(lambda: "committed_s" in self.times[step])
+        """Wait until a snapshot is committed; return the end times of its phases."""
+        async with self.commit_changed:
+            await self.commit_changed.wait_for(lambda: "committed_s" in self.times[step])
         return self.times[step]
 
     @staticmethod
@@ -156,12 +154,12 @@ class Nodes:
             assert worker.stdout is not None
             line = await worker.stdout.readline()
             if not line:
-                raise RuntimeError("a worker ended; what it printed is above")
+                raise RuntimeError("a worker ended; see its output above")
             answers.append(json.loads(line))
         return answers
 
     async def enter(self, parity: int) -> None:
-        """Begin a generation, with or without parity."""
+        """Begin a generation with a number of parity nodes."""
         self.generation += 1
         members = tuple(
             Member(f"n{rank}", "127.0.0.1", 1, rank, "", server.address)
@@ -188,16 +186,17 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
             for turn in range(rounds):
                 for mode in MODES:
                     await nodes.enter(1 if mode == "protected" else 0)
-                    asked = "lazy" if mode == "protected" else mode
-                    answers = await nodes.ask(do="window", mode=asked, steps=steps + 1)
-                    # The slowest rank's time counts; a window's first step fills pages and caches.
-                    seconds = [
-                        max(pair) for pair in zip(*(a["seconds"] for a in answers), strict=True)
-                    ][1:]
+                    worker_mode = "lazy" if mode == "protected" else mode
+                    answers = await nodes.ask(do="window", mode=worker_mode, steps=steps + 1)
+                    # The slowest rank determines a step's time. The first step of a window is left
+                    # out: it fills pages and caches.
+                    by_rank = [answer["seconds"] for answer in answers]
+                    seconds = [max(step) for step in zip(*by_rank, strict=True)][1:]
                     step_s[mode].append(statistics.median(seconds))
                     ratios[mode].append(step_s[mode][-1] / step_s["none"][-1])
                     if mode == "lazy":
-                        blocked += [b for answer in answers for b in answer["blocked"][1:]]
+                        for answer in answers:
+                            blocked += answer["blocked"][1:]
                         taken += answers[0]["taken"]
                 console.print(turn, {mode: round(values[-1], 4) for mode, values in step_s.items()})
             await nodes.enter(1)
@@ -214,7 +213,7 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
             copies = await nodes.ask(do="memcpy")
             for server in nodes.servers:
                 await server.refresh()
-            held = max(server.memory_nbytes for server in nodes.servers)
+            memory_nbytes = max(server.memory_nbytes for server in nodes.servers)
     state_nbytes = copies[0]["nbytes"]
     return {
         "step_s": {mode: round(statistics.median(values), 4) for mode, values in step_s.items()},
@@ -229,37 +228,38 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
             name: round(statistics.median(single[name] for single in singles), 6)
             for name in singles[0]
         },
-        # Two snapshots of this node's state and as many of its parity, in a group of two.
-        "memory_ratio": round(held / (2 * 2 * state_nbytes + 64 * 2**20), 4),
-        "memory_bytes_per_state_byte": round(held / state_nbytes, 3),
+        # Two snapshots of the node's state, and two of its parity in a group of two.
+        "memory_ratio": round(memory_nbytes / (2 * 2 * state_nbytes + 64 * 2**20), 4),
+        "memory_bytes_per_state_byte": round(memory_nbytes / state_nbytes, 3),
     }
 
 
 def kernels(nbytes: int) -> Result:
-    """Return the rates of a copy and of encoding, on one thread, into existing buffers."""
+    """Return the rates of copying and encoding, on one thread, with buffers allocated before."""
     random = np.random.default_rng(0)
     sources = [random.integers(0, 256, nbytes, np.uint8) for _ in range(3)]
-    target, other = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+    target, second_target = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
 
     def encode(parity: int) -> None:
         data = 4 - parity
         rows = [Combination(row) for row in parity_rows(data, parity)]
         for start in range(0, nbytes, TILE_NBYTES):
             tiles = [source[start : start + TILE_NBYTES] for source in sources[:data]]
-            for row, parity_block in zip(rows, (target, other), strict=False):
+            for row, parity_block in zip(rows, (target, second_target), strict=False):
                 row.into(parity_block[start : start + TILE_NBYTES], tiles)
 
-    copy_s = best(lambda: np.copyto(target, sources[0]))
+    copy_s = median_s(lambda: np.copyto(target, sources[0]))
     return {
         "memcpy_bytes_per_s": round(nbytes / copy_s),
         "encode_bytes_per_s": {
-            "m1": round(3 * nbytes / best(lambda: encode(1))),
-            "m2": round(2 * nbytes / best(lambda: encode(2))),
+            "m1": round(3 * nbytes / median_s(lambda: encode(1))),
+            "m2": round(2 * nbytes / median_s(lambda: encode(2))),
         },
     }
 
 
-def best(act: Callable[[], None], repeats: int = 7) -> float:
+def median_s(act: Callable[[], None], repeats: int = 7) -> float:
+    """Return the median duration of a call, in seconds."""
     times = []
     for _ in range(repeats):
         began = time.monotonic()

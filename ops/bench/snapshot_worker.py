@@ -1,7 +1,8 @@
-"""Runs one rank of snapshot.py: `snapshot_worker.py RANK WORLD SERVER STORE DIRECTORY`.
+"""Runs one rank, on a node of its own, of snapshot.py.
 
-Requests come as JSON lines on standard input, and have one answer each on standard output;
-`committed` lines are events and have none.
+`snapshot_worker.py RANK WORLD SERVER STORE DIRECTORY` reads requests as JSON lines from standard
+input, and writes one answer for each to standard output. `committed` lines only report a commit,
+and have no answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-# The benchmark beside this file is called as the package is.
+# This directory has modules with the names of others, which it must not hide.
 sys.path.remove(str(Path(__file__).parent))
 
 import torch
@@ -35,12 +36,12 @@ from keepstep.checkpoint.memory.client import SnapshotClient
 RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 SERVER, STORE, DIRECTORY = sys.argv[3], sys.argv[4], Path(sys.argv[5])
 CONTEXT, SAMPLES = 128, 4
-# Its tensors are smaller than real models', so the cost per tensor weighs more here.
+# Tensors are smaller than in real models, so a snapshot's cost per tensor counts more here.
 CONFIG = GPTConfig(width=1024, layers=4, heads=16, context=CONTEXT)
 
 
 class Requests:
-    """Receives the benchmark's requests, and the newest commit."""
+    """Reads the benchmark's requests, and the newest commit that it has reported."""
 
     def __init__(self) -> None:
         self.queue: Queue[dict[str, Any] | None] = Queue()
@@ -65,7 +66,7 @@ class Requests:
 
 
 class Trainer:
-    """A sharded model and its optimizer, and its snapshots, step by step."""
+    """Trains a sharded model and takes its snapshots."""
 
     def __init__(self, requests: Requests) -> None:
         self.requests = requests
@@ -79,12 +80,12 @@ class Trainer:
         initialize(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = tuple(torch.randint(0, 256, (SAMPLES // WORLD, CONTEXT)) for _ in range(2))
-        self.capturer = LiveStateReader(self.model, [self.optimizer])
+        self.state_reader = LiveStateReader(self.model, [self.optimizer])
         self.client = SnapshotClient(SERVER, bytes.fromhex(os.environ["SECRET"]))
         self.snapshotter: Snapshotter | None = None
-        # Keeps staging buffers from save to save; its other options need a GPU.
+        # The stager keeps its staging buffers between saves; its other options need a GPU.
         self.stager = DefaultStager(StagingOptions(False, True, False, False))
-        self.saving = dist.new_group(backend="gloo")
+        self.saving_group = dist.new_group(backend="gloo")
         self.number = self.taken = 0
 
     def enter(self, generation: int) -> None:
@@ -97,12 +98,12 @@ class Trainer:
     def nbytes(self) -> int:
         return sum(
             tensor.data.numel() * tensor.data.element_size()
-            for tensor in self.capturer.capture().tensors
+            for tensor in self.state_reader.capture().tensors
         )
 
     def snapshot(self) -> None:
         assert self.snapshotter is not None
-        live = self.capturer.capture()
+        live = self.state_reader.capture()
         self.snapshotter.start(self.number, live.tensors, live.documents)
         self.taken = self.number
 
@@ -117,7 +118,7 @@ class Trainer:
             loss = self.model(self.batch)
             agreement = self.agree() if mode == "lazy" else None
             loss.backward()
-            before = time.monotonic()
+            before_wait = time.monotonic()
             agreed = False
             if agreement is not None:
                 self.snapshotter.wait()
@@ -127,7 +128,7 @@ class Trainer:
             at_write = time.monotonic()
             self.optimizer.step()
             self.number += 1
-            after = time.monotonic()
+            after_write = time.monotonic()
             if mode == "lazy" and agreed:
                 self.snapshot()
                 taken += 1
@@ -142,11 +143,11 @@ class Trainer:
                 future = dcp.async_save(
                     state,
                     storage_writer=writer,
-                    process_group=self.saving,
+                    process_group=self.saving_group,
                     async_stager=self.stager,
                 )
             seconds.append(time.monotonic() - began)
-            blocked.append(at_write - before + time.monotonic() - after)
+            blocked.append(at_write - before_wait + time.monotonic() - after_write)
         if future is not None:
             future.result()
         self.snapshotter.wait()
@@ -155,15 +156,15 @@ class Trainer:
         return {"seconds": seconds, "blocked": blocked, "taken": taken}
 
     def agree(self) -> tuple[torch.Tensor, dist.Work]:
-        """Begin to agree with all ranks, beside the backward pass, whether to take a snapshot.
+        """Start the ranks' agreement on a snapshot, which runs beside the backward pass.
 
-        As in `keepstep.elastic`, one is taken if all know that the last one is committed.
+        As in `keepstep.elastic.trainer`, they take one if all know that the last is committed.
         """
         ready = torch.tensor([int(self.requests.committed >= self.taken)])
         return ready, dist.all_reduce(ready, dist.ReduceOp.MIN, async_op=True)
 
     def single(self) -> dict[str, Any]:
-        """Take a snapshot while nothing else goes on."""
+        """Take a snapshot while nothing else runs."""
         assert self.snapshotter is not None
         self.requests.wait_for_commit(self.taken)
         self.number += 1
@@ -173,8 +174,8 @@ class Trainer:
         return {"began_s": began, "sealed_s": time.monotonic(), "step": self.number}
 
     def memcpy(self) -> dict[str, Any]:
-        """Copy all state to memory that is allocated already, on one thread, in one call."""
-        sources = [tensor.data for tensor in self.capturer.capture().tensors]
+        """Copy all state to memory allocated before, on one thread, in one call."""
+        sources = [tensor.data for tensor in self.state_reader.capture().tensors]
         targets = [torch.zeros_like(source) for source in sources]
         best = min(_timed(lambda: torch._foreach_copy_(targets, sources)) for _ in range(5))
         return {"seconds": best, "nbytes": self.nbytes}
