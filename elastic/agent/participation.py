@@ -36,7 +36,11 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.actions import Publish
-from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, next_part
+from keepstep.elastic.rendezvous.checkpoint_schedule import (
+    PartAttempt,
+    next_commit,
+    next_part,
+)
 from keepstep.elastic.rendezvous.decide import may_leave
 from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.records import (
@@ -409,8 +413,9 @@ class Participation:
         if attempt is not None:
             self._part_attempt = attempt
             await self._snapshots.persist(attempt)
-        if view.snapshot is not None and view.snapshot.snapshot != self._committed:
-            await self._commit(view.snapshot.snapshot)
+        committed = next_commit(view, self._worker_group.generation, self._committed)
+        if committed is not None:
+            await self._commit(committed)
         if view.checkpoint is not None and view.checkpoint.step > self._stored_step:
             self._stored_step = view.checkpoint.step
             await self._worker_group.broadcast(Stored(step=self._stored_step))

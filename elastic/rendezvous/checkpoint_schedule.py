@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.actions import Action, CancelPersist, Commit, Persist, Publish
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s
 from keepstep.elastic.rendezvous.rank_assignment import absent_holders
@@ -125,6 +126,22 @@ def next_part(
     if all(holder.server != server for holder in request.commit.holders):
         return None
     return PartAttempt(request, revision)
+
+
+def next_commit(view: View, entered: int, known: SnapshotId | None) -> SnapshotId | None:
+    """Return the committed snapshot of which a node's server and workers are to be informed.
+
+    A commit frees everything older, which a request of its generation may be about to store: a node
+    begins its part first, and for that it has to enter the generation.
+
+    Args:
+        view: the node's view.
+        entered: the generation that the node has entered.
+        known: the snapshot of which they were informed last.
+    """
+    if view.snapshot is None or entered != view.generation_number:
+        return None
+    return view.snapshot.snapshot if view.snapshot.snapshot != known else None
 
 
 def persist_before_leaving(

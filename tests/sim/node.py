@@ -441,8 +441,9 @@ class Node:
 
     def _follow_commits(self, view: View) -> None:
         self._begin_part(view)
-        if view.snapshot is not None and view.snapshot.snapshot != self.committed:
-            self._commit(view.snapshot.snapshot)
+        committed = checkpoint_schedule.next_commit(view, self.worker_generation, self.committed)
+        if committed is not None:
+            self._commit(committed)
 
     def _begin_part(self, view: View) -> None:
         attempt = checkpoint_schedule.next_part(

@@ -12,20 +12,8 @@ import os
 
 import pytest
 
-from tests.sim.mutants import MAX_SEEDS, MUTANTS, catch, run_seed
+from tests.sim.mutants import FAILED_SEEDS, MAX_SEEDS, MUTANTS, catch, run_seed
 from tests.sim.simulation import Simulation
-
-FAILED_SEEDS = {
-    "writes_records_over_later_ones": (0, "a late write took a node's record back"),
-    "joins_a_job_whose_keys_are_deleted": (75, "a node joined without the job's secret"),
-    "removes_a_job_that_somebody_has_joined": (67, "the last to leave removed a node that joined"),
-    "removes_a_finished_job_in_any_case": (2, "two that joined a finished job removed each other"),
-    "completes_a_later_generations_restart": (78, "a late write removed the next request"),
-    "waits_for_a_holder_that_is_gone": (47, "a checkpoint waited for ever for a lost holder"),
-    "begins_a_snapshots_part_once_only": (21, "a snapshot asked for again was never written"),
-    "begins_a_part_before_it_enters_the_generation": (8, "entering ended the part just begun"),
-}
-"""Seeds that failed before a fix, by the mutant that undoes it."""
 
 SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "3000"))
 CHUNKS = 10
