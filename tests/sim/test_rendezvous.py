@@ -12,7 +12,7 @@ import os
 
 import pytest
 
-from tests.sim.mutants import FAILED_SEEDS, MAX_SEEDS, MUTANTS, catch, run_seed
+from tests.sim.mutants import FAILED_SEEDS, MUTANTS, catch, run_seed, seeds_for
 from tests.sim.simulation import Simulation
 
 SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "3000"))
@@ -32,7 +32,7 @@ def test_any_schedule_keeps_the_invariants_and_ends_in_a_finished_job(chunk: int
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in FAILED_SEEDS])
 def test_a_mutant_is_noticed(name: str) -> None:
-    assert catch(MUTANTS[name], range(MAX_SEEDS)) is not None
+    assert catch(MUTANTS[name], seeds_for(name)) is not None
 
 
 @pytest.mark.parametrize("name", FAILED_SEEDS)
