@@ -223,4 +223,4 @@ def _range(prefix: str) -> Any:
 
 def _reason(error: Exception) -> str:
     """Return TensorStore's message without its source locations."""
-    return str(error).splitlines()[0].partition(" [")[0]
+    return str(error).partition("\n")[0].partition(" [")[0]

@@ -131,7 +131,7 @@ def recoveries(history: Sequence[Recovery]) -> Table:
         detected_s = recovery.detected_at_s
         table.add_row(
             # As `Text`: gloo's messages begin with a path in brackets, which rich takes for markup.
-            Text(recovery.reason.splitlines()[0] if recovery.reason else ""),
+            Text(recovery.reason.partition("\n")[0]),
             str(recovery.world_size),
             _clock_time(detected_s),
             *(

@@ -145,7 +145,7 @@ def next_commit(view: View, entered: int, known: SnapshotId | None) -> SnapshotI
 
 
 def persist_before_leaving(
-    view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None
+    view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None, wall_s: float
 ) -> Action | None:
     """Store the newest snapshot before its holders leave: too few nodes stay to resume from it."""
     if (
@@ -162,5 +162,5 @@ def persist_before_leaving(
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
-        return Persist(PersistRequest(resume, urls.pop()))
+        return Persist(PersistRequest(resume, urls.pop(), wall_s))
     return None

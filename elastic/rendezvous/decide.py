@@ -125,7 +125,8 @@ def decide(
     record_recovery = _record_recovery(view, generation, present)
     if record_recovery is not None:
         return Decision(leader_state, record_recovery)
-    if len(present) == len(generation.members) and all(r.phase is NodePhase.DONE for r in present):
+    current = _current(present, generation)
+    if len(current) == len(generation.members) and all(r.phase is NodePhase.DONE for r in current):
         if view.persist is not None:
             return Decision(LeaderState(), checkpoint_schedule.continue_persist(view, view.persist))
         return Decision(LeaderState(), Finish(Result(True, "all workers finished")))
@@ -157,11 +158,14 @@ def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
         holders = view.snapshot.holders if view.snapshot else ()
         writers = view.persist.commit.holders if view.persist else ()
         return all(holder.node != node for holder in (*holders, *writers))
-    record = view.nodes[node].record
-    drained = view.is_closing and record.phase in (NodePhase.DRAINED, NodePhase.DONE)
-    if not drained or len(eligible(view)) >= policy.min_nodes:
+    present = present_members(view, generation)
+    # What the others have sealed is known once they have drained, and may need this node's part.
+    if not view.is_closing or _draining(present, generation):
+        return False
+    if len(eligible(view)) >= policy.min_nodes:
         return False
     # Too few are left to hand anything over: storage is what remains.
+    record = view.nodes[node].record
     resume = newest_restorable(view, generation)
     stored = view.checkpoint.step if view.checkpoint else 0
     tried = max(stored, view.store_failure.step if view.store_failure else 0)
@@ -171,6 +175,16 @@ def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
 def _current(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
     """Return the records that describe the node in this generation."""
     return [record for record in records if record.generation == generation.generation]
+
+
+def _draining(present: Iterable[NodeRecord], generation: Generation) -> list[str]:
+    """Return the nodes whose workers may still write in a generation that closes."""
+    return [
+        record.node
+        for record in present
+        if record.generation != generation.generation
+        or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
+    ]
 
 
 def _wait(
@@ -251,7 +265,10 @@ def _reason_to_close(
             failures, key=lambda failure: (failure.kind is not FailureKind.WORKER, failure.at_s)
         )
         return Closing(
-            number, first.message.splitlines()[0], True, min(failure.at_s for failure in failures)
+            number,
+            first.message.partition("\n")[0],
+            True,
+            min(failure.at_s for failure in failures),
         )
     here = {record.node for record in present}
     lost = [member.node for member in generation.members if member.node not in here]
@@ -279,12 +296,7 @@ def _open_next_generation(
     wall_s: float,
 ) -> Decision:
     present = present_members(view, old)
-    draining = [
-        record.node
-        for record in present
-        if record.generation != old.generation
-        or record.phase not in (NodePhase.DRAINED, NodePhase.DONE)
-    ]
+    draining = _draining(present, old)
     if draining:
         # Ranks that drain without an abort take a last snapshot; the one before is committed first.
         commit = _commit(view, old, present)
@@ -304,7 +316,7 @@ def _open_next_generation(
         )
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
-        rescue = checkpoint_schedule.persist_before_leaving(view, present, resume)
+        rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
             return Decision(LeaderState(), rescue)
         return _await_quorum(policy, len(nodes), leader_state, now_s)

@@ -294,7 +294,7 @@ class PersistRequest(Record):
 
     commit: SnapshotCommit
     url: str
-    at_s: float = 0.0
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

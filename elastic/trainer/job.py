@@ -381,7 +381,8 @@ class Job:
         After "drained" this worker writes nothing more in this generation.
         """
         if error is not None and not self._session.is_closing(generation):
-            self._session.report(Broken(generation=generation, error=str(error).splitlines()[0]))
+            cause = str(error).partition("\n")[0] or type(error).__name__
+            self._session.report(Broken(generation=generation, error=cause))
         elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
             self._snapshot_manager.seal_before_closing(
                 self._position,

@@ -378,6 +378,22 @@ def waits_for_a_holder_that_is_gone(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def lets_the_first_that_has_drained_leave(patch: pytest.MonkeyPatch) -> None:
+    """Lets a node go before all have drained, as it did when all were preempted."""
+    right = decide.may_leave
+
+    def wrong(policy: RendezvousPolicy, view: View, name: str) -> bool:
+        joined = view.nodes.get(name)
+        if joined is None or view.generation is None or view.generation.member(name) is None:
+            return right(policy, view, name)
+        resume = rank_assignment.newest_restorable(view, view.generation)
+        is_drained = view.is_closing and joined.record.phase is NodePhase.DRAINED
+        is_alone = len(rank_assignment.eligible(view)) < policy.min_nodes
+        return (is_drained and is_alone and resume is None) or right(policy, view, name)
+
+    patch.setattr(decide, "may_leave", wrong)
+
+
 def begins_a_snapshots_part_once_only(patch: pytest.MonkeyPatch) -> None:
     """Tells requests by their snapshot, as it did until a seed hung after a resume."""
     right = checkpoint_schedule.next_part
@@ -516,6 +532,7 @@ MUTANTS: dict[str, Patch] = {
             stores_nothing_after_a_failure,
             waits_for_ever_for_a_last_checkpoint,
             waits_for_a_holder_that_is_gone,
+            lets_the_first_that_has_drained_leave,
             begins_a_snapshots_part_once_only,
             begins_a_part_before_it_enters_the_generation,
             frees_what_a_generation_stores_before_it_enters_it,

@@ -93,7 +93,10 @@ class Simulation:
         stored = self.view.checkpoint
         self._run_until(lambda: self._has_recovered(stored), "the job runs, commits and stores")
         check_view(self.view)
-        self._finish()
+        if self.rng.random() < 0.2:
+            self._preempt_all()
+        else:
+            self._finish()
 
     def tick(self, disturbance: float) -> None:
         """Let half a second pass, on average."""
@@ -310,6 +313,20 @@ class Simulation:
         self.coordinator.is_reliable = True
         self._run_until(lambda: not self.nodes, "everybody leaves")
         must(self.view.secret is None, "the last to leave removes the job's keys")
+
+    def _preempt_all(self) -> None:
+        """Ask all nodes to leave at nearly the same time: what was committed is stored first."""
+        committed, storage = self.view.snapshot, self.storage
+        assert committed is not None
+        for node in self.nodes:
+            node.leaving_since_s = node.leaving_since_s or self.now_s
+            if self.rng.random() < 0.3:
+                self.tick(disturbance=0.0)
+        self._run_until(lambda: not self.nodes, "everybody leaves")
+        must(
+            storage.newest is not None and storage.newest.step >= committed.snapshot.step,
+            "nodes that all leave store what is committed first",
+        )
 
     def _begin_another_job(self) -> None:
         """Have all members die after the result, and nodes begin a job under the same name."""

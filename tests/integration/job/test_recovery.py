@@ -240,6 +240,31 @@ def test_preempted_node_hands_over_its_shards_and_no_step_is_lost(
     assert mean_losses(disturbed) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
+def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_there(
+    tmp_path: Path,
+) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    with cluster(tmp_path, steps=10**6, checkpoint=checkpoint) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        running.wait_until(lambda view: step_of(view) >= 4, 60)
+        for node in ("a", "b"):
+            running.terminate(node)
+        for node in ("a", "b"):
+            assert running.wait(node, 60) == 128 + signal.SIGTERM, running.output()
+    computed = max(step for step, lines in last_run_of_each_step(tmp_path).items() if lines)
+    with cluster(tmp_path, steps=computed + 2, checkpoint=checkpoint) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
+    assert f"step {computed}" in running.output()
+    runs = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
+    ]
+    assert runs == list(range(1, computed + 3))
+
+
 def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(
     tmp_path: Path, without_dropout: Lines
 ) -> None:
