@@ -113,12 +113,19 @@ class LocalCluster:
 
     def workers_of(self, node: str) -> list[psutil.Process]:
         """Return a node's worker processes, spares included, oldest first."""
-        workers = [
+        workers = self._processes_of(node, "keepstep.elastic.worker.bootstrap")
+        return sorted(workers, key=lambda process: (process.create_time(), process.pid))
+
+    def snapshot_server_of(self, node: str) -> psutil.Process:
+        """Return a node's snapshot server."""
+        return self._processes_of(node, "keepstep.checkpoint.server.server")[0]
+
+    def _processes_of(self, node: str, module: str) -> list[psutil.Process]:
+        return [
             process
             for process in _process_tree(self.agents[node].pid)
-            if "keepstep.elastic.worker.bootstrap" in " ".join(_arguments(process))
+            if module in " ".join(_arguments(process))
         ]
-        return sorted(workers, key=lambda process: (process.create_time(), process.pid))
 
     def wait(self, node: str, timeout_s: float) -> int:
         """Wait for an agent's end and return its exit status."""

@@ -9,6 +9,10 @@ stops this member before it writes.
 When a member of the coordinator dies, the outcome of a write may stay unknown. A record is written
 again until the coordinator is known to hold it; a leader decides again once the view has had time
 to show what became of its action.
+
+While the coordinator does not answer, the membership lasts: nobody can be told that this node is
+gone, and if others were told before, then nothing that it writes is accepted, and its workers meet
+broken collectives. It ends when the coordinator says that the lease has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from keepstep.elastic.agent.peer_connections import probe
 from keepstep.elastic.errors import (
@@ -51,10 +56,13 @@ from keepstep.elastic.store.contract import Committed, Reset, Store
 
 log = logging.getLogger("keepstep")
 
+T = TypeVar("T")
+
 _RENEWALS_PER_TTL = 4
 _LEAVE_TIMEOUT_S = 10.0
 _PREDECESSOR_POLL_S = 0.2
 _UNKNOWN_WRITE_WAIT_S = 2.0
+_OUTAGE_POLL_S = 0.2
 
 
 class Membership:
@@ -62,8 +70,18 @@ class Membership:
 
     `on_change` is called, on the event loop, whenever the view has changed. `publish` writes the
     manifest of a checkpoint whose parts are all stored. `run` works until it is cancelled, and
-    raises `LeaseLost` when the node was declared gone: the caller then stops its workers and calls
-    `join` again.
+    raises `LeaseLost` when the node was declared gone: the caller then stops its workers and joins
+    again with another membership.
+
+    Args:
+        store: the coordinator.
+        job: the job's name.
+        policy: the job's limits.
+        record: the node's first record. It may carry over what an earlier membership held.
+        lease_ttl_s: how long after its last sign of life the node is declared gone.
+        on_change: called after each change of the view.
+        publish: writes a manifest.
+        secret: of the job in which the record's state arose; None if it has none.
     """
 
     def __init__(
@@ -75,8 +93,10 @@ class Membership:
         lease_ttl_s: float,
         on_change: Callable[[], None],
         publish: Callable[[actions.Publish], Awaitable[None]],
+        secret: bytes | None = None,
     ) -> None:
         self._store = store
+        self._secret = secret
         self._keys = Keys(job)
         self._policy = policy
         self._ttl_s = lease_ttl_s
@@ -111,6 +131,8 @@ class Membership:
         began_s = time.monotonic()
         while True:
             view = await self._read_view()
+            if self._secret is not None and view.secret != self._secret.hex().encode():
+                self.record = standing.without_state(self.record)
             match standing.next_join_step(self._keys, view, self.record):
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)
@@ -137,6 +159,7 @@ class Membership:
         asked_s = time.monotonic()
         lease = Lease.granted(await self._store.grant(self._ttl_s), self._ttl_s, asked_s)
         record = replace(self.record, lease=lease.id)
+        check_record(view, None, record)
         secret = secrets.token_hex(32).encode()
         await self._write_until_known(transactions.join(self._keys, view, record, secret))
         # The first of two attempts may have been applied: the lease shows whether the key is ours.
@@ -158,9 +181,9 @@ class Membership:
         """Keep the lease, mirror the view, write the record, and decide while this node leads.
 
         Raises:
-            LeaseLost: the node was declared gone.
+            LeaseLost: the node was declared gone, or the coordinator was away for too long.
             InvariantViolated: the view, or an action of this leader, breaks an invariant.
-            StoreUnavailable, UsageError, JobFailed: the membership cannot go on.
+            UsageError, JobFailed: the membership cannot go on.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -168,7 +191,7 @@ class Membership:
                     group.create_task(work)
         except* LeaseLost as lost:
             raise lost.exceptions[0] from None
-        except* (StoreUnavailable, UsageError, JobFailed, InvariantViolated) as failed:
+        except* (UsageError, JobFailed, InvariantViolated) as failed:
             raise failed.exceptions[0] from None
 
     def update(self, **changes: Any) -> None:
@@ -201,11 +224,10 @@ class Membership:
 
     async def complete_restart_request(self, request: RestartRequest) -> None:
         """Delete a request that this node has carried out."""
-        await self._write_until_known(
-            transactions.complete_restart(
-                self._keys, self.view, self.record.node, self._created, request
-            )
+        removal = transactions.complete_restart(
+            self._keys, self.view, self.record.node, self._created, request
         )
+        await _outlast_outages(lambda: self._write_until_known(removal))
 
     async def leave(self) -> None:
         """Give up the lease. The last member to leave deletes the job's keys."""
@@ -245,6 +267,13 @@ class Membership:
 
     async def _watch(self) -> None:
         """Mirror the job's keys."""
+        while True:
+            try:
+                await self._follow_changes()
+            except StoreUnavailable as error:
+                log.debug("%s; watching again", error)
+
+    async def _follow_changes(self) -> None:
         async for change in self._store.watch(self._keys.prefix, self.view.revision):
             before = self.view
             match change:
@@ -265,25 +294,35 @@ class Membership:
             raise LeaseLost(f"node {self.record.node} was declared gone")
 
     async def _renew(self) -> None:
-        """Renew the lease well before it ends; stop in time if the coordinator is unreachable."""
+        """Renew the lease well before it ends, however long the coordinator does not answer.
+
+        Raises:
+            LeaseLost: it has ended, or the coordinator was away for longer than the job waits.
+        """
+        is_away = False
         while True:
             await asyncio.sleep(self._ttl_s / _RENEWALS_PER_TTL)
             asked_s = time.monotonic()
             try:
-                async with asyncio.timeout_at(self._loop_time(self._lease.stop_at_s)):
-                    ttl_s = await self._store.renew(self._lease.id)
-            except (TimeoutError, StoreUnavailable):
-                if time.monotonic() < self._lease.stop_at_s:
-                    continue
-                raise LeaseLost(
-                    f"node {self.record.node} could not reach the coordinator for "
-                    f"{self._ttl_s:.0f} s"
-                ) from None
+                ttl_s = await self._store.renew(self._lease.id)
+            except StoreUnavailable as error:
+                now_s = time.monotonic()
+                if self._lease.is_given_up(now_s, self._policy.quorum_timeout_s):
+                    raise LeaseLost(
+                        f"node {self.record.node} could not renew its lease: {error}"
+                    ) from None
+                if not is_away and now_s >= self._lease.until_s:
+                    is_away = True
+                    log.warning(
+                        "%s; training goes on, but until the coordinator answers no snapshot is "
+                        "committed and no loss is repaired",
+                        error,
+                    )
+                continue
+            if is_away:
+                is_away = False
+                log.warning("the coordinator answers again; training was not stopped")
             self._lease = self._lease.renewed(ttl_s, asked_s)
-
-    @staticmethod
-    def _loop_time(monotonic_s: float) -> float:
-        return asyncio.get_running_loop().time() + (monotonic_s - time.monotonic())
 
     async def _write(self) -> None:
         """Write the record whenever it has changed."""
@@ -293,7 +332,7 @@ class Membership:
             record = self.record
             if record != self._written:
                 check_record(self.view, self._written, record)
-                await self._write_record(record)
+                await _outlast_outages(partial(self._write_record, record))
                 self._written = record
 
     async def _write_record(self, record: NodeRecord) -> None:
@@ -372,8 +411,6 @@ class Membership:
         try:
             done = await self._commit(transaction)
         except StoreUnavailable as error:
-            if not error.unknown:
-                raise
             log.debug("%s; waiting for the view to show whether it was applied", error)
             await self._wait_for_change()
             return
@@ -389,6 +426,16 @@ class Membership:
         with suppress(TimeoutError):
             async with asyncio.timeout(_UNKNOWN_WRITE_WAIT_S):
                 await self._changed.wait()
+
+
+async def _outlast_outages(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a call, which may be repeated, until the coordinator answers."""
+    while True:
+        try:
+            return await call()
+        except StoreUnavailable as error:
+            log.debug("%s; trying again", error)
+            await asyncio.sleep(_OUTAGE_POLL_S)
 
 
 def _log_action(action: actions.Action) -> None:

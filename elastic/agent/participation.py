@@ -1,8 +1,12 @@
-"""Carries out the generation document on one node, from the node's lease to the lease's end.
+"""Carries out the generation document on one node, over as many memberships as that takes.
 
 A single event loop. All that it knows is the membership's view, the state of its workers and what
 the snapshot server holds; `_reconcile` compares them after every event and takes the next steps, so
 the order in which events arrive does not matter.
+
+A membership that is lost costs no state: the workers stop, the snapshot server keeps what they have
+sealed, and the node's next record says that it is there. A snapshot server that dies is replaced,
+and the node takes part without what it held.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.messages import Persisted, PersistFailed, Protected
@@ -22,6 +26,7 @@ from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
 from keepstep.elastic.agent.snapshot_process import (
     ServerDied,
+    ServerGone,
     SnapshotEvent,
     SnapshotProcess,
     stored_part,
@@ -61,6 +66,8 @@ _PROGRESS_WRITES_PER_S = 20
 
 Only people read that."""
 
+_SERVER_CHECK_S = 5.0
+
 # The first of these that ended a membership is what the user should know: a broken invariant is
 # never hidden, and a lost lease explains everything else.
 _CAUSES = (
@@ -93,7 +100,7 @@ class Departure:
 
 
 class Participation:
-    """One membership of this node in the job. Used once: `run`.
+    """This node's part in the job. Used once: `run`.
 
     Args:
         config: what runs here, and how.
@@ -102,9 +109,6 @@ class Participation:
         store_socket: the port that is announced for the next generation's torch store.
         departure: whether this node is to leave.
         wake: set when something has changed.
-
-    Attributes:
-        has_joined: whether the node has become a member.
     """
 
     def __init__(
@@ -118,59 +122,140 @@ class Participation:
         wake: asyncio.Event,
     ) -> None:
         self._config = config
+        self._store = store
         self._agent_listener = agent_listener
         self._store_socket = store_socket
         self._departure = departure
         self._wake = wake
-        record = NodeRecord(
-            node=config.node,
-            host=config.host,
-            nproc=config.workers,
-            agent=f"{config.host}:{agent_listener.port}",
-            server="",
-            store_port=store_socket.port,
-            lease=0,
-            digest=config.digest,
-            domain=config.domain,
-        )
-        self._membership = Membership(
-            store,
-            config.job,
-            config.policy,
-            record,
-            config.lease_ttl_s,
-            wake.set,
-            self._publish,
+        self._secret: bytes | None = None
+        self._membership = self._new_membership(
+            NodeRecord(
+                node=config.node,
+                host=config.host,
+                nproc=config.workers,
+                agent=f"{config.host}:{agent_listener.port}",
+                server="",
+                store_port=store_socket.port,
+                lease=0,
+                digest=config.digest,
+                domain=config.domain,
+            )
         )
         self._worker_group = WorkerGroup(
             config.command, config.workers, config.spares, config.environment, wake.set
         )
-        # Set by `run` before anything uses them.
-        self._secret: bytes
+        # Set before anything uses them.
         self._connections: PeerConnections
         self._snapshots: SnapshotProcess
+        self._has_server = self._has_lost_server = False
         self._drained_generation = 0
         self._committed: SnapshotId | None = None
         self._stored_step = -1
         self._part_attempt: PartAttempt | None = None
         self._progress_due_s = 0.0
-        self.has_joined = False
 
     async def run(self) -> bool:
         """Take part until the job ends; return False if this node left before.
 
         Raises:
-            LeaseLost: the node was declared gone; its workers are stopped.
             InvariantViolated: the job's keys break an invariant; see its message.
-            JobFailed, UsageError, StoreUnavailable, SnapshotUnavailable: as `Agent.run`.
+            JobFailed, UsageError, StoreUnavailable: as `Agent.run`.
         """
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_server)
+            stack.push_async_callback(self._worker_group.stop, 0.0)
+            member_until_s = float("-inf")
+            while True:
+                try:
+                    await self._join()
+                    return await self._take_part()
+                except LeaseLost as lost:
+                    log.error("%s; its workers stop, joining again", lost)
+                    member_until_s = time.monotonic()
+                    await self._end_work()
+                except StoreUnavailable as unavailable:
+                    # Other nodes wait for the end of an outage as well.
+                    if time.monotonic() > member_until_s + self._config.policy.quorum_timeout_s:
+                        raise
+                    log.error("%s; trying again", unavailable)
+        raise AssertionError("unreachable: the stack suppresses nothing")
+
+    def _new_membership(self, record: NodeRecord) -> Membership:
         config = self._config
-        self._secret = await self._membership.join()
-        self.has_joined = True
-        await self._agent_listener.admit(self._secret, self._membership.receive_report)
-        self._connections = PeerConnections(
-            Identity(config.node, self._secret), self._membership.revoke
+        return Membership(
+            self._store,
+            config.job,
+            config.policy,
+            record,
+            config.lease_ttl_s,
+            self._wake.set,
+            self._publish,
+            self._secret,
         )
+
+    async def _join(self) -> None:
+        """Become a member, with a snapshot server of the job that answers."""
+        secret = await self._membership.join()
+        if secret != self._secret:
+            # Whatever was held belongs to a job that is over.
+            await self._close_server()
+            await self._worker_group.stop(0.0)
+            self._worker_group.forget()
+            self._secret = secret
+            self._drained_generation = 0
+            self._stored_step = -1
+            await self._start_server()
+        await self._agent_listener.admit(secret, self._membership.receive_report)
+
+    async def _take_part(self) -> bool:
+        """Work as a member until the job ends or this node leaves.
+
+        Raises:
+            LeaseLost: the node was declared gone.
+        """
+        assert self._secret is not None
+        self._connections = PeerConnections(
+            Identity(self._config.node, self._secret), self._membership.revoke
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                membership_task = group.create_task(self._membership.run())
+                server_task = group.create_task(self._watch_server())
+                try:
+                    return await self._work(membership_task)
+                finally:
+                    membership_task.cancel()
+                    server_task.cancel()
+        except BaseExceptionGroup as errors:
+            raise _cause_of(errors) from None
+        finally:
+            await self._connections.close()
+        raise AssertionError("unreachable: the task group returns or raises")
+
+    async def _end_work(self) -> None:
+        """Stop the workers once the membership is lost, and keep what they have sealed."""
+        group = self._worker_group
+        while not await group.drain(abort=True, limit_s=self._config.abort_timeout_s):
+            self._wake.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._config.abort_timeout_s):
+                    await self._wake.wait()
+        self._drained_generation = group.generation
+        try:
+            await self._snapshots.verify()
+        except ServerGone:
+            await self._replace_server()
+        self._membership.update(
+            phase=self._phase(),
+            sealed=self._snapshots.sealed,
+            protected=self._snapshots.protected,
+            step=group.step,
+        )
+        self._membership = self._new_membership(self._membership.record)
+
+    async def _start_server(self) -> None:
+        config = self._config
+        assert self._secret is not None
         self._snapshots = await SnapshotProcess.start(
             config.node,
             config.workers,
@@ -180,26 +265,56 @@ class Participation:
             self._on_snapshot_event,
             config.limits,
         )
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._snapshots.close)
-            stack.push_async_callback(self._connections.close)
-            stack.push_async_callback(self._worker_group.stop, 0.0)
-            self._membership.update(server=self._snapshots.address)
+        self._has_server = True
+        self._committed, self._part_attempt = None, None
+        self._membership.update(server=self._snapshots.address)
+
+    async def _close_server(self) -> None:
+        if self._has_server:
+            self._has_server = False
+            await self._snapshots.close()
+
+    async def _mend_server(self) -> bool:
+        """Replace a snapshot server that died; False if workers of its generation still drain."""
+        group = self._worker_group
+        if not await group.drain(abort=True, limit_s=self._config.abort_timeout_s):
+            return False
+        self._drained_generation = group.generation
+        await self._replace_server()
+        return True
+
+    async def _replace_server(self) -> None:
+        """Start a snapshot server after one that died; what it held is lost on this node."""
+        log.error(
+            "the snapshot server of node %s died; it is replaced, and its snapshots are rebuilt "
+            "from other nodes or storage",
+            self._config.node,
+        )
+        self._has_lost_server = False
+        await self._close_server()
+        await self._start_server()
+        self._membership.update(sealed=(), protected=(), persisted=None)
+
+    async def _watch_server(self) -> None:
+        """Look now and then whether the snapshot server answers."""
+        while True:
+            await asyncio.sleep(_SERVER_CHECK_S)
             try:
-                async with asyncio.TaskGroup() as group:
-                    membership_task = group.create_task(self._membership.run())
-                    try:
-                        return await self._work(membership_task)
-                    finally:
-                        membership_task.cancel()
-            except BaseExceptionGroup as errors:
-                raise _cause_of(errors) from None
-        raise AssertionError("unreachable: the task group returns or raises")
+                await self._snapshots.refresh()
+            except ServerGone:
+                self._has_lost_server = True
+                self._wake.set()
 
     async def _work(self, membership_task: asyncio.Task[None]) -> bool:
         while True:
             self._wake.clear()
-            if await self._reconcile():
+            try:
+                is_leaving = await self._reconcile()
+            except ServerGone:
+                self._has_lost_server = True
+                self._wake.set()
+                continue
+            if is_leaving:
                 return await self._leave(membership_task)
             self._connections.watch(self._peers())
             try:
@@ -253,6 +368,8 @@ class Participation:
         """Take every step that the situation calls for; return whether to leave now."""
         if self._membership.view.result is not None or self._is_ready_to_leave():
             return True
+        if self._has_lost_server and not await self._mend_server():
+            return False
         await self._follow_commits()
         if self._worker_group.generation == 0:
             self._worker_group.warm_up()
@@ -348,7 +465,7 @@ class Participation:
             return
         context = JobContext(
             job=self._config.job,
-            secret=self._secret,
+            secret=self._snapshots.secret,
             server=self._snapshots.local_address,
             max_restarts=self._config.policy.max_restarts,
         )
@@ -436,7 +553,8 @@ class Participation:
                 if attempt is not None and event.attempt == attempt.revision:
                     self._membership.update(persisted=attempt.answer(stored_part(event)))
             case ServerDied():
-                self._worker_group.fail("the snapshot server of this node died")
+                self._has_lost_server = True
+                self._worker_group.fail(f"the snapshot server of {self._config.node} died")
         self._wake.set()
 
     def _report(self) -> None:
@@ -460,7 +578,10 @@ class Participation:
             self._connections.report(report)
 
     async def _publish(self, action: Publish) -> None:
-        await self._snapshots.publish(action.request, action.parts)
+        try:
+            await self._snapshots.publish(action.request, action.parts)
+        except ServerGone as error:
+            raise JobFailed(str(error)) from error
 
 
 def _cause_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import socket
 import subprocess
@@ -54,8 +55,17 @@ from keepstep.elastic.rendezvous.records import (
 from keepstep.processes import module_command
 from keepstep.transport import StreamConnection, TransportError
 
+log = logging.getLogger("keepstep")
+
 _START_S = 30.0
 _END_S = 5.0
+_ANSWER_S = 30.0
+_ANSWER_NBYTES_PER_S = 200e6
+"""Some commands read all memory that the server holds: its limit grows with that."""
+
+
+class ServerGone(SnapshotUnavailable):
+    """The snapshot server has ended, or has been ended because it did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,7 @@ class SnapshotProcess:
         local_address: where this node's workers reach the server.
         address: where other nodes reach it.
         memory_nbytes: the memory that it uses, as last reported.
+        secret: whoever knows it may use the server.
     """
 
     def __init__(
@@ -83,8 +94,10 @@ class SnapshotProcess:
         directory: Path,
         node: str,
         workers: int,
+        secret: bytes,
         on_event: Callable[[SnapshotEvent], None],
     ) -> None:
+        self.secret = secret
         self._process = process
         self._control = control
         self._node = node
@@ -149,7 +162,7 @@ class SnapshotProcess:
         control: ControlConnection = StreamConnection.over_pair(
             own_end, CONTROL_PROTOCOL.client, f"the snapshot server of node {node}"
         )
-        self = cls(process, control, directory, node, workers, on_event)
+        self = cls(process, control, directory, node, workers, secret, on_event)
         try:
             async with asyncio.timeout(_START_S):
                 self.address = await self._serving
@@ -276,18 +289,28 @@ class SnapshotProcess:
         """Have a command carried out, and note what the server holds then.
 
         Raises:
-            SnapshotUnavailable: the server refuses, or is gone.
+            SnapshotUnavailable: the server refuses.
+            ServerGone: it has ended, or has not answered in time and is ended.
         """
         if self._receiving.done():
             raise self._gone()
         number = next(self._numbers)
         reply: asyncio.Future[NodeHoldings] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
+        limit_s = _ANSWER_S + self.memory_nbytes / _ANSWER_NBYTES_PER_S
         try:
-            await self._control.send(AgentRequest(number=number, command=command))
-            holdings = await reply
+            async with asyncio.timeout(limit_s):
+                await self._control.send(AgentRequest(number=number, command=command))
+                holdings = await reply
         except TransportError as error:
             raise self._gone() from error
+        except TimeoutError:
+            log.error(
+                "the snapshot server of node %s did not answer for %.0f s; it is ended",
+                self._node, limit_s,
+            )  # fmt: skip
+            self._process.kill()
+            raise self._gone() from None
         finally:
             self._replies.pop(number, None)
         self._sealed = {
@@ -333,8 +356,8 @@ class SnapshotProcess:
                 if self._publishing is not None and not self._publishing.done():
                     self._publishing.set_exception(JobFailed(reason))
 
-    def _gone(self) -> SnapshotUnavailable:
-        return SnapshotUnavailable(f"the snapshot server of node {self._node} is gone")
+    def _gone(self) -> ServerGone:
+        return ServerGone(f"the snapshot server of node {self._node} is gone")
 
 
 def stored_part(event: Persisted | PersistFailed) -> dict[str, Any]:

@@ -245,6 +245,10 @@ class WorkerGroup:
         await _stop_all(workers, grace_s)
         await asyncio.gather(*self._stopping)
 
+    def forget(self) -> None:
+        """Begin anew, for a job in which the node has taken no part; after `stop`."""
+        self._begin(0)
+
     def _begin(self, generation: int) -> None:
         self.generation = generation
         self._entered_s = time.monotonic()

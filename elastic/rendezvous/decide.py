@@ -274,6 +274,9 @@ def _reason_to_close(
     lost = [member.node for member in generation.members if member.node not in here]
     if lost:
         return Closing(number, f"lost {', '.join(lost)}", True, wall_s)
+    again = _joined_again(generation, present)
+    if again is not None:
+        return Closing(number, f"{again} lost its lease and joined again", True, wall_s)
     for record in present:
         if record.node in view.evictions:
             return Closing(
@@ -285,6 +288,12 @@ def _reason_to_close(
         if record.leaving:
             return Closing(number, f"{record.node} leaves", False, wall_s)
     return None
+
+
+def _joined_again(generation: Generation, present: Sequence[NodeRecord]) -> str | None:
+    """Return a member whose workers have stopped although the generation is open."""
+    drained = (r.node for r in _current(present, generation) if r.phase is NodePhase.DRAINED)
+    return next(drained, None)
 
 
 def _open_next_generation(

@@ -19,9 +19,6 @@ from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import Keys, View
 from keepstep.elastic.store.contract import KeyValue
 
-# The node must stop before others may take it for gone, hence before the end of its lease.
-_STOP_BEFORE_TTL_SHARE = 0.1
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -40,10 +37,14 @@ class Lease:
         """Return the lease after a renewal that was asked for at `asked_s`."""
         return replace(self, ttl_s=ttl_s, until_s=asked_s + ttl_s)
 
-    @property
-    def stop_at_s(self) -> float:
-        """When its holder must have stopped if it could not renew it."""
-        return self.until_s - _STOP_BEFORE_TTL_SHARE * self.ttl_s
+    def is_given_up(self, now_s: float, outage_s: float) -> bool:
+        """Whether its holder stops waiting for a coordinator that does not answer.
+
+        Args:
+            now_s: monotonic seconds.
+            outage_s: how long after the lease's end an outage may last.
+        """
+        return now_s >= self.until_s + outage_s
 
 
 def is_member(view: View, node: str, created: int) -> bool:
@@ -124,6 +125,26 @@ def may_revoke_predecessor(
             f"node {record.node!r} is already in job {keys.job!r}; choose another --node name"
         )
     return lives is False
+
+
+def without_state(record: NodeRecord) -> NodeRecord:
+    """Return a record for a job in which the node has not taken part.
+
+    Its snapshot server is replaced once the job's secret is known, and its workers are started
+    anew.
+    """
+    return NodeRecord(
+        node=record.node,
+        host=record.host,
+        nproc=record.nproc,
+        agent=record.agent,
+        server="",
+        store_port=record.store_port,
+        lease=record.lease,
+        digest=record.digest,
+        domain=record.domain,
+        leaving=record.leaving,
+    )
 
 
 def settle_record(stored: KeyValue | None, created: int, record: NodeRecord) -> int:

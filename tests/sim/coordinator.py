@@ -61,6 +61,7 @@ class Coordinator:
         self._in_flight: list[tuple[float, Transaction, Sender]] = []
         self._now_s = 0.0
         self._versions: dict[tuple[str, int], int] = {}
+        self.away_until_s = 0.0
         self.is_reliable = False
 
     @property
@@ -86,13 +87,22 @@ class Coordinator:
         return held[1] if held is not None else None
 
     def revoke(self, lease: int) -> None:
-        """End a lease."""
+        """End a lease, if the coordinator answers."""
+        if self.away_until_s:
+            return
         complete(self._store.revoke(lease))
         self._fold()
 
     def advance(self, now_s: float) -> None:
         """Move the clock, and apply some of the transactions that are on their way."""
         self._now_s = now_s
+        if now_s < self.away_until_s:
+            return
+        if self.away_until_s:
+            # As etcd: a new leader counts all leases anew, for nobody could renew them.
+            self.away_until_s = 0.0
+            for lease, (ttl_s, _) in self._store._leases.items():
+                self._store._leases[lease] = (ttl_s, now_s + ttl_s)
         complete(self._store.advance(now_s))
         self._fold()
         arrived = [late for late in self._in_flight if late[0] <= now_s or self.is_reliable]
@@ -102,6 +112,10 @@ class Coordinator:
                 self._apply(transaction, sender)
             except LeaseLost:
                 continue
+
+    def go_away(self, until_s: float) -> None:
+        """Answer nobody for a while; the caller cuts off all nodes."""
+        self.away_until_s = until_s
 
     def send(self, transaction: Transaction, sender: Sender) -> Committed:
         """Apply a transaction, or leave its sender in doubt.
@@ -125,7 +139,9 @@ class Coordinator:
         self._in_flight.append((self._now_s + delay_s, transaction, sender))
 
     def apply_now(self, transaction: Transaction) -> None:
-        """Apply a transaction that no membership sends."""
+        """Apply a transaction that no membership sends, if the coordinator answers."""
+        if self.away_until_s:
+            return
         complete(self._store.commit(transaction.conditions, transaction.operations))
         self._fold()
 

@@ -79,31 +79,29 @@ class Node:
         self.name = name
         self.number = number
         self.domain = domain
-        self.memberships = 0
+        self.servers_started = 0
         self.is_alive = True
         self.stalled_until_s = 0.0
         self.cut_off_until_s = 0.0
         self.leaving_since_s: float | None = None
         self.last_step: int | None = None
-        self._reset()
-
-    def _reset(self) -> None:
-        """Begin without a membership: a new snapshot server, no workers."""
-        self.memory = Memory()
-        self.memberships += 1
-        self.server = f"tcp:{self.name}:{self.number}.{self.memberships}"
+        self.secret: bytes | None = None
         self.record = NodeRecord(
             node=self.name,
             host="h",
             nproc=RANKS,
             agent=f"{self.name}:{self.number}",
-            server=self.server,
+            server="",
             store_port=5,
             lease=0,
             digest="d",
             domain=self.domain,
-            warm=True,
         )
+        self._begin_membership()
+        self._begin_job()
+
+    def _begin_membership(self) -> None:
+        """Begin without a membership; what the node holds stays."""
         self.lease: Lease | None = None
         self.created = 0
         self.modified = 0
@@ -126,13 +124,30 @@ class Node:
         self.lead_at_revision = 0
         self.lead_after: tuple[int, float] | None = None
         self.publishing: Publishing | None = None
+
+    def _begin_job(self) -> None:
+        """Begin without workers, and with a snapshot server that holds nothing."""
         self.worker_generation = 0
         self.workers: dict[int, SnapshotId] = {}
         self.failure: Failure | None = None
         self.drained_generation = 0
+        self.memory = Memory()
+        self.server = ""
+        self.has_lost_server = False
         self.committed: SnapshotId | None = None
         self.attempt: PartAttempt | None = None
         self.part_writes: list[PartWrite] = []
+
+    def _start_server(self) -> None:
+        """Start a snapshot server; what an earlier one held is gone."""
+        self.simulation.servers.pop(self.server, None)
+        self.servers_started += 1
+        self.memory = Memory()
+        self.server = f"tcp:{self.name}:{self.number}.{self.servers_started}"
+        self.simulation.servers[self.server] = self
+        self.has_lost_server = False
+        self.committed, self.attempt, self.part_writes = None, None, []
+        self._update(server=self.server, sealed=(), protected=(), persisted=None)
 
     @property
     def is_member(self) -> bool:
@@ -164,24 +179,21 @@ class Node:
             if is_connected:
                 self._renew(now_s)
                 self._receive()
-            if now_s >= self.lease.stop_at_s:
-                raise LeaseLost("the lease could not be renewed in time")
             if self._reconcile():
                 self._leave(is_connected)
                 return
             if is_connected:
                 self._write_record()
                 self._lead()
-            must(now_s < self.lease.until_s, "a node stops before its lease ends")
         except LeaseLost:
             self.lose_membership()
 
     def lose_membership(self) -> None:
-        """Stop the workers and the snapshot server, as an agent does before it joins again."""
-        self.simulation.servers.pop(self.server, None)
-        self._reset()
-        if self.leaving_since_s is not None:
-            self.is_alive = False
+        """Stop the workers and keep what they have sealed, before the node joins again."""
+        self.memory.abandon_begun()
+        self.drained_generation = self.worker_generation
+        self._update(phase=self._phase(self.view), step=self._step(), **self._holdings())
+        self._begin_membership()
 
     def crash(self) -> None:
         """End the process, and all that it holds."""
@@ -194,6 +206,8 @@ class Node:
         coordinator, now_s = self.simulation.coordinator, self.simulation.now_s
         if self.joining is None:
             view = coordinator.read()
+            if self.secret is not None and view.secret != self.secret:
+                self.record = standing.without_state(self.record)
             if self.join_began_s is None:
                 self.join_began_s = now_s
             try:
@@ -239,7 +253,12 @@ class Node:
         self.lease, self.created, self.modified = lease, joined.created, joined.created
         self.revision = view.revision
         self.renewed_s = now_s
-        self.simulation.servers[self.server] = self
+        if view.secret != self.secret:
+            self.simulation.servers.pop(self.server, None)
+            self.secret = view.secret
+            self._begin_job()
+            self._start_server()
+            self._update(warm=True)
 
     def _renew(self, now_s: float) -> None:
         """Take the answer to a renewal, or ask for one; answers may be slow."""
@@ -404,6 +423,9 @@ class Node:
             is_overdue = now_s >= self.leaving_since_s + GRACE_S
             if is_overdue or decide.may_leave(self.simulation.policy, view, self.name):
                 return True
+        if self.has_lost_server:
+            self.drained_generation = self.worker_generation
+            self._start_server()
         self._follow_commits(view)
         generation = view.generation
         place = generation.member(self.name) if generation is not None else None
@@ -515,6 +537,14 @@ class Node:
         """Have a worker crash."""
         if self.workers and self.drained_generation != self.worker_generation:
             self._fail("killed")
+
+    def lose_server(self) -> None:
+        """Have the snapshot server die; the agent replaces it."""
+        self.simulation.servers.pop(self.server, None)
+        self.memory = Memory()
+        self.part_writes = []
+        self.has_lost_server = True
+        self._fail("the snapshot server died")
 
     def _fail(self, message: str) -> None:
         self.memory.abandon_begun()

@@ -185,6 +185,10 @@ class Simulation:
             self.storage_is_away = not self.storage_is_away
         elif kind < 0.88:
             self.paused_until_s = self.now_s + self.rng.uniform(2.0, 15.0)
+        elif kind < 0.885:
+            node.lose_server()
+        elif kind < 0.892:
+            self.cut_off_coordinator(self.rng.uniform(1.0, 12.0), dies=self.rng.random() < 0.5)
         elif kind < 0.90:
             for member in members:
                 member.leaving_since_s = member.leaving_since_s or self.now_s
@@ -196,11 +200,19 @@ class Simulation:
             self._crash(node)
             self._start_node(node.name)
 
+    def cut_off_coordinator(self, for_s: float, *, dies: bool) -> None:
+        """Let no node reach the coordinator; if it dies itself, then no lease ends meanwhile."""
+        until_s = self.now_s + for_s
+        for node in self.nodes:
+            node.cut_off_until_s = max(node.cut_off_until_s, until_s)
+        if dies:
+            self.coordinator.go_away(until_s)
+
     def _isolate(self, node: Node) -> None:
         """Stall a node or cut it off; somebody may start another under its name meanwhile."""
         until_s = self.now_s + self.rng.uniform(0.5, 8.0)
         if self.rng.random() < 0.5:
-            node.cut_off_until_s = until_s
+            node.cut_off_until_s = max(node.cut_off_until_s, until_s)
         else:
             node.stalled_until_s = until_s
         if self.rng.random() < 0.2:
@@ -216,7 +228,9 @@ class Simulation:
                 name = f"n{self._names}"
         self._lift_eviction(name)
         self._processes += 1
-        self.nodes.append(Node(self, name, self._processes, self.rng.choice(["", "a", "b"])))
+        node = Node(self, name, self._processes, self.rng.choice(["", "a", "b"]))
+        node.cut_off_until_s = self.coordinator.away_until_s
+        self.nodes.append(node)
 
     def _crash(self, node: Node) -> None:
         """End a process; most often its peers see that at once and revoke its lease."""
@@ -256,6 +270,9 @@ class Simulation:
     def _calm_down(self) -> None:
         self.is_calm = self.coordinator.is_reliable = True
         self.storage_is_away = False
+        if self.coordinator.away_until_s:
+            self.coordinator.go_away(self.now_s)
+            self.coordinator.advance(self.now_s)
         for node in self.nodes:
             node.stalled_until_s = node.cut_off_until_s = 0.0
         self.paused_until_s = 0.0
@@ -410,7 +427,7 @@ class Simulation:
             node = self.servers.get(member.server)
             if node is not None and member.node in before.nodes and node.is_member:
                 must(
-                    node.drained_generation == generation.generation - 1
+                    node.drained_generation == node.worker_generation
                     or before.nodes[member.node].record.server != member.server
                     or node.record.phase is NodePhase.DONE,
                     "no member of the old generation works when the next one is opened",

@@ -4,8 +4,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from examples.local_cluster import LocalCluster
 from tests.integration.job.jobs import STEPS, cluster, last_run_of_each_step, step_of
 from tests.integration.store.cluster import EtcdCluster
 
@@ -29,20 +31,48 @@ def test_job_continues_without_a_recovery_when_a_coordinator_member_dies(
     assert {line["generation"] for ranks in lines.values() for line in ranks.values()} == {1}
 
 
-def test_job_waits_while_all_coordinator_members_are_dead_and_continues_afterwards(
+def test_job_trains_on_while_all_coordinator_members_are_dead_and_commits_afterwards(
     tmp_path: Path,
 ) -> None:
-    with EtcdCluster() as members, cluster(tmp_path, "1:1", store=members.url) as running:
-        running.start("a")
-        running.wait_until(lambda view: step_of(view) >= 5, 120)
+    with (
+        EtcdCluster() as members,
+        cluster(tmp_path, steps=10**6, store=members.url) as running,
+    ):
+        for node in ("a", "b"):
+            running.start(node, "--lease-ttl", "2")
+        before = running.wait_until(lambda view: step_of(view) >= 5, 120)
         for member in range(3):
             members.kill(member)
-        deadline_s = time.monotonic() + 60
-        while "again" not in running.output():
-            assert time.monotonic() < deadline_s, running.output()
-            with pytest.raises(subprocess.TimeoutExpired):
-                running.wait("a", 0.2)
+        wait_for_output(running, "training goes on")
         for member in range(3):
             members.start(member)
-        assert running.wait("a", 120) == 0, running.output()
-    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
+        assert before.snapshot is not None
+        committed = before.snapshot.snapshot.step
+        after = running.wait_until(
+            lambda view: view.snapshot is not None and view.snapshot.snapshot.step > committed + 5,
+            120,
+        )
+        assert after.generation_number == before.generation_number, running.output()
+
+
+def test_node_that_lost_its_lease_joins_again_with_what_it_holds_in_memory(tmp_path: Path) -> None:
+    with cluster(tmp_path, "1:1", steps=10**6) as running:
+        running.start("a", "--lease-ttl", "2")
+        before = running.wait_until(lambda view: step_of(view) >= 5, 120)
+        agent = psutil.Process(running.agents["a"].pid)
+        agent.suspend()
+        running.wait_until(lambda view: "a" not in view.nodes, 60)
+        agent.resume()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 120)
+        recovery = view.history.recoveries[1]
+        assert before.snapshot is not None
+        assert recovery.source == "memory"
+        assert recovery.resumed_step >= before.snapshot.snapshot.step
+
+
+def wait_for_output(running: LocalCluster, text: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while text not in running.output():
+        assert time.monotonic() < deadline_s, running.output()
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait("a", 0.2)

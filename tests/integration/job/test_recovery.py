@@ -257,7 +257,6 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
         for node in ("a", "b"):
             running.start(node)
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
-    assert f"step {computed}" in running.output()
     runs = [
         json.loads(line)["step"]
         for line in (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
@@ -316,6 +315,23 @@ def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_pa
         after = json.loads(keepstep("status", "--once", "--json"))
         assert (after["generation"], after["world_size"]) == (2, 2)
         running.wait_until(lambda view: step_of(view) > after["step"], 60)
+
+
+@pytest.mark.parametrize("server", ["a", "b"])
+def test_dead_snapshot_server_is_replaced_and_its_shards_are_rebuilt(
+    tmp_path: Path, server: str
+) -> None:
+    with cluster(tmp_path) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        running.wait_until(lambda view: step_of(view) >= 8, 60)
+        running.snapshot_server_of(server).kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    recovery = view.history.recoveries[1]
+    assert (recovery.source, recovery.world_size) == ("memory, parity", 4)
+    assert recovery.lost_steps <= 1
+    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
 
 
 def test_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:

@@ -2,19 +2,29 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.membership import Membership
-from keepstep.elastic.errors import InvariantViolated, StoreUnavailable
+from keepstep.elastic.errors import InvariantViolated, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Open, Publish
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import Keys, from_listing
-from keepstep.elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
+from keepstep.elastic.store.contract import (
+    Committed,
+    Created,
+    Delete,
+    Listing,
+    Modified,
+    Put,
+    Reset,
+)
 from keepstep.elastic.store.memory import MemoryStore
 
 RECORD = NodeRecord(
@@ -176,3 +186,98 @@ class Interleaved(MemoryStore):
     ) -> Committed:
         await asyncio.sleep(0)
         return await super().commit(conditions, operations)
+
+
+class Away(MemoryStore):
+    """Answers nothing while it is away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_away = False
+        self.refused = asyncio.Event()
+
+    def _answer(self) -> None:
+        if self.is_away:
+            self.refused.set()
+            raise StoreUnavailable("no answer")
+
+    async def read(self, prefix: str) -> Listing:
+        self._answer()
+        return await super().read(prefix)
+
+    async def commit(
+        self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
+    ) -> Committed:
+        self._answer()
+        return await super().commit(conditions, operations)
+
+    async def renew(self, lease: int) -> float:
+        self._answer()
+        return await super().renew(lease)
+
+
+async def outlast(store: Away, membership: Membership) -> asyncio.Task[None]:
+    """Run a membership whose lease would have ended; return its task when it was refused."""
+    await membership.join()
+    running = asyncio.create_task(membership.run())
+    store.is_away = True
+    membership.update(step=7)
+    async with asyncio.timeout(30):
+        while time.monotonic() < membership._lease.until_s:
+            store.refused.clear()
+            await store.refused.wait()
+    return running
+
+
+def test_member_outlasts_a_coordinator_that_is_away_for_longer_than_its_lease() -> None:
+    async def scenario() -> None:
+        store = Away()
+        membership = Membership(store, "job", POLICY, RECORD, 0.1, lambda: None, publish_nothing)
+        running = await outlast(store, membership)
+        assert not running.done()
+        store.is_away = False
+        key = Keys("job").node("a")
+        async with asyncio.timeout(30):
+            async for changes in store.watch(key, 0):
+                assert not isinstance(changes, Reset)
+                value = changes[-1].value
+                if value is not None and NodeRecord.decode(value.value).step == 7:
+                    break
+        assert not running.done()
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(scenario())
+
+
+def test_member_gives_up_when_the_coordinator_is_away_for_longer_than_the_job_waits() -> None:
+    async def scenario() -> None:
+        store, policy = Away(), replace(POLICY, quorum_timeout_s=0.3)
+        membership = Membership(store, "job", policy, RECORD, 0.1, lambda: None, publish_nothing)
+        running = await outlast(store, membership)
+        with pytest.raises(LeaseLost, match="could not renew"):
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> None:
+    snapshot = SnapshotId(0, 4)
+    held = replace(RECORD, phase=NodePhase.DRAINED, sealed=(snapshot,), protected=(snapshot,))
+
+    def joining(store: MemoryStore, secret: bytes) -> Membership:
+        return Membership(store, "job", POLICY, held, 30.0, lambda: None, publish_nothing, secret)
+
+    async def scenario() -> None:
+        store = MemoryStore()
+        other = membership_of(store, OTHER)
+        secret = await other.join()
+        member = joining(store, secret)
+        assert await member.join() == secret
+        assert member.view.nodes["a"].record.sealed == (snapshot,)
+        another = MemoryStore()
+        member = joining(another, secret)
+        assert await member.join() != secret
+        assert member.view.nodes["a"].record.sealed == ()
+
+    asyncio.run(scenario())

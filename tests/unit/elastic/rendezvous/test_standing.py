@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
-from keepstep.elastic.rendezvous.records import NodeRecord, Result
+from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
@@ -16,6 +17,7 @@ from keepstep.elastic.rendezvous.standing import (
     may_revoke_predecessor,
     next_join_step,
     settle_record,
+    without_state,
 )
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
 from keepstep.elastic.store.contract import KeyValue, Modified
@@ -38,9 +40,11 @@ def view_of(*records: NodeRecord, **changes: object) -> View:
     return replace(View(revision=9, nodes=nodes), **changes)  # type: ignore[arg-type]
 
 
-def test_lease_is_counted_from_the_request_and_stopped_at_before_it_ends() -> None:
+def test_lease_is_counted_from_the_request_and_given_up_when_an_outage_lasts_too_long() -> None:
     lease = Lease.granted(7, ttl_s=5.0, asked_s=10.0)
-    assert (lease.until_s, lease.stop_at_s) == (15.0, 14.5)
+    assert lease.until_s == 15.0
+    assert not lease.is_given_up(now_s=74.9, outage_s=60.0)
+    assert lease.is_given_up(now_s=75.0, outage_s=60.0)
     assert lease.renewed(ttl_s=4.0, asked_s=12.0) == Lease(7, ttl_s=4.0, until_s=16.0)
 
 
@@ -104,3 +108,13 @@ def test_refused_record_counts_as_written_only_if_it_is_there() -> None:
             settle_record(gone, 3, RECORD)
     with pytest.raises(InvariantViolated, match="written by its own membership"):
         settle_record(stored, 3, replace(RECORD, step=1))
+
+
+def test_record_for_another_job_keeps_what_the_node_is_and_nothing_of_what_it_held() -> None:
+    snapshot = SnapshotId(4, 9)
+    held = replace(
+        RECORD, domain="rack", warm=True, generation=4, phase=NodePhase.DRAINED, step=9,
+        sealed=(snapshot,), protected=(snapshot,), leaving=True, times={"ready": 1.0},
+    )  # fmt: skip
+    bare = replace(RECORD, server="", domain="rack", leaving=True)
+    assert without_state(held) == bare
