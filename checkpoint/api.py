@@ -8,6 +8,7 @@ form no regular grid.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from typing import TypeVar, cast
@@ -25,7 +26,7 @@ from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
@@ -54,12 +55,13 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises.
     """
-    live, gathered_indexes = _on_all_ranks_gathering(
-        lambda: _capture(state), lambda live: _index_of(live).to_json()
+    # All ranks take the name that rank 0 gives the attempt.
+    live, gathered = _on_all_ranks_gathering(
+        lambda: _capture(state), lambda live: [uuid.uuid4().hex, _index_of(live).to_json()]
     )
-    indexes = [ShardIndex.from_json(index) for index in gathered_indexes]
+    indexes = [ShardIndex.from_json(index) for _, index in gathered]
     plan = plan_chunks(indexes)
-    storage, stored = open_storage(url), StoredStep(step, generation)
+    storage, attempt = open_storage(url), Attempt(StoredStep(step, generation), gathered[0][0])
     tensors = {tensor.key: tensor for tensor in live.tensors}
     collected = gather_chunks(plan, indexes, tensors)
 
@@ -67,13 +69,13 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
         return collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
 
     _, gathered_parts = _on_all_ranks_gathering(
-        lambda: write_part(storage, stored, plan, [rank()], read_box, name=rank()),
+        lambda: write_part(storage, attempt, plan, [rank()], read_box, name=rank()),
         StoredObject.to_json,
     )
     parts = [StoredObject.from_json(part) for part in gathered_parts]
     documents = merged_documents(index.documents for index in indexes)
     _on_all_ranks(
-        lambda: publish(storage, stored, parts, plan.tensors, documents) if rank() == 0 else None
+        lambda: publish(storage, attempt, parts, plan.tensors, documents) if rank() == 0 else None
     )
 
 

@@ -120,6 +120,7 @@ def show(
             {
                 "step": source.stored.step,
                 "generation": source.stored.generation,
+                "directory": source.directory,
                 **_numbers(total),
                 "tensors": tensors,
             }
@@ -136,7 +137,8 @@ def show(
         console.print_json(json.dumps(source.documents))
     console.print(
         f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
-        f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects"
+        f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects, in "
+        f"{source.directory}"
     )
 
 
@@ -296,8 +298,8 @@ def rm(
 def gc(url: str, grace: float, as_json: bool) -> None:
     """Delete the data of removed checkpoints and of writers that died, after a grace time.
 
-    `gc` notes a directory without a manifest when it first finds it, because a writer may be
-    filling it now; a later `gc` deletes it.
+    `gc` notes what no manifest names when it first finds it, because a writer may be at work on it.
+    A later `gc` gives it up if nothing was added since, and another one deletes it.
     """
     deleted = collect_garbage(url, now=time.time(), grace_s=grace)
     if as_json:

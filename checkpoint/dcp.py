@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import os
+import uuid
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,7 +51,7 @@ from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.optimizer_options import is_json
 from keepstep.checkpoint.live.tensors import as_bytes, dtype_name, torch_dtype
 from keepstep.checkpoint.stored.chunking import ChunkPlan, StoredTensor, plan_chunks
-from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
@@ -66,6 +67,7 @@ class _RankPlan:
 
     rank: int
     plan: ChunkPlan
+    attempt: Attempt
 
 
 class Writer(StorageWriter):
@@ -82,6 +84,7 @@ class Writer(StorageWriter):
         self._url = os.fspath(url)
         self._stored = StoredStep(step, generation)
         self._tensors: dict[str, StoredTensor] = {}
+        self._attempt: Attempt | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start another save."""
@@ -103,6 +106,7 @@ class Writer(StorageWriter):
         ]
         chunk_plan = plan_chunks(indexes, within_shards=True)
         self._tensors = chunk_plan.tensors
+        self._attempt = Attempt(self._stored, uuid.uuid4().hex)
         rank_plans = []
         for rank, plan in enumerate(plans):
             chunks = chunk_plan.chunks[rank]
@@ -110,7 +114,7 @@ class Writer(StorageWriter):
             tensors = {key: tensor for key, tensor in chunk_plan.tensors.items() if key in keys}
             # `write_part` finds a writer's chunks by its rank; those of other ranks are left out.
             own_plan = ChunkPlan(tensors, ((),) * rank + (chunks,))
-            rank_plans.append(replace(plan, storage_data=_RankPlan(rank, own_plan)))
+            rank_plans.append(replace(plan, storage_data=_RankPlan(rank, own_plan, self._attempt)))
         return rank_plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -140,7 +144,7 @@ class Writer(StorageWriter):
             raise AssertionError("chunks lie within shards")
 
         storage = open_storage(self._url)
-        part = write_part(storage, self._stored, own.plan, [own.rank], read_box, name=own.rank)
+        part = write_part(storage, own.attempt, own.plan, [own.rank], read_box, name=own.rank)
         sizes = {
             item.index: item.tensor_storage_size() or 0
             for items_of_key in items.values()
@@ -162,10 +166,11 @@ class Writer(StorageWriter):
                     parts.append(StoredObject.from_json(result.storage_data["part"]))
                 elif result.storage_data:
                     values[result.index.fqn] = result.storage_data["value"]
+        assert self._attempt is not None, "the rank that finishes has made the plan"
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
         publish(
             open_storage(self._url),
-            self._stored,
+            self._attempt,
             parts,
             self._tensors,
             {_VALUES: values, _PATHS: paths},

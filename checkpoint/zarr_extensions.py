@@ -7,7 +7,7 @@ import. FORMAT.md specifies them. They only read.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -28,31 +28,57 @@ from keepstep.checkpoint.stored.format import (
     DataObject,
     Manifest,
     decode_part,
+    parse_parts,
     parse_root,
 )
 
 _CACHE_SIZE = 4
 
 
+@dataclass(frozen=True)
+class _CachedIndex:
+    """The cell index of the checkpoint below `root` of a store.
+
+    `manifest` is what the index was made from in format 1, whose directories may be written again;
+    None for the directory of an attempt, whose objects never change.
+    """
+
+    store: Store
+    root: str
+    manifest: bytes | None
+    index: CellIndex
+
+
 class _CellIndexCache:
     """The cell indexes of the checkpoints that were read last."""
 
     def __init__(self) -> None:
-        self._cache: OrderedDict[tuple[str, str, bytes], CellIndex] = OrderedDict()
+        self._entries: deque[_CachedIndex] = deque(maxlen=_CACHE_SIZE)
 
     async def of(self, store: Store, root: str) -> CellIndex:
         """Return the cell index of the checkpoint below `root`."""
-        manifest = await _get(store, f"{root}{MANIFEST}")
-        key = (str(store), root, manifest)
-        if key not in self._cache:
-            tensors = parse_root(await _get(store, f"{root}{ROOT}"), f"{root}{ROOT}")
-            objects: list[DataObject] = []
-            for name in Manifest.decode(manifest, f"{root}{MANIFEST}").part_names():
-                objects += decode_part(await _get(store, f"{root}{name}"), f"{root}{name}")
-            self._cache[key] = CellIndex.of(tensors, objects, root)
-            while len(self._cache) > _CACHE_SIZE:
-                self._cache.popitem(last=False)
-        return self._cache[key]
+        for entry in self._entries:
+            if entry.root == root and entry.store == store:
+                if entry.manifest in (None, await _get_if_present(store, f"{root}{MANIFEST}")):
+                    return entry.index
+                break
+        made = await _make_index(store, root)
+        self._entries.append(made)
+        return made.index
+
+
+async def _make_index(store: Store, root: str) -> _CachedIndex:
+    metadata = await _get(store, f"{root}{ROOT}")
+    tensors = parse_root(metadata, f"{root}{ROOT}")
+    parts = parse_parts(metadata, f"{root}{ROOT}")
+    manifest = None if parts is not None else await _get(store, f"{root}{MANIFEST}")
+    if manifest is not None:
+        entries = Manifest.decode(manifest, f"{root}{MANIFEST}").objects
+        parts = tuple(entry for entry in entries if entry.is_part)
+    objects: list[DataObject] = []
+    for part in parts or ():
+        objects += decode_part(await _get(store, f"{root}{part.name}"), f"{root}{part.name}")
+    return _CachedIndex(store, root, manifest, CellIndex.of(tensors, objects, root))
 
 
 # Codecs cannot hold it: zarr makes one for each array, and makes them again.
@@ -122,12 +148,19 @@ class PackedCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
 
 async def _get(store: Store, path: str, offset: int | None = None, nbytes: int = 0) -> bytes:
+    data = await _get_if_present(store, path, offset, nbytes)
+    if data is None:
+        raise CheckpointDamaged(f"{path} is missing; load an older step")
+    return data
+
+
+async def _get_if_present(
+    store: Store, path: str, offset: int | None = None, nbytes: int = 0
+) -> bytes | None:
     prototype: BufferPrototype = default_buffer_prototype()
     byte_range = RangeByteRequest(offset, offset + nbytes) if offset is not None else None
     data = await store.get(path, prototype, byte_range)
-    if data is None:
-        raise CheckpointDamaged(f"{path} is missing; load an older step")
-    return bytes(data.to_bytes())
+    return None if data is None else bytes(data.to_bytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,10 +223,14 @@ class RankHolder:
 
 @dataclass(frozen=True, slots=True)
 class PersistTask:
-    """A snapshot to be written to the storage at a URL, and who holds its shards."""
+    """A snapshot to be written to the storage at a URL, and who holds its shards.
+
+    `attempt` names this attempt to write it; no other attempt ever has the name (FORMAT.md).
+    """
 
     url: str
     snapshot: SnapshotId
+    attempt: str
     holders: tuple[RankHolder, ...]
 
 
@@ -275,12 +279,18 @@ class CommitSnapshot(Message, frozen=True, kw_only=True):
 class PersistPart(Message, frozen=True, kw_only=True):
     """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows.
 
-    Both repeat `attempt`: an earlier attempt may end after the next one has begun.
+    Both repeat the task's `attempt`: an earlier attempt may end after the next one has begun. The
+    snapshot is kept until `EndPersist`, for other holders may need pieces of it.
     """
 
     task: PersistTask
     part: Count
-    attempt: Count
+
+
+class EndPersist(Message, frozen=True, kw_only=True):
+    """Ends an attempt: its part is not written any further, and its snapshot not kept for it."""
+
+    attempt: str
 
 
 class PublishManifest(Message, frozen=True, kw_only=True):
@@ -301,6 +311,7 @@ AgentCommand: TypeAlias = (
     | Verify
     | CommitSnapshot
     | PersistPart
+    | EndPersist
     | PublishManifest
     | ReportHoldings
 )
@@ -348,7 +359,7 @@ class Persisted(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint is written, and listed by an object."""
 
     snapshot: SnapshotId
-    attempt: Count
+    attempt: str
     listing: PartListing
 
 
@@ -356,7 +367,7 @@ class PersistFailed(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint could not be written."""
 
     snapshot: SnapshotId
-    attempt: Count
+    attempt: str
     reason: str
 
 

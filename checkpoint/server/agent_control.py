@@ -13,6 +13,7 @@ from keepstep.checkpoint.memory.messages import (
     AgentReply,
     AgentRequest,
     CommitSnapshot,
+    EndPersist,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
@@ -106,8 +107,10 @@ class AgentCommands:
                 self._discard_damaged()
             case CommitSnapshot(snapshot=snapshot):
                 self._memory.commit(snapshot)
-            case PersistPart(task=task, part=part, attempt=attempt):
-                self._persistence.start(task, part, attempt)
+            case PersistPart(task=task, part=part):
+                self._persistence.start(task, part)
+            case EndPersist(attempt=attempt):
+                self._persistence.end(attempt)
             case PublishManifest(task=task, listings=listings):
                 self._persistence.publish(task, listings)
             case ReportHoldings():

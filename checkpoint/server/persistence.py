@@ -40,7 +40,7 @@ from keepstep.checkpoint.server.limits import RateLimiter
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.transport import Identity
@@ -68,8 +68,19 @@ class _PersistPlan:
     documents: Mapping[str, Json]
 
 
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """An attempt to write a part, not over yet. `stop`, once set, ends it before its next chunk."""
+
+    name: str
+    snapshot: SnapshotId
+    stop: threading.Event
+
+
 class Persistence:
     """Owns the thread that writes. `stop` gives up what is under way, `close` also ends the thread.
+
+    The thread's owner makes all calls, from one thread at a time.
 
     Args:
         memory: holds the node's shards.
@@ -92,22 +103,32 @@ class Persistence:
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-persist", initializer=yield_to_training
         )
-        self._stop_requested = threading.Event()
+        self._attempt: _Attempt | None = None
         self._plan: _PersistPlan | None = None
         # The plan of the last checkpoint; the next one has it too if the layout is unchanged.
         self._cached_plan: tuple[_Layout, _EntriesByKey, ChunkPlan] | None = None
 
-    def start(self, task: PersistTask, part: int, attempt: int) -> None:
-        """Begin to write this server's part, numbered `part`.
+    def start(self, task: PersistTask, part: int) -> None:
+        """Begin to write this server's part, numbered `part`; the attempt before is given up.
 
-        `Persisted` or `PersistFailed` is sent to the agent, with the number of the attempt.
+        `Persisted` or `PersistFailed` is sent to the agent, with the name of the attempt. The
+        snapshot is kept until `end` or `stop`: when this part is written, other holders may still
+        need pieces of it.
 
         Raises:
             SnapshotUnavailable: nothing of the snapshot is held here.
         """
-        stop = self._stop_requested = threading.Event()
+        self.stop()
+        # Pinned for the attempt, and for the thread, which ends later than it if it is stopped.
         self._memory.pin(task.snapshot)
-        self._pool.submit(self._write, task, part, attempt, stop)
+        self._memory.pin(task.snapshot)
+        self._attempt = _Attempt(task.attempt, task.snapshot, threading.Event())
+        self._pool.submit(self._write, task, part, self._attempt.stop)
+
+    def end(self, attempt: str) -> None:
+        """End the attempt of this name, if it is not over: it is published, or cancelled."""
+        if self._attempt is not None and self._attempt.name == attempt:
+            self.stop()
 
     def publish(self, task: PersistTask, listings: Sequence[PartListing]) -> None:
         """Begin to write the manifest, given the listings of all parts.
@@ -117,15 +138,18 @@ class Persistence:
         self._pool.submit(self._publish, task, tuple(listings))
 
     def stop(self) -> None:
-        """Give up the attempt under way."""
-        self._stop_requested.set()
+        """Give up the attempt that is not over."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.stop.set()
+            self._memory.unpin(attempt.snapshot)
 
     def close(self) -> None:
         """Give up and end."""
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _write(self, task: PersistTask, part: int, attempt: int, stop: threading.Event) -> None:
+    def _write(self, task: PersistTask, part: int, stop: threading.Event) -> None:
         snapshot = task.snapshot
         event: ServerEvent
         try:
@@ -140,7 +164,7 @@ class Persistence:
 
             written = write_part(
                 open_storage(task.url),
-                StoredStep(snapshot.step, snapshot.generation),
+                _attempt_of(task),
                 plan.chunks,
                 local,
                 read_box,
@@ -148,9 +172,9 @@ class Persistence:
                 stop=stop.is_set,
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c)
-            event = Persisted(snapshot=snapshot, attempt=attempt, listing=listing)
+            event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)
         except Exception as error:  # noqa: BLE001 - the thread's edge: the agent waits for an event
-            event = PersistFailed(snapshot=snapshot, attempt=attempt, reason=_reason(error))
+            event = PersistFailed(snapshot=snapshot, attempt=task.attempt, reason=_reason(error))
         finally:
             self._memory.unpin(snapshot)
         self._send_event(event)
@@ -162,7 +186,7 @@ class Persistence:
             plan = self._make_plan(task)
             publish(
                 open_storage(task.url),
-                StoredStep(snapshot.step, snapshot.generation),
+                _attempt_of(task),
                 [StoredObject(part.name, part.nbytes, part.crc32c) for part in listings],
                 plan.chunks.tensors,
                 plan.documents,
@@ -236,6 +260,10 @@ class Persistence:
 
     def _connect(self, address: str) -> SnapshotClient:
         return SnapshotClient(address, self._identity.secret, node=self._identity.node)
+
+
+def _attempt_of(task: PersistTask) -> Attempt:
+    return Attempt(StoredStep(task.snapshot.step, task.snapshot.generation), task.attempt)
 
 
 def _entries_by_key(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _EntriesByKey:

@@ -146,14 +146,12 @@ class FileStorage:
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
-        with self._translate_errors("list"):
-            top = self.root / prefix.rpartition("/")[0]
-            files = [
-                path.relative_to(self.root).as_posix() for path in top.rglob("*") if path.is_file()
-            ]
-        return sorted(
-            name for name in files if name.startswith(prefix) and not name.endswith(_UNFINISHED)
-        )
+        files = self._files(prefix.rpartition("/")[0])
+        return [n for n in files if n.startswith(prefix) and not n.endswith(_UNFINISHED)]
+
+    def unfinished(self) -> Sequence[str]:
+        """See `Storage.unfinished`."""
+        return [name for name in self._files("") if name.endswith(_UNFINISHED)]
 
     def directories_with(self, leaf: str) -> Sequence[str]:
         """See `Storage.directories_with`."""
@@ -172,12 +170,22 @@ class FileStorage:
         with self._translate_errors(f"delete {directory}"):
             if (self.root / directory).exists():
                 shutil.rmtree(self.root / directory)
+        for parent in PurePosixPath(directory).parents[:-1]:
+            # The directory above goes with the last one in it.
+            with suppress(OSError):
+                (self.root / parent).rmdir()
 
     def probe_writable(self) -> None:
         """See `Storage.probe_writable`."""
         name = f"probe-{uuid.uuid4().hex}"
         self.write(name, [b"keepstep"])
         self.delete(name)
+
+    def _files(self, directory: str) -> list[str]:
+        """Return the names of all files below a directory, sorted."""
+        with self._translate_errors("list"):
+            found = (self.root / directory).rglob("*")
+            return sorted(p.relative_to(self.root).as_posix() for p in found if p.is_file())
 
     @contextmanager
     def _temporary_path(self, path: Path) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.names import check_keys
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
 ROOT = "zarr.json"
@@ -33,6 +33,8 @@ _PACKS = "packs"
 _ABSENT = 2**64 - 1
 
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
+_ATTEMPT_NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
+_ATTEMPT_PREFIX = "attempt-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,46 @@ class StoredStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to write a checkpoint: it writes nothing but the manifest outside its directory.
+
+    All writers of an attempt give the same name, of digits, small letters and hyphens; no other
+    attempt ever has it. So a writer that is late changes nothing of another attempt.
+    """
+
+    stored: StoredStep
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _ATTEMPT_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot name an attempt to write a checkpoint")
+
+    @property
+    def directory(self) -> str:
+        """Name of the attempt's directory under the job's URL."""
+        return f"{self.stored.directory}/{_ATTEMPT_PREFIX}{self.name}"
+
+    @staticmethod
+    def is_directory(name: str) -> bool:
+        """Return whether a directory below a step's is named as an attempt's is."""
+        return bool(
+            name.startswith(_ATTEMPT_PREFIX)
+            and _ATTEMPT_NAME.fullmatch(name.removeprefix(_ATTEMPT_PREFIX))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An object's entry: name under the step's directory, size in bytes, crc32c."""
+    """An object's entry: name under the attempt's directory, size in bytes, crc32c."""
 
     name: str
     nbytes: int
     crc32c: int
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the object is a writer's listing."""
+        return self.name.startswith(f"{_PARTS}/")
 
     def to_json(self) -> Json:
         """Return the object as a JSON list."""
@@ -181,12 +217,20 @@ def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
 class Manifest:
     """The object that makes a directory a checkpoint.
 
-    `objects` are the parts, the root metadata and the documents.
+    `attempt` is the name of the attempt that wrote the checkpoint; None in format 1, whose objects
+    lie in the step's directory. `objects` are the parts, the root metadata and the documents.
     """
 
     step: int
     generation: int
+    attempt: str | None
     objects: tuple[StoredObject, ...]
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory, under the job's URL, that has the checkpoint's objects."""
+        stored = StoredStep(self.step, self.generation)
+        return stored.directory if self.attempt is None else Attempt(stored, self.attempt).directory
 
     def encode(self) -> bytes:
         """Return the manifest as JSON."""
@@ -195,6 +239,7 @@ class Manifest:
                 "format": VERSION,
                 "step": self.step,
                 "generation": self.generation,
+                "attempt": self.attempt,
                 "objects": [item.to_json() for item in self.objects],
             }
         )
@@ -209,22 +254,25 @@ class Manifest:
         content = decode(data, where)
         try:
             version = content["format"]
-            if version != VERSION:
+            if version not in (1, VERSION):
                 raise CheckpointDamaged(
-                    f"{where} has format {version}, this keepstep reads {VERSION}; use the release "
-                    "that wrote it"
+                    f"{where} has format {version}, this keepstep reads up to {VERSION}; use the "
+                    "release that wrote it"
                 )
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
             if not (_is_count(step) and _is_count(generation)):
                 raise ValueError(f"step {step!r}, generation {generation!r}")
-            return cls(step, generation, objects)
+            attempt = None if version == 1 else content["attempt"]
+            if version != 1:
+                Attempt(StoredStep(step, generation), attempt)
+            return cls(step, generation, attempt, objects)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
     def part_names(self) -> tuple[str, ...]:
         """Return the names of the parts."""
-        return tuple(item.name for item in self.objects if item.name.startswith(f"{_PARTS}/"))
+        return tuple(item.name for item in self.objects if item.is_part)
 
     def find(self, name: str) -> StoredObject | None:
         """Return the entry of an object, if the manifest has one."""
@@ -328,8 +376,14 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
     }
 
 
-def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor]) -> Json:
-    """Return the root group's metadata with that of all nodes below it: opening takes one read."""
+def root_metadata(
+    stored: StoredStep, parts: Sequence[StoredObject], tensors: Mapping[str, StoredTensor]
+) -> Json:
+    """Return the root group's metadata with that of all nodes below it: opening takes one read.
+
+    It has the parts' entries too: readers by way of Zarr open the attempt's directory, and do not
+    see the manifest, which lies above it.
+    """
     nodes: dict[str, Json] = {}
     for key in sorted(tensors):
         parts = key.split("/")
@@ -340,13 +394,37 @@ def root_metadata(step: int, generation: int, tensors: Mapping[str, StoredTensor
         "zarr_format": 3,
         "node_type": "group",
         "attributes": {
-            "keepstep": {"format": VERSION, "step": step, "generation": generation},
+            "keepstep": {
+                "format": VERSION,
+                "step": stored.step,
+                "generation": stored.generation,
+                "parts": [part.to_json() for part in parts],
+            },
             "description": "A PyTorch training checkpoint. model/: parameters and buffers by name; "
             "optim/<parameter>/<slot>: optimizer state; rank/: random number generators; "
-            "documents.json: what is no tensor. Complete if and only if manifest.json exists.",
+            "documents.json: what is no tensor. Complete if and only if the manifest.json in the "
+            "directory above names this directory.",
         },
         "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": nodes},
     }
+
+
+def parse_parts(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
+    """Return the entries of the parts in the root metadata; None in format 1, which has none there.
+
+    Raises:
+        CheckpointDamaged: the metadata has another form.
+    """
+    content = decode(root, where)
+    try:
+        attributes = content["attributes"]["keepstep"]
+        if attributes["format"] == 1:
+            return None
+        return tuple(StoredObject.from_json(part) for part in attributes["parts"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointDamaged(
+            f"{where} does not list the parts of a checkpoint: {error!r}; load an older step"
+        ) from error
 
 
 def group_metadata(path: str) -> Json:

@@ -1,15 +1,15 @@
 """Maintenance of stored checkpoints: summary, removal, garbage collection, copy, comparison.
 
 Removal takes two steps, so that readers of a checkpoint can finish: `remove` notes the time and
-deletes the manifest, after which the directory is no longer a checkpoint; `collect_garbage` later
-deletes directories that have not been checkpoints for some time, including those that writers left
-when they died.
+deletes the manifest, after which there is no such checkpoint; `collect_garbage` later deletes what
+no manifest has named for some time, including what writers left when they died.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,14 +30,18 @@ from keepstep.checkpoint.stored.format import (
     MANIFEST,
     REMOVED,
     ROOT,
+    Attempt,
     DataObject,
+    Manifest,
     StoredStep,
     array_metadata,
     encode,
+    root_metadata,
 )
-from keepstep.checkpoint.stored.pruning import GRACE_S, find_garbage
+from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.writer import commit, manifest_of
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
@@ -90,17 +94,23 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
         raise CheckpointError(
             f"{url}: there is no checkpoint {stored.directory}; see `keepstep ckpt ls`"
         )
-    storage.write(f"{stored.directory}/{REMOVED}", [encode({"at_s": now})])
-    storage.flush([f"{stored.directory}/{REMOVED}"])
+    directory = _named_directory(storage, stored)
+    if directory is not None:
+        note_name = f"{directory}/{REMOVED}"
+        present = _objects_of_directories(stored, storage.names(f"{stored.directory}/"))
+        names = [name for name in present.get(directory, []) if name != note_name]
+        storage.write(note_name, [Note(now, names_crc(names), is_closed=True).encode()])
+        storage.flush([note_name])
     storage.delete(f"{stored.directory}/{MANIFEST}")
 
 
 def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
-    """Delete directories that have not been checkpoints for `grace_s` seconds; return their names.
+    """Delete attempts that no manifest names, and removed checkpoints; return their directories.
 
-    A writer may be filling a directory without a manifest now: the first call that finds it notes
-    the time, and a later call deletes it if it still has no manifest. `grace_s=0` deletes it at
-    once, which is safe only while no process writes.
+    A writer may be at work on an attempt. So the first call that finds it notes the time; a later
+    one closes it, if nothing was added for `grace_s` seconds; another one deletes it, as long after
+    that. A removed checkpoint is closed already. `grace_s=0` deletes everything that no manifest
+    names at once, which is safe only while no process writes.
 
     Args:
         url: the URL to clean up.
@@ -108,31 +118,97 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
         grace_s: how long readers and writers may take to finish.
     """
     storage = open_storage(url)
-    names = storage.names()
-    with_note = [
-        directory
-        for directory, _, leaf in (name.partition("/") for name in names)
-        if leaf == REMOVED
-    ]
-    noted = {
-        directory: at_s
-        for directory in with_note
-        if (at_s := _read_note(storage, f"{directory}/{REMOVED}")) is not None
-    }
-    to_note, to_delete = find_garbage(names, noted, now=now, grace_s=grace_s)
-    for directory in to_note:
-        storage.write(f"{directory}/{REMOVED}", [encode({"at_s": now})])
-    for directory in to_delete:
-        storage.delete_directory(directory)
-    return to_delete
+    by_step: dict[StoredStep, list[str]] = defaultdict(list)
+    for name in (*storage.names(), *storage.unfinished()):
+        stored = StoredStep.parse(name.partition("/")[0])
+        if stored is not None:
+            by_step[stored].append(name)
+    deleted: list[str] = []
+    for stored, names in sorted(by_step.items(), key=lambda item: item[0].directory):
+        for directory, objects in sorted(_objects_of_directories(stored, names).items()):
+            if _is_named(storage, stored, directory):
+                continue
+            note_name = f"{directory}/{REMOVED}"
+            note = _read_note(storage, note_name) if note_name in objects else None
+            others = [name for name in objects if name != note_name]
+            match dispose(others, note, now=now, grace_s=grace_s):
+                case Disposal.DELETE | Disposal.EMPTY as disposal:
+                    # Looked at again: the attempt may have been committed since.
+                    if _is_named(storage, stored, directory):
+                        continue
+                    _delete(storage, stored, directory, objects)
+                    if disposal is Disposal.EMPTY:
+                        storage.write(note_name, [Note(now, names_crc(()), True).encode()])
+                    if others:
+                        deleted.append(directory)
+                case Disposal.NOTE | Disposal.CLOSE as disposal:
+                    is_closed = disposal is Disposal.CLOSE or (note is not None and note.is_closed)
+                    content = Note(now, names_crc(others), is_closed).encode()
+                    storage.write(note_name, [content])
+                case Disposal.KEEP:
+                    pass
+    return tuple(deleted)
 
 
-def _read_note(storage: Storage, name: str) -> float | None:
-    """Return the wall-clock time in a `removed.json`, or None if it is missing or damaged."""
+def _objects_of_directories(stored: StoredStep, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the objects of each attempt at a step, by directory, without the manifest.
+
+    In format 1 the attempt's directory is the step's own.
+    """
+    objects: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        first, separator, _ = name.removeprefix(f"{stored.directory}/").partition("/")
+        if separator and Attempt.is_directory(first):
+            objects[f"{stored.directory}/{first}"].append(name)
+        elif first != MANIFEST:
+            objects[stored.directory].append(name)
+    return objects
+
+
+def _named_directory(storage: Storage, stored: StoredStep) -> str | None:
+    """Return the directory that a step's manifest names; None if it cannot be read.
+
+    Raises:
+        CheckpointMissing: there is no manifest.
+    """
+    path = f"{stored.directory}/{MANIFEST}"
     try:
-        return float(json.loads(storage.read(name))["at_s"])
-    except (CheckpointMissing, ValueError, KeyError, TypeError):
-        # A writer deleted it meanwhile, or a crash cut it short: treated as not yet noted.
+        return Manifest.decode(storage.read(path), f"{storage.url}/{path}").directory
+    except CheckpointMissing:
+        raise
+    except CheckpointError:
+        return None
+
+
+def _is_named(storage: Storage, stored: StoredStep, directory: str) -> bool:
+    """Return whether a step's manifest names a directory, or may do so."""
+    try:
+        named = _named_directory(storage, stored)
+    except CheckpointMissing:
+        return False
+    # The arrays of a checkpoint of format 1 may have any name, that of an attempt too. What a
+    # manifest that cannot be read names is not known.
+    return named in (None, directory, stored.directory)
+
+
+def _delete(storage: Storage, stored: StoredStep, directory: str, objects: Sequence[str]) -> None:
+    if directory != stored.directory:
+        storage.delete_directory(directory)
+        return
+    # Attempts have directories beside the objects of format 1, which are deleted alone.
+    leaves = {name.removeprefix(f"{directory}/") for name in objects}
+    for child in sorted({leaf.partition("/")[0] for leaf in leaves}):
+        if child in leaves:
+            storage.delete(f"{directory}/{child}")
+        else:
+            storage.delete_directory(f"{directory}/{child}")
+
+
+def _read_note(storage: Storage, name: str) -> Note | None:
+    """Return a note, or None if it is damaged, or was deleted meanwhile."""
+    try:
+        return Note.decode(storage.read(name))
+    except CheckpointMissing:
         return None
 
 
@@ -152,37 +228,41 @@ def copy(
             not touched.
     """
     target = open_storage(url)
-    directory = source.stored.directory
-    manifest = source.manifest.encode()
-    committed = f"{directory}/{MANIFEST}"
-    if target.exists(committed) and target.read(committed, len(manifest)) != manifest:
+    attempt = Attempt(source.stored, uuid.uuid4().hex)
+    parts = [entry for entry in source.manifest.objects if entry.is_part]
+    contents = {
+        ROOT: encode(root_metadata(source.stored, parts, source.stored_tensors)),
+        DOCUMENTS: source.verified(DOCUMENTS),
+    }
+    committed = f"{source.stored.directory}/{MANIFEST}"
+    if target.exists(committed):
+        existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
+        if existing.objects == manifest_of(attempt, parts, contents).objects:
+            return source.stored
         raise CheckpointExists(
-            f"{url}: {directory} exists already, with other content, and is never overwritten; "
-            "copy to another URL"
+            f"{url}: {source.stored.directory} exists already, with other content, and is never "
+            "overwritten; copy to another URL"
         )
-    target.delete(f"{directory}/{REMOVED}")  # For the same reason as in `write_part`.
 
     def copy_data_object(item: DataObject) -> str:
-        content = source.storage.read(f"{directory}/{item.name}", item.nbytes)
+        content = source.storage.read(f"{source.directory}/{item.name}", item.nbytes)
         check_object(source, item, content)
-        target.write(f"{directory}/{item.name}", [content])
+        target.write(f"{attempt.directory}/{item.name}", [content])
         report(len(content))
         return item.name
 
-    def copy_listed_object(name: str) -> str:
-        target.write(f"{directory}/{name}", [source.verified(name)])
-        return name
-
     with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
         names = list(pool.map(copy_data_object, source.cell_index.objects))
-    names += [copy_listed_object(name) for name in (ROOT, DOCUMENTS, *source.manifest.part_names())]
-    for key, tensor in source.stored_tensors.items():
-        if not tensor.is_packed:
-            name = f"{key}/{ROOT}"
-            target.write(f"{directory}/{name}", [encode(array_metadata(key, tensor))])
-            names.append(name)
-    target.flush([f"{directory}/{name}" for name in names])
-    target.create(committed, manifest)
+    documents = {part.name: source.verified(part.name) for part in parts}
+    documents |= {
+        f"{key}/{ROOT}": encode(array_metadata(key, tensor))
+        for key, tensor in source.stored_tensors.items()
+        if not tensor.is_packed
+    }
+    for name, content in documents.items():
+        target.write(f"{attempt.directory}/{name}", [content])
+    target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
+    commit(target, attempt, parts, contents)
     return source.stored
 
 
@@ -194,7 +274,7 @@ def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> 
     """
     if not _matches_listing(source, item, memoryview(content)):
         raise CheckpointDamaged(
-            f"{source.storage.url}/{source.stored.directory}/{item.name} is not what was written; "
+            f"{source.storage.url}/{source.directory}/{item.name} is not what was written; "
             "load an older step"
         )
 

@@ -123,6 +123,10 @@ class ObjectStorage:
         listed = self._request("list", lambda: self.store.list(_range(prefix)), _MANY_NBYTES)
         return sorted(name.decode() for name in listed)
 
+    def unfinished(self) -> Sequence[str]:
+        """See `Storage.unfinished`: a PUT that was cut off leaves nothing."""
+        return ()
+
     def directories_with(self, leaf: str) -> Sequence[str]:
         """See `Storage.directories_with`."""
         split = (name.partition("/") for name in self.names())

@@ -1,17 +1,22 @@
-"""Decides which checkpoints a retention policy removes, and when their directories are deleted.
+"""Decides which checkpoints a retention policy removes, and when their objects are deleted.
 
 Pure.
 """
 
 from __future__ import annotations
 
+import enum
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from keepstep.checkpoint.stored.format import MANIFEST, StoredStep
+import crc32c
+
+from keepstep.checkpoint.stored.format import StoredStep, encode
 
 GRACE_S = 3600.0
+_CLOSED_GRACES = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +63,72 @@ def checkpoints_to_remove(
     return tuple(s for s in reversed(newest_first) if s.step not in kept or current[s.step] != s)
 
 
-def find_garbage(
-    names: Sequence[str], noted: Mapping[str, float], *, now: float, grace_s: float
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the directories without a manifest to note, and those to delete.
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What garbage collection has noted about an attempt that no manifest names.
+
+    `at_s` is when, in wall-clock seconds; `names_crc` stands for the objects that the attempt had
+    then. A closed attempt is never committed.
+    """
+
+    at_s: float
+    names_crc: int
+    is_closed: bool
+
+    def encode(self) -> bytes:
+        """Return the note as JSON."""
+        return encode({"at_s": self.at_s, "names": self.names_crc, "closed": self.is_closed})
+
+    @classmethod
+    def decode(cls, data: bytes) -> Note | None:
+        """Parse what `encode` returned; None if the data has another form.
+
+        A crash may have cut it short, and older releases wrote less: the attempt is noted again.
+        """
+        try:
+            content = json.loads(data)
+            return cls(float(content["at_s"]), int(content["names"]), bool(content["closed"]))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+
+def names_crc(names: Iterable[str]) -> int:
+    """Return a checksum of the names of an attempt's objects: it changes while one is written."""
+    return int(crc32c.crc32c("\n".join(sorted(names)).encode()))
+
+
+class Disposal(enum.Enum):
+    """What garbage collection does with an attempt that no manifest names."""
+
+    KEEP = enum.auto()
+    NOTE = enum.auto()
+    CLOSE = enum.auto()
+    EMPTY = enum.auto()  # Delete all but the note.
+    DELETE = enum.auto()
+
+
+def dispose(names: Sequence[str], note: Note | None, *, now: float, grace_s: float) -> Disposal:
+    """Return what to do with an attempt that no manifest names.
+
+    A writer may be at work on it, however slowly. So it is noted; it is closed once nothing was
+    added to it for the grace time, after which it cannot be committed any more; and it is emptied
+    a grace time later, when whoever had just committed it would have been seen. The note stays for
+    `_CLOSED_GRACES` more: a writer that awakes must find that it was closed.
 
     Args:
-        names: all objects under the URL.
-        noted: when a directory was noted to have no manifest, in wall-clock seconds.
+        names: the attempt's objects, without the note.
+        note: what was noted about it.
         now: wall-clock seconds.
-        grace_s: how long ago a directory must have been noted to be deleted; 0 deletes all
-            directories that have no manifest now.
+        grace_s: how long readers and writers may take to finish; 0 deletes at once.
     """
-    present = set(names)
-    directories = sorted({name.partition("/")[0] for name in names if "/" in name})
-    uncommitted = [
-        d
-        for d in directories
-        if StoredStep.parse(d) is not None and f"{d}/{MANIFEST}" not in present
-    ]
-    to_delete = tuple(
-        d for d in uncommitted if grace_s <= 0 or (d in noted and now - noted[d] >= grace_s)
-    )
-    to_note = tuple(d for d in uncommitted if d not in noted and d not in to_delete)
-    return to_note, to_delete
+    if grace_s <= 0:
+        return Disposal.DELETE
+    if note is None or note.names_crc != names_crc(names):
+        return Disposal.NOTE
+    if now - note.at_s < grace_s:
+        return Disposal.KEEP
+    if not note.is_closed:
+        return Disposal.CLOSE
+    if names:
+        return Disposal.EMPTY
+    return Disposal.DELETE if now - note.at_s >= _CLOSED_GRACES * grace_s else Disposal.KEEP

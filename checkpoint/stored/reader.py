@@ -140,8 +140,9 @@ class StoredCheckpoint:
                 f"{where}/{MANIFEST} belongs to step {manifest.step}, "
                 f"generation {manifest.generation}; was it copied here? load an older step"
             )
-        tensors = parse_root(_verified(storage, chosen, manifest, ROOT), f"{where}/{ROOT}")
-        documents = decode(_verified(storage, chosen, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
+        where = f"{url}/{manifest.directory}"
+        tensors = parse_root(_verified(storage, manifest, ROOT), f"{where}/{ROOT}")
+        documents = decode(_verified(storage, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
         return cls(
@@ -156,6 +157,11 @@ class StoredCheckpoint:
     def step(self) -> int:
         """Number of completed optimizer steps."""
         return self.stored.step
+
+    @property
+    def directory(self) -> str:
+        """Name of the directory, under the URL, that has the objects: the root of Zarr's."""
+        return self.manifest.directory
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -174,11 +180,8 @@ class StoredCheckpoint:
         """
         objects: list[DataObject] = []
         for name in self.manifest.part_names():
-            where = f"{self.storage.url}/{self.stored.directory}/{name}"
-            objects += decode_part(_verified(self.storage, self.stored, self.manifest, name), where)
-        return CellIndex.of(
-            self.stored_tensors, objects, f"{self.storage.url}/{self.stored.directory}/"
-        )
+            objects += decode_part(self.verified(name), self._location(name))
+        return CellIndex.of(self.stored_tensors, objects, self._location(""))
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
@@ -261,7 +264,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: the object is not what was written.
         """
-        return _verified(self.storage, self.stored, self.manifest, name)
+        return _verified(self.storage, self.manifest, name)
 
     def _fetch(
         self,
@@ -282,7 +285,7 @@ class StoredCheckpoint:
             CheckpointDamaged: the object is missing, too short, or was changed.
         """
         if ahead is not None:
-            name = f"{self.stored.directory}/{ahead[0].object_name}"
+            name = f"{self.directory}/{ahead[0].object_name}"
             self.storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
         data = buffers.of_size(sum(span.nbytes for span in run))
         count = self._read(run[0].object_name, [data.data], run[0].offset)
@@ -321,7 +324,7 @@ class StoredCheckpoint:
 
     def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return self.storage.read_into(f"{self.stored.directory}/{name}", buffers, offset)
+            return self.storage.read_into(f"{self.directory}/{name}", buffers, offset)
         except CheckpointMissing:
             raise CheckpointDamaged(
                 f"{self._location(name)} is missing; load an older step"
@@ -329,23 +332,23 @@ class StoredCheckpoint:
 
     def _read_object(self, name: str) -> bytes:
         try:
-            return self.storage.read(f"{self.stored.directory}/{name}")
+            return self.storage.read(f"{self.directory}/{name}")
         except CheckpointMissing:
             raise CheckpointDamaged(
                 f"{self._location(name)} is missing; load an older step"
             ) from None
 
     def _location(self, name: str) -> str:
-        return f"{self.storage.url}/{self.stored.directory}/{name}"
+        return f"{self.storage.url}/{self.directory}/{name}"
 
 
-def _verified(storage: Storage, step: StoredStep, manifest: Manifest, name: str) -> bytes:
-    where = f"{storage.url}/{step.directory}/{name}"
+def _verified(storage: Storage, manifest: Manifest, name: str) -> bytes:
+    where = f"{storage.url}/{manifest.directory}/{name}"
     entry = manifest.find(name)
     if entry is None:
         raise CheckpointDamaged(f"{where} is not in the manifest; load an older step")
     try:
-        data = storage.read(f"{step.directory}/{name}", entry.nbytes)
+        data = storage.read(f"{manifest.directory}/{name}", entry.nbytes)
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is missing; load an older step") from None
     if len(data) != entry.nbytes:

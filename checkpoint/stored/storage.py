@@ -99,6 +99,10 @@ class Storage(Protocol):
         """Return the names of the objects that begin with the prefix, sorted."""
         ...
 
+    def unfinished(self) -> Sequence[str]:
+        """Return the names of what writers that died have left of objects; `delete` deletes it."""
+        ...
+
     def directories_with(self, leaf: str) -> Sequence[str]:
         """Return the top-level directories that have an object of this name."""
         ...
@@ -108,7 +112,7 @@ class Storage(Protocol):
         ...
 
     def delete_directory(self, directory: str) -> None:
-        """Delete all objects of a top-level directory."""
+        """Delete all objects of a directory, and what is unfinished in it."""
         ...
 
     def probe_writable(self) -> None:

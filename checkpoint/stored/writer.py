@@ -1,8 +1,9 @@
 """Writer of checkpoints: each writer stores its chunks, then one of them publishes the manifest.
 
 This module does no collective and does not import torch, because snapshot servers write too.
-Objects are never rewritten or renamed: a crash at any time leaves objects without a manifest, which
-readers ignore.
+Each attempt writes into a directory of its own, which no other attempt ever uses. So a writer that
+is late changes nothing that another attempt wrote, and a crash at any time leaves objects that no
+manifest names, which readers ignore.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
+from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.integers import ceil_div
@@ -35,6 +36,7 @@ from keepstep.checkpoint.stored.format import (
     MANIFEST,
     REMOVED,
     ROOT,
+    Attempt,
     ChunkObject,
     DataObject,
     Manifest,
@@ -53,6 +55,7 @@ from keepstep.checkpoint.stored.format import (
     root_metadata,
     shard_index,
 )
+from keepstep.checkpoint.stored.pruning import Note
 from keepstep.checkpoint.stored.storage import Storage
 
 # Each writing thread holds one encoded pack or chunk in memory.
@@ -70,7 +73,7 @@ Piece = bytes | memoryview
 
 def write_part(
     storage: Storage,
-    step: StoredStep,
+    attempt: Attempt,
     plan: ChunkPlan,
     writers: Sequence[int],
     read_box: ReadBox,
@@ -88,23 +91,19 @@ def write_part(
 
     Args:
         storage: the job's storage.
-        step: the checkpoint.
+        attempt: this attempt to write the checkpoint.
         plan: the chunks of all writers.
         writers: positions in the plan of the writers whose chunks are written here.
         read_box: returns the bytes of a box; called from several threads.
-        name: number of the listing, unique among the writers of this checkpoint.
+        name: number of the listing, unique among the writers of this attempt.
         stop: called before every chunk; True ends the attempt.
 
     Raises:
-        CheckpointExists: this step of this generation is committed; its chunks are not touched.
+        CheckpointExists: this step of this generation is committed.
         CheckpointError: a write failed, or the attempt was stopped.
     """
-    _check_not_committed(storage, step)
-    # A directory that was removed, or that a dead writer left, may have been noted for deletion:
-    # it is in use again.
-    storage.delete(f"{step.directory}/{REMOVED}")
-
-    previous = _previous_objects(storage, step, name)
+    _check_not_committed(storage, attempt.stored)
+    previous = _previous_objects(storage, attempt.stored, name)
 
     def write(job: _Job) -> DataObject:
         item, pieces = (
@@ -112,7 +111,7 @@ def write_part(
             if isinstance(job, Chunk)
             else _pack(plan, job, encoded)
         )
-        target = f"{step.directory}/{item.name}"
+        target = f"{attempt.directory}/{item.name}"
         source = previous.get(item)
         # Equal checksums do not prove that the bytes are equal; the storage compares them.
         if source is None or not storage.link_identical(source, target, pieces):
@@ -122,8 +121,8 @@ def write_part(
     def encoded(chunk: Chunk) -> tuple[memoryview, tuple[int, ...]]:
         if stop():
             raise CheckpointError(
-                f"step {step.step}: it was not stored, because its generation {step.generation} "
-                "is over"
+                f"step {attempt.stored.step}: it was not stored, because this attempt was given "
+                f"up, or its generation {attempt.stored.generation} is over"
             )
         data, checksums = encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
         return data.data, checksums
@@ -139,17 +138,17 @@ def write_part(
     }
     documents[part.name] = listing
     _map_parallel(
-        lambda item: storage.write(f"{step.directory}/{item[0]}", [item[1]]),
+        lambda item: storage.write(f"{attempt.directory}/{item[0]}", [item[1]]),
         list(documents.items()),
     )
     names = [*(item.name for item in written), *documents]
-    storage.flush([f"{step.directory}/{stored}" for stored in names])
+    storage.flush([f"{attempt.directory}/{stored}" for stored in names])
     return part
 
 
 def publish(
     storage: Storage,
-    step: StoredStep,
+    attempt: Attempt,
     parts: Sequence[StoredObject],
     tensors: Mapping[str, StoredTensor],
     documents: Mapping[str, Json],
@@ -158,29 +157,69 @@ def publish(
 
     Args:
         storage: the job's storage.
-        step: the checkpoint.
+        attempt: the attempt that wrote the parts.
         parts: the entries of all writers' listings.
         tensors: all tensors of the plan.
         documents: the parts of the state that are not tensors.
 
     Raises:
         CheckpointExists: this step of this generation is committed, with other content.
-        CheckpointError: a write failed.
+        CheckpointError: a write failed, or the attempt was closed because it took too long.
     """
-    contents: dict[str, Json] = {
-        ROOT: root_metadata(step.step, step.generation, tensors),
-        DOCUMENTS: dict(documents),
-    }
+    commit(
+        storage,
+        attempt,
+        parts,
+        {
+            ROOT: encode(root_metadata(attempt.stored, parts, tensors)),
+            DOCUMENTS: encode(dict(documents)),
+        },
+    )
 
-    def write(name: str) -> StoredObject:
-        data = encode(contents[name])
-        storage.write(f"{step.directory}/{name}", [data])
-        return StoredObject(name, len(data), crc32c.crc32c(data))
 
-    written = _map_parallel(write, list(contents))
-    storage.flush([f"{step.directory}/{stored.name}" for stored in written])
-    manifest = Manifest(step.step, step.generation, (*parts, *written))
-    storage.create(f"{step.directory}/{MANIFEST}", manifest.encode())
+def commit(
+    storage: Storage,
+    attempt: Attempt,
+    parts: Sequence[StoredObject],
+    contents: Mapping[str, bytes],
+) -> None:
+    """Write the objects that the manifest lists beside the parts, then the manifest.
+
+    Args:
+        storage: the job's storage.
+        attempt: the attempt that wrote the parts.
+        parts: the entries of all writers' listings.
+        contents: the other objects, by name.
+
+    Raises:
+        CheckpointExists: this step of this generation is committed, with other content.
+        CheckpointError: a write failed, or the attempt was closed because it took too long.
+    """
+    names = list(contents)
+    _map_parallel(
+        lambda name: storage.write(f"{attempt.directory}/{name}", [contents[name]]), names
+    )
+    storage.flush([f"{attempt.directory}/{name}" for name in names])
+    manifest = manifest_of(attempt, parts, contents)
+    path = f"{attempt.stored.directory}/{MANIFEST}"
+    _check_not_closed(storage, attempt)
+    storage.create(path, manifest.encode())
+    try:
+        # Garbage collection closes an attempt before it looks for its manifest once more: if it
+        # missed this manifest, this finds what it has closed.
+        _check_not_closed(storage, attempt)
+    except CheckpointError:
+        storage.delete(path)
+        raise
+
+
+def manifest_of(
+    attempt: Attempt, parts: Sequence[StoredObject], contents: Mapping[str, bytes]
+) -> Manifest:
+    """Return the manifest of an attempt's parts and of the other objects that it lists."""
+    others = (StoredObject(name, len(data), crc32c.crc32c(data)) for name, data in contents.items())
+    stored = attempt.stored
+    return Manifest(stored.step, stored.generation, attempt.name, (*parts, *others))
 
 
 def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
@@ -197,15 +236,29 @@ def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[
     ]
     if not others:
         return {}
-    directory = max(others, key=lambda stored: (stored.step, stored.generation)).directory
+    newest = max(others, key=lambda stored: (stored.step, stored.generation))
+    where = f"{storage.url}/{newest.directory}"
     try:
-        listing = decode_part(
-            storage.read(f"{directory}/{part_name(name)}"), f"{storage.url}/{directory}/"
-        )
+        manifest = storage.read(f"{newest.directory}/{MANIFEST}")
+        directory = Manifest.decode(manifest, f"{where}/{MANIFEST}").directory
+        listing = decode_part(storage.read(f"{directory}/{part_name(name)}"), f"{where}/")
     except CheckpointError:
         # The checkpoint was removed meanwhile, had fewer writers, or is damaged: write everything.
         return {}
     return {item: f"{directory}/{item.name}" for item in listing}
+
+
+def _check_not_closed(storage: Storage, attempt: Attempt) -> None:
+    try:
+        note = Note.decode(storage.read(f"{attempt.directory}/{REMOVED}"))
+    except CheckpointMissing:
+        return
+    if note is not None and note.is_closed:
+        raise CheckpointError(
+            f"{storage.url}: step {attempt.stored.step} was not stored: nothing was written to "
+            f"{attempt.directory} for so long that garbage collection gave it up; save again, and "
+            "give `keepstep ckpt gc` a longer --grace"
+        )
 
 
 def _check_not_committed(storage: Storage, step: StoredStep) -> None:

@@ -43,6 +43,7 @@ from keepstep.elastic.errors import (
 from keepstep.elastic.rendezvous.actions import Publish
 from keepstep.elastic.rendezvous.checkpoint_schedule import (
     PartAttempt,
+    is_over,
     next_commit,
     next_part,
 )
@@ -530,6 +531,9 @@ class Participation:
         if attempt is not None:
             self._part_attempt = attempt
             await self._snapshots.persist(attempt)
+        elif self._part_attempt is not None and is_over(view, self._part_attempt):
+            ended, self._part_attempt = self._part_attempt, None
+            await self._snapshots.end_persist(ended)
         committed = next_commit(view, self._worker_group.generation, self._committed)
         if committed is not None:
             await self._commit(committed)
@@ -550,7 +554,7 @@ class Participation:
             case Persisted() | PersistFailed():
                 attempt = self._part_attempt
                 # An earlier attempt may end after the next one has begun.
-                if attempt is not None and event.attempt == attempt.revision:
+                if attempt is not None and event.attempt == attempt.name:
                     self._membership.update(persisted=attempt.answer(stored_part(event)))
             case ServerDied():
                 self._has_lost_server = True
@@ -578,8 +582,9 @@ class Participation:
             self._connections.report(report)
 
     async def _publish(self, action: Publish) -> None:
+        attempt = PartAttempt(action.request, action.revision)
         try:
-            await self._snapshots.publish(action.request, action.parts)
+            await self._snapshots.publish(attempt, action.parts)
         except ServerGone as error:
             raise JobFailed(str(error)) from error
 

@@ -21,6 +21,7 @@ from keepstep.checkpoint.memory.messages import (
     AgentReply,
     AgentRequest,
     CommitSnapshot,
+    EndPersist,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
@@ -48,7 +49,6 @@ from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
 from keepstep.elastic.rendezvous.records import (
     Generation,
     Member,
-    PersistRequest,
     SnapshotCommit,
     group_of,
 )
@@ -238,20 +238,28 @@ class SnapshotProcess:
         await self._ask(CommitSnapshot(snapshot=snapshot))
 
     async def persist(self, attempt: PartAttempt) -> None:
-        """Begin to write this node's part of a checkpoint; the outcome comes as an event."""
-        request, number = attempt.request, attempt.revision
-        part = [holder.node for holder in request.commit.holders].index(self._node)
-        try:
-            await self._ask(PersistPart(task=self._task_of(request), part=part, attempt=number))
-        except SnapshotUnavailable as error:
-            snapshot = request.commit.snapshot
-            self._on_event(PersistFailed(snapshot=snapshot, attempt=number, reason=str(error)))
+        """Begin to write this node's part of a checkpoint; the outcome comes as an event.
 
-    async def publish(self, request: PersistRequest, parts: Sequence[Mapping[str, Any]]) -> None:
+        The snapshot is kept until `end_persist`: other holders may need pieces of it.
+        """
+        commit = attempt.request.commit
+        part = [holder.node for holder in commit.holders].index(self._node)
+        try:
+            await self._ask(PersistPart(task=self._task_of(attempt), part=part))
+        except SnapshotUnavailable as error:
+            self._on_event(
+                PersistFailed(snapshot=commit.snapshot, attempt=attempt.name, reason=str(error))
+            )
+
+    async def end_persist(self, attempt: PartAttempt) -> None:
+        """Give up writing, if it is under way, and let go of the snapshot: the attempt is over."""
+        await self._ask(EndPersist(attempt=attempt.name))
+
+    async def publish(self, attempt: PartAttempt, parts: Sequence[Mapping[str, Any]]) -> None:
         """Write the manifest of a checkpoint whose parts are all written.
 
         Args:
-            request: which checkpoint.
+            attempt: the attempt that wrote the parts.
             parts: what `stored_part` returned for each of the nodes.
 
         Raises:
@@ -259,7 +267,7 @@ class SnapshotProcess:
         """
         listings = tuple(PartListing(*part["entry"]) for part in parts)
         self._publishing = asyncio.get_running_loop().create_future()
-        await self._ask(PublishManifest(task=self._task_of(request), listings=listings))
+        await self._ask(PublishManifest(task=self._task_of(attempt), listings=listings))
         await self._publishing
 
     async def close(self) -> None:
@@ -273,10 +281,12 @@ class SnapshotProcess:
             self._process.wait()
         self._receiving.cancel()
 
-    def _task_of(self, request: PersistRequest) -> PersistTask:
+    def _task_of(self, attempt: PartAttempt) -> PersistTask:
+        request = attempt.request
         return PersistTask(
             url=request.url,
             snapshot=request.commit.snapshot,
+            attempt=attempt.name,
             holders=tuple(
                 RankHolder(
                     None if holder.node == self._node else holder.server, tuple(holder.ranks)

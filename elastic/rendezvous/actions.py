@@ -45,10 +45,14 @@ class Persist:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """All parts are written: commit the stored checkpoint."""
+    """All parts are written: commit the stored checkpoint.
+
+    `revision` is that of the request's key, which names the attempt that wrote the parts.
+    """
 
     request: PersistRequest
     parts: tuple[Mapping[str, object], ...]
+    revision: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPer
             reason = f"{holder.node} could not write step {step} to {request.url}: {part['error']}"
             return CancelPersist(request, reason)
         parts.append(part)
-    return Publish(request, tuple(parts))
+    return Publish(request, tuple(parts), view.revisions.get("persist", 0))
 
 
 def _answer(view: View, request: PersistRequest, node: str) -> Mapping[str, Any] | None:
@@ -95,6 +95,15 @@ class PartAttempt:
 
     request: PersistRequest
     revision: int
+
+    @property
+    def name(self) -> str:
+        """The attempt's name in storage: no other attempt has it.
+
+        A job that is started with a new coordinator may come to the same revision: the time of the
+        request tells its attempts apart from those of the job before.
+        """
+        return f"{self.revision}-{round(self.request.at_s * 1e3):x}"
 
     def answer(self, part: Mapping[str, Any]) -> PersistedPart:
         """Return the attempt's outcome for the node's record."""
@@ -126,6 +135,11 @@ def next_part(
     if all(holder.server != server for holder in request.commit.holders):
         return None
     return PartAttempt(request, revision)
+
+
+def is_over(view: View, begun: PartAttempt) -> bool:
+    """Whether an attempt is published or cancelled, or another one has taken its place."""
+    return view.revisions.get("persist", 0) != begun.revision
 
 
 def next_commit(view: View, entered: int, known: SnapshotId | None) -> SnapshotId | None:

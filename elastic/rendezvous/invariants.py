@@ -119,7 +119,7 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             check_commit(view, commit)
         case actions.Persist(request):
             _check_holders_present(view, request.commit)
-        case actions.Publish(request, parts):
+        case actions.Publish(request=request, parts=parts):
             check_parts(view, request, parts)
         case actions.CancelPersist(request):
             _check_is_current_request(view, request)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -74,7 +74,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_two_ranks_load_what_three_ranks_saved(tmp_path: Path) -> None:
     mp.spawn(run, args=(str(tmp_path),), nprocs=3)
-    group = zarr.open(tmp_path / "run" / StoredStep(9, 0).directory, mode="r")
+    stored = StoredCheckpoint.open(f"{tmp_path}/run", 9)
+    group = zarr.open(tmp_path / "run" / stored.directory, mode="r")
     assert group["model.0.weight"].shape == (30, 7)
 
 

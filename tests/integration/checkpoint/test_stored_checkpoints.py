@@ -27,7 +27,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
 from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.writer import write_part
@@ -48,6 +48,11 @@ class CountingStorage:
         count = self.storage.read_into(name, buffers, offset)
         self.nbytes += count
         return count
+
+
+def directory_of(root: Path, step: int) -> str:
+    """Return where the objects of a checkpoint lie."""
+    return StoredCheckpoint.open(str(root), step).directory
 
 
 def objects(root: Path) -> list[Path]:
@@ -101,7 +106,7 @@ def test_zarr_reads_a_checkpoint_without_importing_keepstep(tmp_path: Path) -> N
         "doubles = {name: numpy.asarray(array, 'float64') for name, array in arrays.items()}\n"
         "numpy.savez(sys.argv[2], **doubles)\n"
     )
-    root = tmp_path / StoredStep(3, 0).directory
+    root = tmp_path / directory_of(tmp_path, 3)
     subprocess.run([sys.executable, "-c", code, str(root), str(tmp_path / "read.npz")], check=True)
     read = {
         name: torch.from_numpy(values) for name, values in np.load(tmp_path / "read.npz").items()
@@ -116,7 +121,7 @@ def test_zarr_reads_a_checkpoint_without_importing_keepstep(tmp_path: Path) -> N
 def test_tensorstore_reads_a_large_tensor_from_its_own_directory(tmp_path: Path) -> None:
     large = torch.randn(1301, 577)
     checkpoint.save(str(tmp_path), {"large": large}, step=3)
-    path = str(tmp_path / StoredStep(3, 0).directory / "large")
+    path = str(tmp_path / directory_of(tmp_path, 3) / "large")
     array = tensorstore.open(
         {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
     ).result()
@@ -234,7 +239,7 @@ def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str)
         path = bad / StoredStep(1, 0).directory / name
         # "swap" takes the most similar object.
         other = min(
-            (n for n in names if n != name), key=lambda n: (n.parts[1:] != name.parts[1:], n)
+            (n for n in names if n != name), key=lambda n: (n.parts[2:] != name.parts[2:], n)
         )
         damaged = DAMAGES[damage]((good / name).read_bytes(), (good / other).read_bytes())
         if damaged == path.read_bytes():
@@ -244,7 +249,7 @@ def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str)
             StoredCheckpoint.open(str(bad)).verify()
         # `load` reads the arrays' metadata in the root, not in the arrays' own objects, and no
         # bytes after a chunk's end.
-        is_array_metadata = len(name.parts) == 2 and name.name == "zarr.json"
+        is_array_metadata = len(name.parts) == 3 and name.name == "zarr.json"
         if not is_array_metadata and damage != "append":
             with pytest.raises(CheckpointDamaged, match=str(name)):
                 checkpoint.load(
@@ -255,7 +260,7 @@ def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str)
 
 def test_exchanged_chunks_of_two_tensors_are_detected(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1}, step=1)
-    x, y = (tmp_path / StoredStep(1, 0).directory / name / "c.0" for name in "xy")
+    x, y = (tmp_path / directory_of(tmp_path, 1) / name / "c.0" for name in "xy")
     first, second = x.read_bytes(), y.read_bytes()
     x.write_bytes(second)
     y.write_bytes(first)
@@ -339,9 +344,9 @@ def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:
         read_keys.append(key)
         return torch.zeros(4, 1, dtype=torch.uint8).numpy()
 
-    storage, stored = open_storage(str(tmp_path)), StoredStep(1, 0)
+    storage, attempt = open_storage(str(tmp_path)), Attempt(StoredStep(1, 0), "a")
     with pytest.raises(CheckpointError, match="generation 0 is over"):
-        write_part(storage, stored, plan, [0], read_box, name=0, stop=lambda: len(read_keys) >= 10)
+        write_part(storage, attempt, plan, [0], read_box, name=0, stop=lambda: len(read_keys) >= 10)
     assert len(read_keys) < 20
     assert list_steps(str(tmp_path)) == ()
 

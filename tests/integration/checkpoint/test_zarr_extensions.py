@@ -13,10 +13,12 @@ import zarr
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.format import MANIFEST, ROOT, StoredStep, chunk_name
+from keepstep.checkpoint.stored.format import ROOT, chunk_name
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 KEY = "model/w"
 PACK = "packs/000000-0000"
+PART = "parts/000000.json"
 
 
 def flip(root: Path) -> None:
@@ -57,7 +59,7 @@ def edit(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
         (flip, f"{PACK}: the data of {KEY} was changed; load an older step"),
         (cut, f"{PACK}: the data of {KEY} was changed; load an older step"),
         (lambda root: (root / PACK).unlink(), f"{PACK} is missing; load an older step"),
-        (lambda root: (root / MANIFEST).unlink(), f"{MANIFEST} is missing; load an older step"),
+        (lambda root: (root / PART).unlink(), f"{PART} is missing; load an older step"),
         (rename, f"model/v/c.0 is not a chunk of {KEY}; was the array moved?"),
         (enlarge, f"{KEY}/c.[0-9]+: no listing has this chunk; load an older step"),
         (add_codec, f"{KEY}: a packed chunk is not an object of its own; .* no codec added"),
@@ -67,7 +69,7 @@ def test_a_damaged_packed_array_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     checkpoint.save(str(tmp_path), {"model": {"w": torch.arange(6.0)}}, step=1)
-    root = tmp_path / StoredStep(1, 0).directory
+    root = tmp_path / StoredCheckpoint.open(str(tmp_path)).directory
     damage(root)
     array = next(
         node

@@ -35,6 +35,10 @@ def json_of(*arguments: object) -> Any:
     return json.loads(done.stdout)
 
 
+def directory_of(root: Path, step: int) -> str:
+    return str(json_of("show", root, "--step", step)["directory"])
+
+
 def steps(root: Path) -> list[int]:
     return [stored["step"] for stored in json_of("ls", root)["checkpoints"]]
 
@@ -59,7 +63,7 @@ def test_ls_lists_checkpoints_and_show_shows_one(run7: Path) -> None:
 
 def test_verify_names_the_damaged_checkpoint_and_fails(run7: Path) -> None:
     assert keepstep("verify", run7, "--all").exit_code == 0
-    bad = run7 / StoredStep(30, 0).directory / "large/c.0.0"
+    bad = run7 / directory_of(run7, 30) / "large/c.0.0"
     bad.write_bytes(bad.read_bytes()[:-8] + b"12345678")
     done = keepstep("verify", run7, "--all")
     assert done.exit_code == 1
@@ -84,15 +88,16 @@ def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
 
 
 def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:
+    removed = directory_of(run7, 10)
     policy = ("--keep-last", 1, "--keep-every", 20, "--keep-best", 1, "loss", "min")
     assert json_of("rm", run7, *policy, "--dry-run")["removed"] == [StoredStep(10, 0).directory]
     assert steps(run7) == [50, 40, 30, 20, 10]
     assert keepstep("rm", run7, *policy).exit_code == 0
     assert steps(run7) == [50, 40, 30, 20]
     # A reader that has opened the checkpoint can finish.
-    assert (run7 / StoredStep(10, 0).directory / "large/c.0.0").exists()
+    assert (run7 / removed / "large/c.0.0").exists()
     assert json_of("gc", run7)["deleted"] == []
-    assert json_of("gc", run7, "--grace", 0)["deleted"] == [StoredStep(10, 0).directory]
+    assert json_of("gc", run7, "--grace", 0)["deleted"] == [removed]
     assert not (run7 / StoredStep(10, 0).directory).exists()
     assert keepstep("rm", run7, "--step", 40, "--step", 20, "--pin", 20).exit_code == 0
     assert steps(run7) == [50, 30, 20]
@@ -118,7 +123,7 @@ def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) 
     )
     assert keepstep("diff", run7, target, "--first-step", 30).exit_code == 0
     assert keepstep("verify", target).exit_code == 0
-    bad = run7 / StoredStep(40, 0).directory / "packs/000000-0000"
+    bad = run7 / directory_of(run7, 40) / "packs/000000-0000"
     bad.write_bytes(b"x" * len(bad.read_bytes()))
     done = keepstep("cp", run7, target, "--step", 40)
     assert done.exit_code == 1

@@ -29,7 +29,7 @@ from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.memory.arena import box_bytes
 from keepstep.checkpoint.stored import chunking, reader, writer
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import publish, write_part
 
@@ -226,11 +226,12 @@ def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
             )
         return result
 
-    step = StoredStep(1, 0)
+    attempt = Attempt(StoredStep(1, 0), "a")
     parts = [
-        write_part(storage, step, plan, [rank], read_box, name=rank) for rank in range(len(layout))
+        write_part(storage, attempt, plan, [rank], read_box, name=rank)
+        for rank in range(len(layout))
     ]
-    publish(storage, step, parts, plan.tensors, {})
+    publish(storage, attempt, parts, plan.tensors, {})
     return plan
 
 

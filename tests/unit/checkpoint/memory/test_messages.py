@@ -20,6 +20,7 @@ from keepstep.checkpoint.memory.messages import (
     BoxBytes,
     ClientRequest,
     CommitSnapshot,
+    EndPersist,
     FinishProtection,
     Holdings,
     IndexBytes,
@@ -64,7 +65,7 @@ SNAPSHOT = SnapshotId(3, 40)
 TABLE = (ShardLocation(rank=2, offset=0, nbytes=90, index_offset=80, crc=2**32 - 1),)
 GROUP = ErasureGroup(generation=3, addresses=("tcp:a:1", "tcp:b:2"), position=1, parity=1)
 TASK = PersistTask(
-    "s3://bucket/job", SNAPSHOT, (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,)))
+    "s3://bucket/job", SNAPSHOT, "9-1a", (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,)))
 )
 HELD = (SealedRanks(SNAPSHOT, (0, 1)),)
 
@@ -100,15 +101,16 @@ COMMANDS: list[AgentCommand] = [
     FinishProtection(),
     Verify(),
     CommitSnapshot(snapshot=SnapshotId(4, -1)),
-    PersistPart(task=TASK, part=1, attempt=9),
+    PersistPart(task=TASK, part=1),
+    EndPersist(attempt="9-1a"),
     PublishManifest(task=TASK, listings=(PartListing("parts/0.json", 100, 7),)),
     ReportHoldings(),
 ]
 EVENTS: list[ServerEvent] = [
     Serving(address="tcp:[::1]:9"),
     Protected(snapshot=SNAPSHOT, nbytes=2**40),
-    Persisted(snapshot=SNAPSHOT, attempt=9, listing=PartListing("parts/0.json", 100, 7)),
-    PersistFailed(snapshot=SNAPSHOT, attempt=9, reason="the disk is full"),
+    Persisted(snapshot=SNAPSHOT, attempt="9-1a", listing=PartListing("parts/0.json", 100, 7)),
+    PersistFailed(snapshot=SNAPSHOT, attempt="9-1a", reason="the disk is full"),
     Published(snapshot=SNAPSHOT),
     PublishFailed(snapshot=SNAPSHOT, reason="the disk is full"),
 ]

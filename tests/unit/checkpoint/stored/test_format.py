@@ -15,10 +15,12 @@ from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.dtypes import _NUMPY
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.format import (
+    Attempt,
     Manifest,
     StoredObject,
     StoredStep,
     encode,
+    parse_parts,
     parse_root,
     root_metadata,
 )
@@ -40,13 +42,19 @@ TENSORS = {
 }
 
 
+PARTS = (StoredObject("parts/000000.json", 10, 2**32 - 1), StoredObject("parts/000001.json", 3, 0))
+
+
 def test_metadata_round_trips_for_every_data_type() -> None:
-    assert parse_root(encode(root_metadata(7, 1, TENSORS)), "here") == TENSORS
+    assert parse_root(encode(root_metadata(StoredStep(7, 1), PARTS, TENSORS)), "here") == TENSORS
 
 
 def test_a_manifest_round_trips() -> None:
     manifest = Manifest(
-        7, 2, (StoredObject("parts/000000.json", 10, 2**32 - 1), StoredObject("zarr.json", 3, 0))
+        7,
+        2,
+        "90f3c1",
+        (StoredObject("parts/000000.json", 10, 2**32 - 1), StoredObject("zarr.json", 3, 0)),
     )
     assert Manifest.decode(manifest.encode(), "here") == manifest
 
@@ -61,6 +69,36 @@ def test_a_directory_name_round_trips(step: int, generation: int) -> None:
 )
 def test_other_directory_names_are_not_steps(name: str) -> None:
     assert StoredStep.parse(name) is None
+
+
+def test_the_root_lists_the_parts_from_format_2_on() -> None:
+    metadata = root_metadata(StoredStep(7, 1), PARTS, TENSORS)
+    assert parse_parts(encode(metadata), "here") == PARTS
+    metadata["attributes"]["keepstep"] = {"format": 1, "step": 7, "generation": 1}
+    assert parse_parts(encode(metadata), "here") is None
+
+
+def test_a_manifest_of_format_1_names_the_directory_of_the_step() -> None:
+    content = {"format": 1, "step": 7, "generation": 2, "objects": [["zarr.json", 3, 0]]}
+    manifest = Manifest.decode(encode(content), "here")
+    assert manifest == Manifest(7, 2, None, (StoredObject("zarr.json", 3, 0),))
+    assert manifest.directory == StoredStep(7, 2).directory
+
+
+@given(st.from_regex(r"[0-9a-z][0-9a-z-]{0,63}", fullmatch=True))
+def test_attempts_have_directories_of_their_own_below_the_step(name: str) -> None:
+    attempt = Attempt(StoredStep(7, 2), name)
+    step, _, leaf = attempt.directory.rpartition("/")
+    assert step == StoredStep(7, 2).directory
+    assert Attempt.is_directory(leaf)
+    assert Manifest(7, 2, name, ()).directory == attempt.directory
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "A", "-a", "a" * 65, "a.b", "a\n"])
+def test_other_names_of_attempts_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name an attempt"):
+        Attempt(StoredStep(7, 2), name)
+    assert not Attempt.is_directory(f"attempt-{name}")
 
 
 def set_field(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -91,14 +129,14 @@ def set_field(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
     ],
 )
 def test_array_metadata_of_another_form_is_refused_as_damaged(change: Any) -> None:
-    content = copy.deepcopy(root_metadata(7, 1, TENSORS))
+    content = copy.deepcopy(root_metadata(StoredStep(7, 1), PARTS, TENSORS))
     change(content["consolidated_metadata"]["metadata"]["model/float32"])
     with pytest.raises(CheckpointDamaged, match="here is not a checkpoint's root metadata"):
         parse_root(encode(content), "here")
 
 
 def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
-    content = root_metadata(7, 1, TENSORS)
+    content = root_metadata(StoredStep(7, 1), PARTS, TENSORS)
     nodes = content["consolidated_metadata"]["metadata"]
     nodes["../../etc/x"] = nodes["model/float32"]
     with pytest.raises(CheckpointDamaged, match="cannot be part of a name"):
@@ -117,6 +155,11 @@ def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", 1]]}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["../a", 1, 2]]}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", -1, 2]]}).encode(),
+        json.dumps({"format": 2, "step": 1, "generation": 0, "objects": []}).encode(),
+        json.dumps(
+            {"format": 2, "step": 1, "generation": 0, "attempt": "../x", "objects": []}
+        ).encode(),
+        json.dumps({"format": 2, "step": 1, "generation": 0, "attempt": 7, "objects": []}).encode(),
     ],
 )
 def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> None:

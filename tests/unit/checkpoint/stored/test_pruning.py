@@ -1,15 +1,23 @@
-"""Tests of retention: which checkpoints are removed, and when their directories are deleted."""
+"""Tests of retention: which checkpoints are removed, and when their objects are deleted."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.stored.format import MANIFEST, REMOVED, StoredStep
-from keepstep.checkpoint.stored.pruning import RetentionPolicy, checkpoints_to_remove, find_garbage
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.pruning import (
+    Disposal,
+    Note,
+    RetentionPolicy,
+    checkpoints_to_remove,
+    dispose,
+    names_crc,
+)
 
 TENS = tuple(StoredStep(step, 1) for step in (10, 20, 30, 40, 50))
 LOSS = dict(zip(TENS, (3.0, 1.0, 2.0, 5.0, 4.0), strict=True))
@@ -22,14 +30,11 @@ retentions = st.builds(
     best=st.none() | st.tuples(st.integers(0, 3), st.sampled_from(["min", "max"])),
     pinned=st.frozensets(st.integers(0, 8), max_size=3),
 )
-directories = stored_steps.map(lambda stored: stored.directory) | st.sampled_from(
-    ["other", "step-1-2"]
-)
-names = st.lists(
-    st.builds(
-        "{}/{}".format, directories, st.sampled_from([MANIFEST, REMOVED, "parts/000000.json"])
-    )
-    | st.sampled_from([MANIFEST, "step-00000001-000001"])
+
+
+NAMES = ("step-00000010-000001/attempt-a/zarr.json", "step-00000010-000001/attempt-a/x/c.0")
+notes = st.builds(
+    Note, at_s=st.floats(0, 1000), names_crc=st.just(names_crc(NAMES)), is_closed=st.booleans()
 )
 
 
@@ -91,33 +96,58 @@ def test_the_newest_checkpoint_is_never_removed(
     assert newest not in removed
 
 
-def test_a_directory_without_a_manifest_is_noted_first_and_deleted_after_the_grace_time() -> None:
-    committed, abandoned, removed = (stored.directory for stored in TENS[:3])
-    present = [
-        f"{committed}/{MANIFEST}",
-        f"{committed}/zarr.json",
-        f"{abandoned}/zarr.json",
-        f"{removed}/zarr.json",
-        f"{removed}/{REMOVED}",
+def test_an_idle_attempt_is_noted_closed_and_emptied_with_the_grace_time_between() -> None:
+    seen = []
+    note = None
+    names: tuple[str, ...] = NAMES
+    for now in range(0, 10000, 20):
+        disposal = dispose(names, note, now=float(now), grace_s=60.0)
+        seen.append(disposal)
+        if disposal is Disposal.DELETE:
+            break
+        if disposal is Disposal.EMPTY:
+            names = ()
+        if disposal is not Disposal.KEEP:
+            note = Note(float(now), names_crc(names), disposal is not Disposal.NOTE)
+    waiting = [Disposal.KEEP, Disposal.KEEP]
+    assert seen == [
+        *(Disposal.NOTE, *waiting, Disposal.CLOSE, *waiting, Disposal.EMPTY),
+        *[Disposal.KEEP] * (24 * 3 - 1),
+        Disposal.DELETE,
     ]
-    assert find_garbage(present, {removed: 100.0}, now=159.0, grace_s=60.0) == ((abandoned,), ())
-    noted = {removed: 100.0, abandoned: 159.0}
-    assert find_garbage(present, noted, now=160.0, grace_s=60.0) == ((), (removed,))
 
 
-def test_without_grace_directories_without_a_manifest_are_deleted_at_once() -> None:
-    committed, abandoned = (stored.directory for stored in TENS[:2])
-    present = [f"{committed}/{MANIFEST}", f"{abandoned}/zarr.json", "notes/zarr.json", "zarr.json"]
-    assert find_garbage(present, {}, now=0.0, grace_s=0.0) == ((), (abandoned,))
-
-
-@given(names, st.dictionaries(directories, st.floats(0, 100)), st.floats(0, 200), st.floats(0, 100))
-def test_a_directory_with_a_manifest_is_neither_noted_nor_deleted(
-    present: list[str], noted: dict[str, float], now: float, grace_s: float
+@given(notes, st.floats(0, 1000), st.floats(1e-3, 1000))
+def test_an_attempt_that_grew_since_it_was_noted_is_noted_again(
+    note: Note, now: float, grace_s: float
 ) -> None:
-    to_note, to_delete = find_garbage(present, noted, now=now, grace_s=grace_s)
-    for directory in to_note + to_delete:
-        assert StoredStep.parse(directory)
-        assert f"{directory}/{MANIFEST}" not in present
-        assert any(name.startswith(f"{directory}/") for name in present)
-    assert not set(to_note) & (set(to_delete) | noted.keys())
+    grown = replace(note, names_crc=names_crc(NAMES[:-1]))
+    assert dispose(NAMES, grown, now=now, grace_s=grace_s) is Disposal.NOTE
+    assert dispose(NAMES, None, now=now, grace_s=grace_s) is Disposal.NOTE
+
+
+@given(notes, st.floats(0, 1000), st.floats(1e-3, 1000))
+def test_an_attempt_is_neither_closed_nor_deleted_within_the_grace_time(
+    note: Note, elapsed_s: float, grace_s: float
+) -> None:
+    now = note.at_s + elapsed_s
+    disposal = dispose(NAMES, note, now=now, grace_s=grace_s)
+    assert (disposal is Disposal.KEEP) == (now - note.at_s < grace_s)
+    assert (disposal is Disposal.EMPTY) <= note.is_closed
+
+
+@given(st.none() | notes, st.floats(0, 1000))
+def test_without_grace_an_attempt_is_deleted_at_once(note: Note | None, now: float) -> None:
+    assert dispose(NAMES, note, now=now, grace_s=0.0) is Disposal.DELETE
+
+
+@given(notes)
+def test_a_note_round_trips(note: Note) -> None:
+    assert Note.decode(note.encode()) == note
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b'{"at_s": ', b"[]", b"[" * 10**5, b'{"at_s": 1.0}', b'{"at_s": null}']
+)
+def test_a_note_of_another_form_counts_as_none(data: bytes) -> None:
+    assert Note.decode(data) is None

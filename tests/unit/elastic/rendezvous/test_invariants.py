@@ -119,7 +119,7 @@ ALLOWED: dict[str, Callable[[], None]] = {
     "a newer commit": changed(OPEN, snapshot=replace(COMMIT, snapshot=SnapshotId(1, 5))),
     "commit": acted(OPEN, Commit(COMMIT)),
     "a request to store": changed(OPEN, persist=REQUEST),
-    "publishing": acted(STORING, Publish(REQUEST, ({}, {}))),
+    "publishing": acted(STORING, Publish(REQUEST, ({}, {}), 6)),
     "a checkpoint": changed(STORING, persist=None, checkpoint=STORED),
     "a failure to store": changed(STORING, persist=None, store_failure=StoreFailure(4, "")),
     "the job's end": lambda: check_transition(without(OPEN, "b"), View(revision=10)),
@@ -238,13 +238,13 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     ),
     "a part that is missing": (
         "all of its parts are written",
-        acted(with_record(STORING, "b", persisted=None), Publish(REQUEST, ({}, {}))),
+        acted(with_record(STORING, "b", persisted=None), Publish(REQUEST, ({}, {}), 6)),
     ),
     "a part of an earlier attempt": (
         "all of its parts are written",
         acted(
             replace(STORING, revisions={**STORING.revisions, "persist": 8}),
-            Publish(REQUEST, ({}, {})),
+            Publish(REQUEST, ({}, {}), 6),
         ),
     ),
     "a part that failed": (
@@ -253,12 +253,12 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
             with_record(
                 STORING, "b", persisted=PersistedPart(4, 1, {"error": "no space"}, attempt=6)
             ),
-            Publish(REQUEST, ({}, {})),
+            Publish(REQUEST, ({}, {}), 6),
         ),
     ),
     "an answer to no request": (
         "a request to store is answered while it stands",
-        acted(OPEN, Publish(REQUEST, ({}, {}))),
+        acted(OPEN, Publish(REQUEST, ({}, {}), 6)),
     ),
     "a decision after the end": (
         "nothing is decided after the result",

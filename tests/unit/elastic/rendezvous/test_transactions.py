@@ -47,7 +47,7 @@ ACTIONS: tuple[Action, ...] = (
     Close(Closing(1, "lost b", True, 0.0)),
     Commit(COMMIT),
     Persist(REQUEST),
-    Publish(REQUEST, ({},)),
+    Publish(REQUEST, ({},), 6),
     CancelPersist(REQUEST, "no space"),
     RecordRecovery(History()),
     Finish(Result(True, "done")),
@@ -72,7 +72,7 @@ def test_preview_shows_what_a_transaction_will_make_of_the_view() -> None:
     after = transactions.preview(KEYS, VIEW, opened)
     assert (after.revision, after.generation, after.snapshot) == (10, GENERATION, COMMIT)
     assert (after.generation_revision, dict(after.restarts)) == (10, {})
-    published = transactions.lead(KEYS, VIEW, "a", 3, Publish(REQUEST, ({},)), wall_s=110.0)
+    published = transactions.lead(KEYS, VIEW, "a", 3, Publish(REQUEST, ({},), 6), wall_s=110.0)
     after = transactions.preview(KEYS, VIEW, published)
     assert after.checkpoint is not None
     assert (after.checkpoint.step, after.checkpoint.took_s, after.persist) == (4, 10.0, None)

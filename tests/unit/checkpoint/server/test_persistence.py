@@ -1,0 +1,137 @@
+"""Claims about storing snapshots from memory: which attempt writes, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.messages import (
+    Persisted,
+    PersistFailed,
+    PersistTask,
+    Published,
+    RankHolder,
+    ServerEvent,
+)
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server import persistence
+from keepstep.checkpoint.server.persistence import Persistence
+from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.transport import Identity
+from tests.unit.checkpoint.server.sealed import open_memory, seal
+
+FIRST, SECOND = SnapshotId(1, 1), SnapshotId(1, 2)
+
+
+class HeldStorage:
+    """A storage whose writes wait until they are let go."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.is_writing, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+    def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
+        self.is_writing.set()
+        assert self.let_go.wait(60)
+        self.storage.write(name, pieces)
+
+
+class Node:
+    """One node's memory with two committed snapshots' worth of state, and what stores it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.url = f"memory://{uuid.uuid4().hex}"
+        self.storage = HeldStorage(open_storage(self.url))
+        monkeypatch.setattr(persistence, "open_storage", lambda url: self.storage)
+        self.memory: SnapshotMemory = open_memory()
+        seal(self.memory, FIRST, 0, {"model/w": 1, "model/v": 2})
+        self.events: queue.Queue[ServerEvent] = queue.Queue()
+        self.persistence = Persistence(self.memory, Identity("node", b"s" * 32), 0, self.events.put)
+
+    def task(self, attempt: str) -> PersistTask:
+        return PersistTask(self.url, FIRST, attempt, (RankHolder(None, (0,)),))
+
+    def next_event(self) -> ServerEvent:
+        return self.events.get(timeout=60)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    node = Node(monkeypatch)
+    yield node
+    node.storage.let_go.set()
+    node.persistence.close()
+    node.memory.close()
+
+
+def test_the_next_attempt_stops_the_one_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is a chunk of its own here, so that the attempt has a chunk left to begin."""
+    monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
+    monkeypatch.setattr("keepstep.checkpoint.stored.writer._PARALLEL_WRITES", 1)
+    node.persistence.start(node.task("a"), 0)
+    assert node.storage.is_writing.wait(60)
+    node.persistence.start(node.task("b"), 0)
+    node.storage.let_go.set()
+    ended = node.next_event()
+    assert isinstance(ended, PersistFailed)
+    assert (ended.attempt, "given up" in ended.reason) == ("a", True)
+    written = node.next_event()
+    assert isinstance(written, Persisted)
+    assert written.attempt == "b"
+    node.persistence.publish(node.task("b"), [written.listing])
+    assert isinstance(node.next_event(), Published)
+    source = StoredCheckpoint.open(node.url)
+    assert source.directory.endswith("/attempt-b")
+    source.verify()
+
+
+def test_an_attempt_that_is_over_is_stopped_and_others_are_not(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
+    monkeypatch.setattr("keepstep.checkpoint.stored.writer._PARALLEL_WRITES", 1)
+    for over, kind in (("a", PersistFailed), ("x", Persisted)):
+        node.storage.is_writing.clear()
+        node.storage.let_go.clear()
+        node.persistence.start(node.task("a"), 0)
+        assert node.storage.is_writing.wait(60)
+        node.persistence.end(over)
+        node.storage.let_go.set()
+        assert isinstance(node.next_event(), kind)
+
+
+def test_a_snapshot_is_kept_until_its_attempt_is_over(node: Node) -> None:
+    """Other holders may need pieces of it when this one's part is written."""
+    node.storage.let_go.set()
+    node.persistence.start(node.task("a"), 0)
+    assert isinstance(node.next_event(), Persisted)
+    seal(node.memory, SECOND, 0, {"model/w": 3, "model/v": 4})
+    assert node.memory.memory(FIRST, 0).bytes[0] == 1
+    node.persistence.end("a")
+    with pytest.raises(SnapshotUnavailable, match="not held here"):
+        node.memory.memory(FIRST, 0)
+    node.persistence.end("a")
+    assert node.memory.memory(SECOND, 0).bytes[0] == 3
+
+
+def test_memory_that_an_ended_attempt_still_reads_is_not_freed(node: Node) -> None:
+    node.persistence.start(node.task("a"), 0)
+    assert node.storage.is_writing.wait(60)
+    node.persistence.stop()
+    seal(node.memory, SECOND, 0, {"model/w": 3, "model/v": 4})
+    assert node.memory.memory(FIRST, 0).bytes[0] == 1
+    node.storage.let_go.set()
+    node.next_event()
+    with pytest.raises(SnapshotUnavailable, match="not held here"):
+        node.memory.memory(FIRST, 0)
