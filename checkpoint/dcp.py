@@ -99,7 +99,14 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Divide the chunks among the ranks: each rank writes chunks that it holds."""
+        """Divide the chunks among the ranks: each rank writes chunks that it holds.
+
+        Raises:
+            LayoutMismatch: the planner sends plans that have changed only, so that what the other
+                ranks hold is not known here.
+        """
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            raise _plan_caching_refused()
         indexes = [
             ShardIndex(0, tuple(_entry(i) for i in plan.items if i.type != Kind.BYTE_IO), {})
             for plan in plans
@@ -118,7 +125,14 @@ class Writer(StorageWriter):
         return rank_plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks."""
+        """Write this rank's chunks.
+
+        Raises:
+            LayoutMismatch: the planner caches plans; refused at the first save, not at the second,
+                which would be the first to be wrong.
+        """
+        if getattr(planner, "_enable_plan_caching", False):
+            raise _plan_caching_refused()
         own: _RankPlan = plan.storage_data
         items: dict[str, list[WriteItem]] = defaultdict(list)
         results = []
@@ -287,6 +301,13 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Return whether this is a URL that can be read from."""
         return _is_url(checkpoint_id)
+
+
+def _plan_caching_refused() -> LayoutMismatch:
+    return LayoutMismatch(
+        "the save planner caches plans, and this format is planned anew from what all ranks hold; "
+        "pass a planner with enable_plan_caching=False"
+    )
 
 
 def _box(item: WriteItem) -> Box:

@@ -12,13 +12,15 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import zarr
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -86,6 +88,27 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     dcp.load(filled, storage_reader=Reader(tmp_path), no_dist=True)
     assert torch.equal(filled["x"], state["x"])
     assert filled["n"] == 3
+
+
+def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    """From the second save on it would send plans without tensors."""
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for step in (1, 2):
+        with pytest.raises(
+            (LayoutMismatch, dcp.api.CheckpointException), match="enable_plan_caching=False"
+        ):
+            dcp.save(
+                {"x": torch.ones(3)},
+                storage_writer=Writer(tmp_path, step=step),
+                planner=planner,
+                no_dist=True,
+            )
+    assert list_steps(str(tmp_path)) == ()
+
+
+def test_a_plan_without_the_tensors_of_a_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutMismatch, match="enable_plan_caching=False"):
+        Writer(tmp_path, step=1).prepare_global_plan([SavePlan([]), SavePlan([], usable=False)])
 
 
 def test_a_value_that_would_be_pickled_is_refused_by_name(tmp_path: Path) -> None:
