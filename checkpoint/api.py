@@ -107,6 +107,7 @@ def load(
         CheckpointMissing: there is no such checkpoint.
         LayoutMismatch: the checkpoint does not fit the state; the message lists the differences.
         CheckpointDamaged: stored bytes were changed or lost.
+        CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
     # Only rank 0 lists the steps, so that all ranks load the same one even if a new one appears.
     steps = _on_all_ranks(lambda: list_steps(url) if rank() == 0 else ())

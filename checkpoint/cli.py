@@ -23,7 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
@@ -61,11 +61,14 @@ def ls(url: str, as_json: bool) -> None:
     """List the checkpoints at URL, newest first."""
     summaries: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
+    too_new: dict[str, str] = {}
     for stored in list_steps(url):
         try:
             summaries.append(summarize(StoredCheckpoint.open(url, stored.step, stored.generation)))
         except CheckpointDamaged as error:
             damaged[stored.directory] = str(error)
+        except CheckpointTooNew as error:
+            too_new[stored.directory] = str(error)
     if as_json:
         listed = [
             {
@@ -75,7 +78,7 @@ def ls(url: str, as_json: bool) -> None:
             }
             for summary in summaries
         ]
-        _print_json({"checkpoints": listed, "damaged": damaged})
+        _print_json({"checkpoints": listed, "damaged": damaged, "too_new": too_new})
         return
     table = _table("step", "generation", "size", "objects", "tensors", "elements")
     for summary in summaries:
@@ -90,6 +93,8 @@ def ls(url: str, as_json: bool) -> None:
     Console().print(table if summaries else f"no checkpoint at {url}")
     for message in damaged.values():
         click.echo(f"damaged: {message}", err=True)
+    for message in too_new.values():
+        click.echo(f"too new: {message}", err=True)
 
 
 @ckpt.command()
@@ -151,7 +156,7 @@ def show(
 def verify(
     url: str, step: int | None, generation: int | None, everything: bool, as_json: bool
 ) -> None:
-    """Read every byte of a checkpoint and check it. Exit status 1 if a checkpoint is damaged."""
+    """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new."""
     results: dict[str, str | None] = {}
     wanted = (
         [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
@@ -166,7 +171,7 @@ def verify(
             ) as report:
                 source.verify(report)
             results[name] = None
-        except CheckpointDamaged as error:
+        except (CheckpointDamaged, CheckpointTooNew) as error:
             results[name] = str(error)
         if not as_json:
             click.echo(f"{name}: {results[name] or 'intact'}")

@@ -18,6 +18,10 @@ class CheckpointDamaged(CheckpointError):
     """Stored bytes do not match their checksum, or an object is missing or has the wrong size."""
 
 
+class CheckpointTooNew(CheckpointError):
+    """The checkpoint has a newer format than this keepstep reads; it may well be intact."""
+
+
 class CheckpointExists(CheckpointError):
     """The step is committed already; committed steps are never overwritten."""
 

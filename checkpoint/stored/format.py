@@ -15,7 +15,7 @@ from typing import Any
 
 import crc32c
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.names import check_keys
@@ -249,16 +249,19 @@ class Manifest:
         """Parse what `encode` returned.
 
         Raises:
-            CheckpointDamaged: the data has another form, or another version of the format.
+            CheckpointDamaged: the data has another form.
+            CheckpointTooNew: the format is newer than this release.
         """
         content = decode(data, where)
         try:
             version = content["format"]
-            if version not in (1, VERSION):
-                raise CheckpointDamaged(
+            if _is_count(version) and version > VERSION:
+                raise CheckpointTooNew(
                     f"{where} has format {version}, this keepstep reads up to {VERSION}; use the "
-                    "release that wrote it"
+                    "release that wrote it, or a later one"
                 )
+            if not _is_count(version) or version < 1:
+                raise ValueError(f"format {version!r}")
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
             if not (_is_count(step) and _is_count(generation)):

@@ -120,6 +120,7 @@ class StoredCheckpoint:
         Raises:
             CheckpointMissing: there is no such checkpoint.
             CheckpointDamaged: its metadata is not what was written.
+            CheckpointTooNew: it has a newer format than this release reads.
         """
         steps = list_steps(url)
         matching = (

@@ -169,8 +169,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "LayoutMismatch", "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged",
-        "load", "save",
+        "CheckpointTooNew", "LayoutMismatch", "SnapshotInvariantViolated", "SnapshotUnavailable",
+        "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -323,6 +324,18 @@ def test_a_checkpoint_that_does_not_exist_is_missing(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.zeros(4)}, step=4)
     with pytest.raises(CheckpointMissing, match=r"no checkpoint of step 5 \(steps there: 4\)"):
         checkpoint.load(str(tmp_path), {"x": torch.zeros(4)}, step=5)
+
+
+def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(str(tmp_path), {"x": torch.full((4,), float(step))}, step=step)
+    manifest = tmp_path / StoredStep(2, 0).directory / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    state = {"x": torch.zeros(4)}
+    with pytest.raises(CheckpointError, match="has format 99"):
+        checkpoint.load(str(tmp_path), state, fallback=True)
+    assert state["x"].tolist() == [0] * 4
+    assert checkpoint.load(str(tmp_path), state, step=1) == 1
 
 
 def test_write_part_stops_when_the_generation_is_over(tmp_path: Path) -> None:

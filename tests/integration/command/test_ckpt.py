@@ -72,6 +72,18 @@ def test_verify_names_the_damaged_checkpoint_and_fails(run7: Path) -> None:
     ] == [StoredStep(30, 0).directory]
 
 
+def test_a_checkpoint_of_a_newer_release_is_listed_as_such_beside_the_others(run7: Path) -> None:
+    manifest = run7 / StoredStep(30, 0).directory / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    listed = json_of("ls", run7)
+    assert [stored["step"] for stored in listed["checkpoints"]] == [50, 40, 20, 10]
+    assert (list(listed["too_new"]), listed["damaged"]) == ([StoredStep(30, 0).directory], {})
+    assert "too new" in keepstep("ls", run7).output
+    done = keepstep("verify", run7, "--all")
+    assert done.exit_code == 1
+    assert done.output.count("intact") == 4
+
+
 def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
     assert keepstep("diff", run7, run7).exit_code == 0
     done = keepstep("diff", run7, run7, "--first-step", 10, "--json")

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
 from keepstep.checkpoint.layout.dtypes import _NUMPY
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.format import (
+    VERSION,
     Attempt,
     Manifest,
     StoredObject,
@@ -150,7 +151,9 @@ def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
         b"[]",
         b"\xff\xfe",
         b"{}",
-        json.dumps({"format": 99, "step": 1, "generation": 0, "objects": []}).encode(),
+        json.dumps({"format": 0, "step": 1, "generation": 0, "objects": []}).encode(),
+        json.dumps({"format": "2", "step": 1, "generation": 0, "objects": []}).encode(),
+        json.dumps({"format": True, "step": 1, "generation": 0, "objects": []}).encode(),
         json.dumps({"format": 1, "step": "1", "generation": 0, "objects": []}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", 1]]}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["../a", 1, 2]]}).encode(),
@@ -165,3 +168,9 @@ def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
 def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> None:
     with pytest.raises(CheckpointDamaged):
         Manifest.decode(content, "here")
+
+
+@given(st.integers(VERSION + 1, 2**62))
+def test_a_newer_format_is_not_taken_for_damage(version: int) -> None:
+    with pytest.raises(CheckpointTooNew, match=f"here has format {version}, this keepstep reads"):
+        Manifest.decode(json.dumps({"format": version}).encode(), "here")
