@@ -8,14 +8,14 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
 - A pinned snapshot (being stored) stays until it is unpinned, though newer ones are committed;
   meanwhile a third buffer is used.
 - A shard of a lost node may be adopted, to be rebuilt here; it is no part of what this node itself
-  has sealed.
+  has sealed. While it is written it stays in its buffer whatever else is freed.
 
 Every function that returns a changed table checks the invariants (`check_table`, `check_change`)
 and raises `SnapshotInvariantViolated` instead of returning a table that breaks one:
 - A buffer belongs to one shard, or is free.
 - A rank has one sealed snapshot of the current generation that is not committed, at most.
 - A sealed shard that is pinned, or not older than the committed snapshot, stays in its buffer
-  unless it is discarded by name.
+  unless it is discarded by name; so does a shard that is being rebuilt.
 - The generation and the committed snapshot never go back.
 - A buffer is as large as the shard that it is given for.
 """
@@ -54,6 +54,11 @@ class ShardBuffer:
     sealed: bool = False
     adopted: bool = False
 
+    @property
+    def is_being_rebuilt(self) -> bool:
+        """Whether the rebuilder writes the buffer."""
+        return self.adopted and not self.sealed
+
 
 @dataclass(frozen=True, slots=True)
 class SnapshotTable:
@@ -91,7 +96,7 @@ def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     """Accept shards of this generation only, from now on. Older numbers change nothing."""
     if generation <= table.generation:
         return table
-    kept = {key: held for key, held in table.shards.items() if held.sealed}
+    kept = {key: held for key, held in table.shards.items() if held.sealed or held.is_being_rebuilt}
     return _checked(table, _retain_only(replace(table, generation=generation), kept))
 
 
@@ -168,8 +173,8 @@ def adopt(
 
 
 def complete_adoption(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
-    """Mark an adopted shard complete, in whatever generation."""
-    return _checked(table, _sealed(table, (snapshot, rank)))
+    """Mark an adopted shard complete, in whatever generation; free it if it is too old by now."""
+    return commit(_checked(table, _sealed(table, (snapshot, rank))), table.committed)
 
 
 def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable:
@@ -193,12 +198,16 @@ def abandon(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTa
     if held is None or held.sealed:
         return table
     kept = {key: held for key, held in table.shards.items() if key != (snapshot, rank)}
-    return _checked(table, _retain_only(table, kept))
+    return _checked(table, _retain_only(table, kept), discarded={(snapshot, rank)})
 
 
 def discard(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     """Forget what is sealed of a snapshot here, for it is damaged."""
-    kept = {key: held for key, held in table.shards.items() if key[0] != snapshot}
+    kept = {
+        key: held
+        for key, held in table.shards.items()
+        if key[0] != snapshot or held.is_being_rebuilt
+    }
     return _checked(table, _retain_only(table, kept), discarded=table.shards.keys() - kept.keys())
 
 
@@ -208,7 +217,7 @@ def commit(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
     kept = {
         key: held
         for key, held in table.shards.items()
-        if key[0] >= committed or key[0] in table.pinned
+        if key[0] >= committed or key[0] in table.pinned or held.is_being_rebuilt
     }
     after = _retain_only(replace(table, committed=committed), kept)
     if not after.pinned:
@@ -276,10 +285,11 @@ def check_change(
     Args:
         before: the table as it was.
         after: the table as it would be.
-        discarded: sealed shards that are forgotten on purpose.
+        discarded: shards that are forgotten on purpose.
 
     Raises:
-        SnapshotInvariantViolated: a sealed shard would be lost or moved, or a count would sink.
+        SnapshotInvariantViolated: a sealed shard, or one that is being rebuilt, would be lost or
+            moved, or a count would sink.
     """
     if (after.generation, after.committed) != (
         max(before.generation, after.generation),
@@ -291,11 +301,17 @@ def check_change(
         )
     for key, held in before.shards.items():
         is_kept = key[0] >= after.committed or key[0] in after.pinned
-        if held.sealed and is_kept and key not in discarded and after.shards.get(key) != held:
+        found = after.shards.get(key)
+        if held.is_being_rebuilt and key not in discarded:
+            if found is None or found.buffer != held.buffer:
+                raise SnapshotInvariantViolated(
+                    "a shard that is being rebuilt stays in its buffer",
+                    f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is {found}",
+                )
+        elif held.sealed and is_kept and key not in discarded and found != held:
             raise SnapshotInvariantViolated(
                 "a sealed shard that may be needed stays in its buffer",
-                f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is "
-                f"{after.shards.get(key)}",
+                f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is {found}",
             )
 
 

@@ -95,6 +95,7 @@ class AgentCommands:
     def _carry_out(self, command: AgentCommand) -> None:
         match command:
             case OpenGeneration(group=group):
+                self._rebuilder.stop()
                 self._memory.open_generation(group.generation)
                 self._protection.open_generation(group)
                 self._persistence.stop()

@@ -49,7 +49,7 @@ class _LostNode:
 
 
 class Rebuilder:
-    """Owns a thread and its connections. `close` ends both.
+    """Owns a thread and its connections. `stop` gives up what is under way, `close` also ends both.
 
     Args:
         memory: gets the rebuilt shards.
@@ -81,36 +81,51 @@ class Rebuilder:
             lost: positions of all nodes that are lost.
             ranks: whose shards.
         """
-        self._thread.submit(
-            self._rebuild, _LostNode(snapshot, group, frozenset(lost)), tuple(ranks)
-        )
+        node = _LostNode(snapshot, group, frozenset(lost))
+        self._thread.submit(self._rebuild, node, tuple(ranks), self._stop_requested)
 
-    def close(self) -> None:
-        """Give up what is under way."""
+    def stop(self) -> None:
+        """Give up what is under way, for its generation is over.
+
+        Does not wait: the thread frees the memory that it writes when it notices, before it begins
+        another rebuild.
+        """
         self._stop_requested.set()
         self._connections.interrupt()
+        self._stop_requested = threading.Event()
+
+    def close(self) -> None:
+        """Give up what is under way, and end."""
+        self.stop()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._connections.retain_only(())
 
-    def _rebuild(self, node: _LostNode, ranks: tuple[int, ...]) -> None:
-        missing = list(ranks)
+    def _rebuild(self, node: _LostNode, ranks: tuple[int, ...], stop: threading.Event) -> None:
+        # An earlier generation may have rebuilt them for the same snapshot.
+        missing = [rank for rank in ranks if not self._memory.is_rebuilt(node.snapshot, rank)]
         try:
-            table = self._find_table(node)
+            table = self._find_table(node, stop) if missing else ()
             for location in table:
                 if location.rank in missing:
-                    self._rebuild_shard(node, table, location)
+                    self._rebuild_shard(node, table, location, stop)
                     missing.remove(location.rank)
             if missing:
                 raise SnapshotUnavailable(f"the lost node had no shard of rank {missing[0]}")
         except Exception as error:  # noqa: BLE001 - the thread's edge: readers wait
             for rank in missing:
+                if stop.is_set():
+                    # Whoever reads in the next generation must not hear that it cannot be rebuilt.
+                    self._memory.abandon_adoption(node.snapshot, rank)
+                    continue
                 self._memory.fail_adoption(
                     node.snapshot, rank, f"rank {rank}'s shard cannot be rebuilt: {error}"
                 )
         finally:
             self._connections.retain_only(())
 
-    def _rebuild_shard(self, node: _LostNode, table: ShardTable, location: ShardLocation) -> None:
+    def _rebuild_shard(
+        self, node: _LostNode, table: ShardTable, location: ShardLocation, stop: threading.Event
+    ) -> None:
         arena = self._memory.adopt(node.snapshot, location.rank, location.nbytes)
         plan = plan_rebuilding(
             stripes_of(node.group),
@@ -122,7 +137,8 @@ class Rebuilder:
         )
         for piece in plan:
             target = arena.bytes[piece.offset - location.offset :][: piece.count]
-            self._rebuild_piece(node, piece, target)
+            _check_not_stopped(stop)
+            self._rebuild_piece(node, piece, target, stop)
         if crc32c.crc32c(arena.buffer[: location.nbytes]) != location.crc:
             # It will be wrong the next time too: the next decision must not count on it.
             self._mark_unprotected(node.snapshot)
@@ -131,7 +147,9 @@ class Rebuilder:
             )
         self._memory.complete_adoption(node.snapshot, location)
 
-    def _rebuild_piece(self, node: _LostNode, piece: Rebuilding, target: Bytes) -> None:
+    def _rebuild_piece(
+        self, node: _LostNode, piece: Rebuilding, target: Bytes, stop: threading.Event
+    ) -> None:
         sources = [
             self._connections.get(node.group.addresses[position]) for position in piece.sources
         ]
@@ -144,15 +162,16 @@ class Rebuilder:
         for source in sources:
             send_request(source, request)
         counts = [receive_head(source, StripeBytes)[1] for source in sources]
-        combine(piece.coefficients, sources, counts, target, self._stop_requested)
+        combine(piece.coefficients, sources, counts, target, stop)
 
-    def _find_table(self, node: _LostNode) -> ShardTable:
+    def _find_table(self, node: _LostNode, stop: threading.Event) -> ShardTable:
         """Ask the remaining nodes of the group, one after the other, where the shards were."""
         request = ReadTable(snapshot=node.snapshot, position=node.group.position)
         refusals = []
         for position, address in enumerate(node.group.addresses):
             if position in node.lost:
                 continue
+            _check_not_stopped(stop)
             try:
                 source = self._connections.get(address)
                 send_request(source, request)
@@ -160,3 +179,8 @@ class Rebuilder:
             except SnapshotUnavailable as error:
                 refusals.append(str(error))
         raise SnapshotUnavailable("; ".join(refusals))
+
+
+def _check_not_stopped(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise SnapshotUnavailable("the generation is over")

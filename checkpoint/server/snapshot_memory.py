@@ -95,8 +95,12 @@ class SnapshotMemory:
         )
 
     def open_generation(self, generation: int) -> None:
-        """Accept shards of this generation only, from now on."""
-        self._update(lambda table: snapshot_table.open_generation(table, generation))
+        """Accept shards of this generation only, from now on; expect no rebuilt ones of before."""
+        with self._changed:
+            if generation > self._table.generation:
+                self._awaited.clear()
+                self._changed.notify_all()
+            self._update(lambda table: snapshot_table.open_generation(table, generation))
 
     def begin(
         self,
@@ -270,14 +274,25 @@ class SnapshotMemory:
             self._shards[snapshot, rank] = _SealedShard(
                 location.index_offset, location.nbytes - location.index_offset
             )
+            self._awaited.pop((snapshot, rank), None)
+            self._release_unused()
             self._changed.notify_all()
 
     def fail_adoption(self, snapshot: SnapshotId, rank: int, reason: str) -> None:
         """Refuse requests that wait for a shard: it cannot be rebuilt."""
         with self._changed:
-            self._table = snapshot_table.abandon(self._table, snapshot, rank)
+            self._update(lambda table: snapshot_table.abandon(table, snapshot, rank))
             self._awaited[snapshot, rank] = reason
             self._changed.notify_all()
+
+    def abandon_adoption(self, snapshot: SnapshotId, rank: int) -> None:
+        """Free the memory of a shard whose rebuild was stopped; another rebuild may follow."""
+        self._update(lambda table: snapshot_table.abandon(table, snapshot, rank))
+
+    def is_rebuilt(self, snapshot: SnapshotId, rank: int) -> bool:
+        """Whether a lost node's shard is here already, from an earlier rebuild."""
+        with self._changed:
+            return (snapshot, rank) in self._shards
 
     def stop(self) -> None:
         """End all waits."""

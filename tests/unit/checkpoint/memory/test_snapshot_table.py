@@ -75,6 +75,26 @@ def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_g
     assert table.nbytes == 200
 
 
+def test_a_shard_that_is_being_rebuilt_keeps_its_buffer_whatever_is_freed() -> None:
+    lost = SnapshotId(1, 4)
+    table = commit(taken(open_generation(SnapshotTable(), 1), 4), lost)
+    table, adopted = adopt(open_generation(table, 2), lost, 7, 100, PLENTY)
+    table = discard(open_generation(table, 3), lost)
+    table = commit(taken(table, 5, generation=3), SnapshotId(3, 5))
+    _, other = begin(table, SnapshotId(3, 6), 0, 100, PLENTY)
+    assert other.buffer != adopted.buffer
+    assert table.shards[lost, 7] == adopted
+    assert (lost, 7) not in complete_adoption(table, lost, 7).shards, "it is older than the commit"
+    assert adopted.buffer in abandon(table, lost, 7).free
+
+
+def test_a_change_that_loses_a_shard_that_is_being_rebuilt_is_refused() -> None:
+    lost = SnapshotId(1, 4)
+    table, _ = adopt(open_generation(SnapshotTable(), 2), lost, 7, 100, PLENTY)
+    with pytest.raises(SnapshotInvariantViolated, match="being rebuilt"):
+        check_change(table, replace(table, shards={}))
+
+
 def test_an_older_generation_or_commit_that_comes_late_changes_nothing() -> None:
     table = commit(taken(open_generation(SnapshotTable(), 3), 7, generation=3), SnapshotId(3, 7))
     assert open_generation(table, 3) is table
