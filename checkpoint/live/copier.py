@@ -200,6 +200,7 @@ class Snapshotter:
             layout.nbytes + index_capacity,
             discard_uncommitted=copy.discard_uncommitted,
         )
+        self._release_dropped()
         targets = self._views(number, arena, layout)
         if self._stream is not None and copy.ready is not None:
             with torch.cuda.stream(self._stream):
@@ -276,6 +277,14 @@ class Snapshotter:
             nbytes=offset,
         )
         return self._layout, self._layout.sources
+
+    def _release_dropped(self) -> None:
+        """Let go of buffers that the server has released: views would keep them mapped."""
+        mapped = self._client.mapped
+        for number in [number for number in self._targets if number not in mapped]:
+            if number in self._locked:
+                torch.cuda.cudart().cudaHostUnregister(self._locked.pop(number))
+            del self._targets[number]
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
         """Return tensors over the arena, one per entry; made once per buffer and layout."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -64,13 +64,18 @@ class SnapshotClient:
             self._connection = connect(address, SNAPSHOT_PROTOCOL, identity, idle_s=idle_s)
         self._arenas: dict[int, Arena] = {}
 
+    @property
+    def mapped(self) -> Collection[int]:
+        """The numbers of the buffers that `begin` mapped and the server has not released since."""
+        return self._arenas.keys()
+
     def begin(
         self, snapshot: SnapshotId, rank: int, nbytes: int, *, discard_uncommitted: bool = False
     ) -> tuple[int, Arena]:
         """Ask for a buffer to write a shard into; return its number and memory.
 
-        The same number means the same memory as before, still mapped. The client unmaps it when it
-        is closed.
+        The same number means the same memory as before, still mapped. The client unmaps it when the
+        server has released it (see `mapped`), or when it is closed itself.
 
         Args:
             snapshot: what the shard is a part of.

@@ -1,0 +1,65 @@
+"""Claims about the copy of live state into shared memory: it holds no memory that was released."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from keepstep.checkpoint.live.copier import Snapshotter
+from keepstep.checkpoint.live.tensors import describe
+from keepstep.checkpoint.memory.arena import Arena
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+
+
+class ScriptedClient:
+    """Gives buffers by a script: which one to write next, and which ones are left then."""
+
+    def __init__(self, script: list[tuple[int, set[int]]]) -> None:
+        self._script = script
+        self._arenas: dict[int, Arena] = {}
+
+    @property
+    def mapped(self) -> Collection[int]:
+        return self._arenas.keys()
+
+    def begin(
+        self, snapshot: SnapshotId, rank: int, nbytes: int, **options: Any
+    ) -> tuple[int, Arena]:
+        number, left = self._script.pop(0)
+        for dropped in self._arenas.keys() - left:
+            self._arenas.pop(dropped).close()
+        if number not in self._arenas:
+            self._arenas[number] = Arena.create(nbytes)
+        return number, self._arenas[number]
+
+    def seal(self, *arguments: object) -> None:
+        pass
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+
+
+def mapped_buffers() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:keepstep-arena")
+
+
+def test_a_buffer_that_the_server_released_is_unmapped() -> None:
+    """A third buffer is used while a checkpoint is stored, and released afterwards."""
+    before = mapped_buffers()
+    client = ScriptedClient([(1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (1, {1, 2}), (2, {1, 2})])
+    snapshotter = Snapshotter(cast(SnapshotClient, client), 1, 0, torch.device("cpu"))
+    tensors = [describe("w", torch.ones(2**18))]
+    counts = []
+    for step in range(5):
+        snapshotter.start(step, tensors, {})
+        snapshotter.wait()
+        counts.append(mapped_buffers() - before)
+    snapshotter.close()
+    client.close()
+    assert counts == [1, 2, 3, 2, 2]
+    assert mapped_buffers() == before
