@@ -233,16 +233,15 @@ class Manifest:
         return stored.directory if self.attempt is None else Attempt(stored, self.attempt).directory
 
     def encode(self) -> bytes:
-        """Return the manifest as JSON."""
-        return encode(
-            {
-                "format": VERSION,
-                "step": self.step,
-                "generation": self.generation,
-                "attempt": self.attempt,
-                "objects": [item.to_json() for item in self.objects],
-            }
-        )
+        """Return the manifest as JSON, with its own checksum."""
+        content = {
+            "format": VERSION,
+            "step": self.step,
+            "generation": self.generation,
+            "attempt": self.attempt,
+            "objects": [item.to_json() for item in self.objects],
+        }
+        return encode({**content, "crc32c": crc32c.crc32c(encode(content))})
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Manifest:
@@ -254,6 +253,9 @@ class Manifest:
         """
         content = decode(data, where)
         try:
+            checksum = content.pop("crc32c", None)
+            if checksum not in (None, crc32c.crc32c(encode(content))):
+                raise ValueError("it does not match its checksum")
             version = content["format"]
             if _is_count(version) and version > VERSION:
                 raise CheckpointTooNew(
@@ -266,11 +268,13 @@ class Manifest:
             step, generation = content["step"], content["generation"]
             if not (_is_count(step) and _is_count(generation)):
                 raise ValueError(f"step {step!r}, generation {generation!r}")
-            attempt = None if version == 1 else content["attempt"]
+            attempt = None
             if version != 1:
-                Attempt(StoredStep(step, generation), attempt)
+                if checksum is None:
+                    raise ValueError("it has no checksum")
+                attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
             return cls(step, generation, attempt, objects)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
     def part_names(self) -> tuple[str, ...]:
@@ -389,9 +393,9 @@ def root_metadata(
     """
     nodes: dict[str, Json] = {}
     for key in sorted(tensors):
-        parts = key.split("/")
-        for depth in range(1, len(parts)):
-            nodes.setdefault("/".join(parts[:depth]), group_metadata("/".join(parts[:depth])))
+        names = key.split("/")
+        for depth in range(1, len(names)):
+            nodes.setdefault("/".join(names[:depth]), group_metadata("/".join(names[:depth])))
         nodes[key] = array_metadata(key, tensors[key])
     return {
         "zarr_format": 3,

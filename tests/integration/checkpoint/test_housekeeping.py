@@ -118,7 +118,7 @@ def test_a_removed_step_can_be_written_again_and_only_the_old_one_is_collected(u
     StoredCheckpoint.open(url).verify()
     directory = StoredCheckpoint.open(url).directory
     assert all(
-        name.startswith(f"{directory}/") or name.endswith(MANIFEST)
+        name.startswith(f"{directory}/") or name.endswith((MANIFEST, REMOVED))
         for name in open_storage(url).names()
     )
 
@@ -172,6 +172,6 @@ def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_tim
     checkpoint.save(source, {"small": torch.ones(4), "large": torch.ones(700, 500)}, step=1)
     recording = RecordingStorage(open_storage(source))
     copy(replace(StoredCheckpoint.open(source), storage=recording), target)
-    assert len(recording.reads) >= 5
+    assert len(recording.reads) == 4
     sizes = recording.reads.values()
     assert all(expected == actual for expected, actual in sizes), recording.reads

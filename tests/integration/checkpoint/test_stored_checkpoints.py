@@ -330,7 +330,7 @@ def test_fallback_does_not_skip_a_checkpoint_that_a_newer_release_wrote(tmp_path
     for step in (1, 2):
         checkpoint.save(str(tmp_path), {"x": torch.full((4,), float(step))}, step=step)
     manifest = tmp_path / StoredStep(2, 0).directory / "manifest.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    manifest.write_text(json.dumps({"format": 99}))
     state = {"x": torch.zeros(4)}
     with pytest.raises(CheckpointError, match="has format 99"):
         checkpoint.load(str(tmp_path), state, fallback=True)

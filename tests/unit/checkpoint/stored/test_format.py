@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +103,20 @@ def test_other_names_of_attempts_are_refused(name: str) -> None:
     assert not Attempt.is_directory(f"attempt-{name}")
 
 
+def with_checksum(content: dict[str, Any]) -> bytes:
+    return encode({**content, "crc32c": crc32c.crc32c(encode(content))})
+
+
+@given(st.data())
+def test_a_manifest_in_which_a_bit_was_flipped_is_refused_as_damaged(data: st.DataObject) -> None:
+    manifest = Manifest(7, 2, "90f3c1", (*PARTS, StoredObject("zarr.json", 3, 0)))
+    encoded = bytearray(manifest.encode())
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CheckpointDamaged, match="here is not"):
+        Manifest.decode(bytes(encoded), "here")
+
+
 def set_field(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda node: node.__setitem__(field, value)
 
@@ -158,11 +173,10 @@ def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", 1]]}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["../a", 1, 2]]}).encode(),
         json.dumps({"format": 1, "step": 1, "generation": 0, "objects": [["a", -1, 2]]}).encode(),
-        json.dumps({"format": 2, "step": 1, "generation": 0, "objects": []}).encode(),
-        json.dumps(
-            {"format": 2, "step": 1, "generation": 0, "attempt": "../x", "objects": []}
-        ).encode(),
-        json.dumps({"format": 2, "step": 1, "generation": 0, "attempt": 7, "objects": []}).encode(),
+        with_checksum({"format": 2, "step": 1, "generation": 0, "objects": []}),
+        with_checksum({"format": 2, "step": 1, "generation": 0, "attempt": "../x", "objects": []}),
+        with_checksum({"format": 2, "step": 1, "generation": 0, "attempt": 7, "objects": []}),
+        encode({"format": 2, "step": 1, "generation": 0, "attempt": "a", "objects": []}),
     ],
 )
 def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> None:
