@@ -58,6 +58,15 @@ class Arena:
         """The buffer's bytes."""
         return memoryview(self._map)
 
+    @property
+    def unwritten_nbytes(self) -> int:
+        """Bytes that take no memory yet, because nobody has written them; 0 once it is closed."""
+        try:
+            # The kernel counts in blocks of 512 bytes, whatever the size of a page.
+            return max(0, self.nbytes - os.fstat(self.descriptor).st_blocks * 512)
+        except OSError:
+            return 0
+
     def range(self, offset: int, count: int) -> FileRange:
         """Return `count` bytes from a byte offset on, to be sent without copying them.
 
@@ -78,6 +87,8 @@ class Arena:
         except BufferError:
             pass  # A tensor still views it; the mapping goes with that.
         os.close(self.descriptor)
+        # The number may soon be another file's.
+        self.descriptor = -1
 
 
 def box_bytes(entry: Entry, memory: Bytes, box: Box) -> Bytes:

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import psutil
-
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.memory.arena import Arena
@@ -22,6 +20,7 @@ from keepstep.checkpoint.memory.erasure_group import ErasureGroup, ShardTable, t
 from keepstep.checkpoint.memory.messages import ReadStripe
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.blocks import stripes_of
+from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import FileRange
 
@@ -52,10 +51,12 @@ class ParityMemory:
 
     Args:
         memory: holds the node's own shards.
+        budget: the node's memory.
     """
 
-    def __init__(self, memory: SnapshotMemory) -> None:
+    def __init__(self, memory: SnapshotMemory, budget: MemoryBudget) -> None:
         self._memory = memory
+        self._budget = budget
         self._changed = threading.Condition()
         self._group = ErasureGroup(generation=0, addresses=("",), position=0, parity=0)
         self._own_tables: dict[SnapshotId, ShardTable] = {}
@@ -118,14 +119,14 @@ class ParityMemory:
                 self._free.remove(arena)
                 return arena
         capacity = round_up(max(nbytes, 1), _GRANULARITY_NBYTES)
-        available_nbytes = psutil.virtual_memory().available
-        if capacity + _MEMORY_RESERVE_NBYTES > available_nbytes:
-            raise CheckpointError(
-                f"parity needs {capacity / 2**20:.0f} MiB and the node has "
-                f"{available_nbytes / 2**20:.0f} MiB left; use larger groups (--group-size) or "
-                f"less parity (--parity)"
-            )
-        return Arena.create(capacity)
+        with self._budget.admission() as available_nbytes:
+            if capacity + _MEMORY_RESERVE_NBYTES > available_nbytes:
+                raise CheckpointError(
+                    f"parity needs {capacity / 2**20:.0f} MiB and the node has "
+                    f"{available_nbytes / 2**20:.0f} MiB left; use larger groups (--group-size) or "
+                    f"less parity (--parity)"
+                )
+            return self._budget.create(capacity)
 
     def publish(self, snapshot: SnapshotId, parity: SnapshotParity) -> bool:
         """Count a snapshot as protected here; False if its generation is over, or it is given up.

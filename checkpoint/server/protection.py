@@ -31,6 +31,7 @@ from keepstep.checkpoint.server.blocks import (
     send_request,
     stripes_of,
 )
+from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.parity_memory import ParityMemory, SnapshotParity
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import OwnShard, SnapshotMemory
@@ -52,6 +53,7 @@ class Protection:
     Args:
         memory: holds the node's own shards.
         identity: this node, as other servers see it.
+        budget: the node's memory.
         on_protected: called, on the computing thread, when a snapshot is protected here.
     """
 
@@ -59,11 +61,12 @@ class Protection:
         self,
         memory: SnapshotMemory,
         identity: Identity,
+        budget: MemoryBudget,
         on_protected: Callable[[SnapshotId], None],
     ) -> None:
         self._memory = memory
         self._on_protected = on_protected
-        self._parity = ParityMemory(memory)
+        self._parity = ParityMemory(memory, budget)
         self._changed = threading.Condition()
         self._pending: SnapshotId | None = None
         self._stop_requested = threading.Event()

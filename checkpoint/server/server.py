@@ -32,6 +32,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.agent_control import AgentChannel, AgentCommands
 from keepstep.checkpoint.server.client_session import ClientSession
 from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.persistence import Persistence
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
@@ -65,8 +66,9 @@ class SnapshotServer:
     def __init__(self, config: ServerConfig, identity: Identity, control: socket.socket) -> None:
         self._config = config
         self._agent = AgentChannel(control)
-        self._memory = SnapshotMemory(self._retain_parity)
-        self._protection = Protection(self._memory, identity, self._report_protected)
+        budget = MemoryBudget()
+        self._memory = SnapshotMemory(budget, self._retain_parity)
+        self._protection = Protection(self._memory, identity, budget, self._report_protected)
         self._rebuilder = Rebuilder(self._memory, identity, self._protection.mark_unprotected)
         self._persistence = Persistence(
             self._memory, identity, config.limits.storage, self._agent.send

@@ -13,8 +13,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import psutil
-
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.memory import snapshot_table
@@ -23,6 +21,7 @@ from keepstep.checkpoint.memory.client import decode_index
 from keepstep.checkpoint.memory.erasure_group import ShardLocation
 from keepstep.checkpoint.memory.messages import SealedRanks, ShardBox
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
+from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.transport import FileRange
 
 # How long one request for a shard that is still being rebuilt waits; the client asks again.
@@ -67,10 +66,14 @@ class SnapshotMemory:
     """The snapshots of one node. Thread-safe; `close` frees everything.
 
     Args:
+        budget: the node's memory.
         on_retained: called, under the lock, with the snapshots that are still held in any part.
     """
 
-    def __init__(self, on_retained: Callable[[set[SnapshotId]], None]) -> None:
+    def __init__(
+        self, budget: MemoryBudget, on_retained: Callable[[set[SnapshotId]], None]
+    ) -> None:
+        self._budget = budget
         self._on_retained = on_retained
         self._changed = threading.Condition()
         self._table = SnapshotTable()
@@ -116,8 +119,7 @@ class SnapshotMemory:
         Raises:
             SnapshotUnavailable: see `snapshot_table.begin`.
         """
-        available_nbytes = psutil.virtual_memory().available
-        with self._changed:
+        with self._changed, self._budget.admission() as available_nbytes:
             self._table, shard = snapshot_table.begin(
                 self._table,
                 snapshot,
@@ -259,8 +261,7 @@ class SnapshotMemory:
 
     def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
         """Return memory for a lost node's shard, or raise SnapshotUnavailable if it is short."""
-        available_nbytes = psutil.virtual_memory().available
-        with self._changed:
+        with self._changed, self._budget.admission() as available_nbytes:
             self._table, shard = snapshot_table.adopt(
                 self._table, snapshot, rank, nbytes, available_nbytes
             )
@@ -326,7 +327,7 @@ class SnapshotMemory:
 
     def _arena_of_buffer(self, number: int, capacity: int) -> Arena:
         if number not in self._arenas:
-            self._arenas[number] = Arena.create(capacity)
+            self._arenas[number] = self._budget.create(capacity)
         return self._arenas[number]
 
     def _shard(self, snapshot: SnapshotId, rank: int) -> _SealedShard:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy as np
 from keepstep.checkpoint.layout.boxes import Box, Entry, encode_index
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 
 TENSOR_NBYTES = 4096
@@ -18,7 +18,7 @@ TENSOR_NBYTES = 4096
 
 def open_memory(generation: int = 1) -> SnapshotMemory:
     """Return an empty memory in a generation."""
-    memory = SnapshotMemory(lambda snapshots: None)
+    memory = SnapshotMemory(MemoryBudget(), lambda snapshots: None)
     memory.open_generation(generation)
     return memory
 
@@ -68,8 +68,3 @@ def seal_bytes(
     memory.seal(snapshot, rank, len(content), len(index))
     if commit:
         memory.commit(snapshot)
-
-
-def descriptors() -> int:
-    """Return how many files this process has open."""
-    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,86 @@
+"""Claims about the memory that a node can still give: granted buffers and cgroups' limits count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.memory_budget import MemoryBudget, cgroup_available_nbytes
+from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+
+MIB = 2**20
+FREE_NBYTES = 1024 * MIB
+
+
+def test_what_was_granted_and_not_written_yet_is_not_granted_again() -> None:
+    """Four ranks ask for 70 % of what is free: one of them gets it."""
+    memory = SnapshotMemory(MemoryBudget(lambda: FREE_NBYTES), lambda snapshots: None)
+    memory.open_generation(1)
+    granted = 0
+    for rank in range(4):
+        try:
+            buffer = memory.begin(
+                SnapshotId(1, 1), rank, FREE_NBYTES * 7 // 10, (), discard_uncommitted=False
+            )
+        except SnapshotUnavailable as error:
+            assert "307 MiB left" in str(error)  # noqa: PT017 - three of four are refused
+            continue
+        assert buffer.descriptor is not None
+        granted += 1
+    memory.close()
+    assert granted == 1
+
+
+def test_what_is_written_is_counted_by_the_system_alone() -> None:
+    budget = MemoryBudget(lambda: FREE_NBYTES)
+    arena = budget.create(8 * MIB)
+    with budget.admission() as left:
+        assert left == FREE_NBYTES - 8 * MIB
+    arena.bytes[: 3 * MIB] = 1
+    with budget.admission() as left:
+        assert left == FREE_NBYTES - 5 * MIB
+    arena.close()
+    with budget.admission() as left:
+        assert left == FREE_NBYTES
+
+
+def write(directory: Path, files: Mapping[str, object]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_text(f"{content}\n")
+
+
+def v2(limit: object, usage: int, inactive: int = 0) -> dict[str, object]:
+    stat = f"anon 1\ninactive_file {inactive}\nactive_file 7"
+    return {"memory.max": limit, "memory.current": usage, "memory.stat": stat}
+
+
+def test_the_tightest_of_the_cgroups_above_limits(tmp_path: Path) -> None:
+    write(tmp_path, {"membership": "0::/job/node", "cgroup.controllers": "memory"})
+    membership = tmp_path / "membership"
+    write(tmp_path / "job", v2(1000, 900, inactive=50))
+    write(tmp_path / "job" / "node", v2("max", 800))
+    assert cgroup_available_nbytes(membership, tmp_path) == 157
+    write(tmp_path / "job" / "node", v2(700, 650))
+    assert cgroup_available_nbytes(membership, tmp_path) == 57
+    write(tmp_path / "job" / "node", v2(700, 800))
+    assert cgroup_available_nbytes(membership, tmp_path) == 0
+
+
+def test_limits_of_version_1_are_read_and_its_largest_number_is_none(tmp_path: Path) -> None:
+    write(tmp_path, {"membership": "4:cpu,memory:/job\n0::/"})
+    membership = tmp_path / "membership"
+    files = {"memory.usage_in_bytes": 600, "memory.stat": "total_inactive_file 100"}
+    write(tmp_path / "memory" / "job", {"memory.limit_in_bytes": 2**63 - 4096, **files})
+    assert cgroup_available_nbytes(membership, tmp_path) is None
+    write(tmp_path / "memory" / "job", {"memory.limit_in_bytes": 1000, **files})
+    assert cgroup_available_nbytes(membership, tmp_path) == 500
+
+
+def test_a_container_whose_path_is_not_mounted_is_limited_by_the_mount(tmp_path: Path) -> None:
+    files = {"membership": "0::/other/place", "cgroup.controllers": "memory"}
+    write(tmp_path, {**files, **v2(1000, 400)})
+    assert cgroup_available_nbytes(tmp_path / "membership", tmp_path) == 607
+    assert cgroup_available_nbytes(tmp_path / "nothing", tmp_path) is None
