@@ -141,7 +141,7 @@ def _load(
         def prepare() -> tuple[StoredCheckpoint, LiveState]:
             source = StoredCheckpoint.open(url, step, generation)
             for model, optimizers in _modules(state):
-                undo = allocate(model, optimizers, source.tensors, resize=resize)
+                undo = allocate(model, optimizers, source.slots, resize=resize)
                 undo_allocations.callback(undo)
             return source, _capture(state)
 

@@ -7,7 +7,7 @@ Pure. `keepstep.checkpoint.stored.reader.StoredCheckpoint` implements it over Za
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +34,18 @@ class BoxRequest:
     into: memoryview
 
 
+def slots_in(
+    tensors: Mapping[str, TensorSpec], parameters: Collection[str]
+) -> dict[str, dict[str, TensorSpec]]:
+    """Return the optimizer slots of these parameters among tensors, by parameter and slot."""
+    slots: dict[str, dict[str, TensorSpec]] = {}
+    for key, spec in tensors.items():
+        name, _, slot = key.removeprefix("optim/").rpartition("/")
+        if key.startswith("optim/") and name in parameters:
+            slots.setdefault(name, {})[slot] = spec
+    return slots
+
+
 class Source(Protocol):
     """The complete state of one step, readable by boxes."""
 
@@ -45,6 +57,17 @@ class Source(Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
         """Every tensor by key."""
+        ...
+
+    def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
+        """Return the optimizer slots of these parameters, by parameter and slot.
+
+        A source of many parts asks no more of them than it needs to.
+        """
+        ...
+
+    def known_keys(self) -> Collection[str]:
+        """Return the tensors' keys as far as they are known without asking further parts."""
         ...
 
     @property

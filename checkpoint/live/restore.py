@@ -15,13 +15,16 @@ from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 
+FindSlots = Callable[[Collection[str]], Mapping[str, Mapping[str, TensorSpec]]]
+"""Returns the optimizer slots of parameters, by the parameters' names and the slots'."""
+
 _STAGING_NBYTES = 256 * 2**20
 
 
 def allocate(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    tensors: Mapping[str, TensorSpec],
+    find_slots: FindSlots,
     *,
     resize: Collection[str] = (),
 ) -> Callable[[], None]:
@@ -34,7 +37,7 @@ def allocate(
     Args:
         model: names the parameters.
         optimizers: the optimizers to complete.
-        tensors: the tensors of the source.
+        find_slots: returns the source's slots of parameters, as `Source.slots` does.
         resize: as for `restore`.
 
     Returns:
@@ -48,7 +51,7 @@ def allocate(
     """
     undo = _make_undo(optimizers)
     try:
-        _allocate(parameter_names(model), optimizers, tensors, resize)
+        _allocate(parameter_names(model), optimizers, find_slots, resize)
     except BaseException:
         undo()
         raise
@@ -83,14 +86,16 @@ def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 def _allocate(
     names: Mapping[int, str],
     optimizers: Sequence[Optimizer],
-    tensors: Mapping[str, TensorSpec],
+    find_slots: FindSlots,
     resize: Collection[str],
 ) -> None:
-    slots: dict[str, dict[str, TensorSpec]] = {}
-    for key, spec in tensors.items():
-        if key.startswith("optim/"):
-            name, _, slot = key.removeprefix("optim/").rpartition("/")
-            slots.setdefault(name, {})[slot] = spec
+    own_names = {
+        name_of(parameter, names)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    slots = find_slots(own_names)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -129,8 +134,8 @@ def restore(
     Args:
         state: the state to fill, from `LiveStateReader.capture` after `allocate`.
         source: the state to read.
-        strict: refuse a source that lacks tensors, or that has tensors of the model which the model
-            lacks; otherwise fill the tensors that both have.
+        strict: refuse a source that lacks tensors, or that is known to have tensors of the model
+            which the model lacks; otherwise fill the tensors that both have.
         convert: convert tensors whose data type in the source is another.
         keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
         resize: names of parameters that may be larger or smaller than in the source, such as
@@ -154,7 +159,7 @@ def restore(
         ]
         problems += [
             f"{key}: in the source, but not in the model"
-            for key in source.tensors
+            for key in source.known_keys()
             if key not in tensors and key not in keys_of_other_ranks and key.startswith("model/")
         ]
     if problems:

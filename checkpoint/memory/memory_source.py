@@ -1,15 +1,15 @@
 """Reads a committed snapshot from memory, wherever its shards are held, as one `Source` of boxes.
 
 A rank reads its own old shard first, then those of its node (both from shared memory), then other
-nodes' over TCP. It fetches indexes only until they cover what is wanted, so a rank whose layout has
-not changed asks no other node. What no holder has comes from a fallback, such as a stored
-checkpoint of the same snapshot.
+nodes' over TCP (see `nearest_first`). It fetches indexes only until they cover what is wanted, so a
+rank whose layout has not changed asks no other node, and nobody waits for a shard that it does not
+need. What no holder has comes from a fallback, such as a stored checkpoint of the same snapshot.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import Read, plan_available_reads
-from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
+from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
 from keepstep.checkpoint.memory.arena import Bytes, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import ShardBox
@@ -40,6 +40,43 @@ class Holder:
     ranks: tuple[int, ...]
     rebuilds: bool = False
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the server is this node's."""
+        return self.address.startswith("unix:")
+
+
+def nearest_first(
+    holders: Mapping[int, Holder], rank: int, world_size: int | None = None
+) -> list[int]:
+    """Return the snapshot's ranks in the order in which a reader asks for their shards.
+
+    The reader's own shard comes first, then those of its node, then those that lie about where the
+    reader's boxes are, if tensors are cut into equal pieces in the order of ranks. Shards that are
+    still being rebuilt come last, for replicas may have what they hold. If the reader's own is one
+    of these, one other index shows whether there are replicas.
+
+    Args:
+        holders: who holds the shard of each rank.
+        rank: the rank that reads.
+        world_size: the number of ranks that read; None if it is the snapshot's.
+    """
+    place = (rank + 0.5) / (world_size or len(holders))
+
+    def distance(other: int) -> float:
+        return abs((other + 0.5) / len(holders) - place)
+
+    ordered = sorted(
+        holders,
+        key=lambda r: (
+            holders[r].rebuilds, r != rank, not holders[r].is_local, round(distance(r), 9), r,
+        ),
+    )  # fmt: skip
+    if rank in holders and holders[rank].rebuilds:
+        ordered.remove(rank)
+        ordered.insert(min(1, len(ordered)), rank)
+    return ordered
+
 
 class MemorySource:
     """A snapshot in the memory of its holders, as a `Source`. `close` ends its connections.
@@ -48,7 +85,8 @@ class MemorySource:
         snapshot: which one to read.
         holders: who has which ranks' shards; of two for a rank the later one counts.
         secret: the job's.
-        rank: whose shard is nearest.
+        rank: the rank that reads.
+        world_size: the number of ranks that read, to guess whose shards are nearest.
         open_fallback: opens a source that has the shards that no holder has; called at most once,
             and only if one of them is needed.
 
@@ -66,6 +104,7 @@ class MemorySource:
         secret: bytes,
         *,
         rank: int,
+        world_size: int | None = None,
         open_fallback: Callable[[], Source] | None = None,
     ) -> None:
         self._open_fallback = open_fallback
@@ -73,9 +112,7 @@ class MemorySource:
         self._snapshot = snapshot
         self._secret = secret
         self._holder = {r: holder for holder in holders for r in holder.ranks}
-        self._ranks_nearest_first = sorted(
-            self._holder, key=lambda r: (r != rank, not self._is_local(r), r)
-        )
+        self._ranks_nearest_first = nearest_first(self._holder, rank, world_size)
         self._clients: dict[str, SnapshotClient] = {}
         self._indexes: dict[int, ShardIndex] = {}
         self._tensors = _UnionMapping(self, _specs, lambda fallback: fallback.tensors)
@@ -101,6 +138,23 @@ class MemorySource:
     def documents(self) -> Mapping[str, Json]:
         """Every document. Looking one up asks holders, nearest first, until one has it."""
         return self._documents
+
+    def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
+        """See `Source.slots`. Whoever holds a slot of a parameter holds all of its slots."""
+        found: dict[str, dict[str, TensorSpec]] = {}
+        for rank in self._ranks_nearest_first:
+            missing = set(parameters) - found.keys()
+            if not missing:
+                return found
+            found |= slots_in(_specs(self.index(rank)), missing)
+        missing = set(parameters) - found.keys()
+        if missing and self.fallback is not None:
+            found |= {name: dict(slots) for name, slots in self.fallback.slots(missing).items()}
+        return found
+
+    def known_keys(self) -> Collection[str]:
+        """See `Source.known_keys`: those in the indexes that were needed so far."""
+        return {entry.key for index in self._indexes.values() for entry in index.entries}
 
     def describe(self) -> str:
         """Return where the bytes came from, in words."""
@@ -186,9 +240,6 @@ class MemorySource:
             client.close()
         self._clients.clear()
 
-    def _is_local(self, rank: int) -> bool:
-        return self._holder[rank].address.startswith("unix:")
-
     def _client(self, address: str) -> SnapshotClient:
         if address not in self._clients:
             self._clients[address] = SnapshotClient(address, self._secret)
@@ -202,7 +253,7 @@ class MemorySource:
             holder = self._holder[rank]
             if holder.rebuilds:
                 self.rebuilt_nbytes += read.box.size * _itemsize(read.entry)
-            if self._is_local(rank):
+            if holder.is_local:
                 local[rank].append(read)
             else:
                 remote[holder.address].append(read)

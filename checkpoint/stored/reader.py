@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
+from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span, runs
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
 from keepstep.checkpoint.stored.format import (
@@ -171,6 +171,14 @@ class StoredCheckpoint:
             key: TensorSpec(tensor.dtype, tensor.shape)
             for key, tensor in self.stored_tensors.items()
         }
+
+    def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
+        """See `Source.slots`."""
+        return slots_in(self.tensors, parameters)
+
+    def known_keys(self) -> Collection[str]:
+        """See `Source.known_keys`: all of them."""
+        return self.tensors.keys()
 
     @cached_property
     def cell_index(self) -> CellIndex:

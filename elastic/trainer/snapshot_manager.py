@@ -294,6 +294,7 @@ class SnapshotManager:
                 holders,
                 bytes.fromhex(self._assignment.secret),
                 rank=self._assignment.rank,
+                world_size=self._assignment.world_size,
                 open_fallback=open_stored if resume.stored else None,
             ), "memory"
         if self._checkpoint is None:

@@ -71,7 +71,7 @@ class TrainingState:
         Raises:
             LayoutMismatch: the source does not fit the model or optimizers.
         """
-        allocate(self.model, self.optimizers, source.tensors)
+        allocate(self.model, self.optimizers, source.slots)
         names = parameter_names(self.model)
         for optimizer in self.optimizers:
             for parameter, slots in optimizer.state.items():

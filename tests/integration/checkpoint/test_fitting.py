@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.layout.source import TensorSpec, slots_in
 from keepstep.checkpoint.live.restore import allocate
 from tests.integration.checkpoint.tied import trained
 
@@ -150,7 +151,7 @@ def test_a_slot_that_cannot_be_allocated_leaves_no_other_slots(
         for adam_slot in ("step", "exp_avg", "exp_avg_sq")
     }
     with pytest.raises((LayoutMismatch, RuntimeError), match=r"uint16|memory"):
-        allocate(model, [fresh], {**tensors, f"optim/bias/{slot}": impossible})
+        allocate(model, [fresh], partial(slots_in, {**tensors, f"optim/bias/{slot}": impossible}))
     assert not fresh.state
     step(fresh, *model.parameters())
 
