@@ -35,6 +35,7 @@ from keepstep.checkpoint.stored.housekeeping import (
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")
 _GENERATION = click.option(
@@ -139,7 +140,7 @@ def show(
     console = Console()
     console.print(table)
     if documents:
-        console.print_json(json.dumps(source.documents))
+        console.print_json(json.dumps(to_strict_json(source.documents)))
     console.print(
         f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
         f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects, in "
@@ -374,4 +375,4 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _print_json(content: Any) -> None:
-    click.echo(json.dumps(content))
+    click.echo(json.dumps(to_strict_json(content), allow_nan=False))

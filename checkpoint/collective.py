@@ -18,7 +18,7 @@ import torch.distributed as dist
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import plan_reads
-from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes
+from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
 from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan
 
 Bytes = npt.NDArray[np.uint8]
@@ -84,7 +84,7 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
 
     The array has the box's shape plus a last axis of an element's bytes.
     """
-    part = tensor.data[box.within(tensor.box).slices].contiguous().cpu()
+    part = plain(tensor.data[box.within(tensor.box).slices])
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 

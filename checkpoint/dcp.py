@@ -49,7 +49,7 @@ from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.optimizer_options import is_json
-from keepstep.checkpoint.live.tensors import as_bytes, dtype_name, torch_dtype
+from keepstep.checkpoint.live.tensors import as_bytes, dtype_name, is_plain, plain, torch_dtype
 from keepstep.checkpoint.stored.chunking import ChunkPlan, StoredTensor, plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -151,7 +151,7 @@ class Writer(StorageWriter):
                         data = planner.resolve_data(item)
                         assert isinstance(data, torch.Tensor)
                         resolved[id(item)] = data.detach().cpu()
-                    part = resolved[id(item)][box.within(shard_box).slices].contiguous()
+                    part = plain(resolved[id(item)][box.within(shard_box).slices])
                     return np.frombuffer(as_bytes(part), np.uint8).reshape(
                         *box.shape, part.element_size()
                     )
@@ -280,9 +280,7 @@ class Reader(StorageReader):
             target = planner.resolve_tensor(item).detach()
             targets.append((item, target))
             dtype = torch_dtype(self._source.tensors[name].dtype)
-            is_direct = (
-                target.is_contiguous() and target.device.type == "cpu" and target.dtype == dtype
-            )
+            is_direct = is_plain(target) and target.dtype == dtype
             buffer = target if is_direct else torch.empty(tuple(item.lengths), dtype=dtype)
             if not is_direct:
                 staged.append((target, buffer))

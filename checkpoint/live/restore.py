@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,13 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, is_plain, torch_dtype
 
 FindSlots = Callable[[Collection[str]], Mapping[str, Mapping[str, TensorSpec]]]
 """Returns the optimizer slots of parameters, by the parameters' names and the slots'."""
+
+# Elements that a slot may have whatever its parameter's shape, such as tables for quantization.
+_SMALL_SLOT = 2**16
 
 _STAGING_NBYTES = 256 * 2**20
 
@@ -46,7 +50,8 @@ def allocate(
         or be wrong. It does not restore the tensors' values.
 
     Raises:
-        LayoutMismatch: torch has no such data type, or the model no such parameter. After this or
+        LayoutMismatch: torch has no such data type, the model no such parameter, or a slot is far
+            too large for its parameter. After this or
             any other error, such as lack of memory, the optimizers are unchanged.
     """
     undo = _make_undo(optimizers)
@@ -56,6 +61,22 @@ def allocate(
         undo()
         raise
     return undo
+
+
+def _check_slot_size(
+    name: str, slot: str, spec: TensorSpec, parameter: torch.Tensor, total: int
+) -> None:
+    """Refuse a slot that no optimizer has: each rank would allocate all of it.
+
+    The largest known are preconditioners, matrices over the elements of a dimension (Shampoo), and
+    vectors over all parameters (L-BFGS). `total` is the number of the optimizer's elements.
+    """
+    most = max(_SMALL_SLOT, parameter.numel() ** 2, total)
+    if math.prod(spec.shape) > most:
+        raise LayoutMismatch(
+            f"optim/{name}/{slot}: the source holds {spec.dtype} {spec.shape}, too much for a "
+            f"parameter of shape {tuple(parameter.shape)}; it is damaged, or of another model"
+        )
 
 
 def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
@@ -97,6 +118,7 @@ def _allocate(
     }
     slots = find_slots(own_names)
     for optimizer in optimizers:
+        total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 on_device = group.get("fused") or group.get("capturable")
@@ -110,6 +132,7 @@ def _allocate(
                     if has_parameter_shape and slot != "step":
                         created = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     else:
+                        _check_slot_size(name_of(parameter, names), slot, spec, parameter, total)
                         on_cpu = slot == "step" and not on_device
                         created = torch.zeros(
                             spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
@@ -181,7 +204,7 @@ def restore(
             )
         spec = source.tensors[tensor.key]
         is_same_type = (spec.dtype, spec.shape) == (tensor.dtype, tensor.global_shape)
-        if is_same_type and tensor.data.device.type == "cpu" and tensor.data.is_contiguous():
+        if is_same_type and is_plain(tensor.data):
             direct.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
         else:
             staged.append(tensor)

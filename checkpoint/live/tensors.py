@@ -126,8 +126,26 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data, tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory, in the CPU, holds its elements in C order as they are.
+
+    The memory of a lazily conjugated or negated tensor holds other values than its elements.
+    """
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same elements of which `is_plain` holds; itself if it does already."""
+    return tensor.contiguous().cpu().resolve_conj().resolve_neg()
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, writable."""
+    """Return the memory of a plain tensor (see `is_plain`), writable."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 

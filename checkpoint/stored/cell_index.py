@@ -5,6 +5,8 @@ Pure. It is made from the writers' listings (parts) and the tensors' metadata.
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +14,17 @@ import crc32c
 
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
-from keepstep.checkpoint.stored.format import ChunkObject, DataObject, Pack, chunk_name, shard_index
+from keepstep.checkpoint.stored.format import (
+    ChunkObject,
+    DataObject,
+    Pack,
+    cells_per_chunk,
+    chunk_name,
+    shard_index,
+    shard_index_nbytes,
+)
 
 _RUN_NBYTES = 2 * 2**20
 
@@ -62,6 +73,7 @@ class CellIndex:
     objects: tuple[DataObject, ...]
     where: str
     _chunks: Mapping[str, ChunkObject]
+    _listed: Mapping[str, int]
     _packed: Mapping[tuple[str, tuple[int, ...]], Span]
 
     @classmethod
@@ -71,19 +83,57 @@ class CellIndex:
         """Make the index of these objects.
 
         Raises:
-            CheckpointDamaged: a pack has cells of a tensor that is not packed or does not exist.
+            CheckpointDamaged: a pack has cells of a tensor that is not packed or does not exist, a
+                chunk has more or fewer cells than its tensor's chunks, or an object has another
+                size than its cells.
         """
+        listed: dict[str, int] = defaultdict(int)
         chunks: dict[str, ChunkObject] = {}
         packed: dict[tuple[str, tuple[int, ...]], Span] = {}
         for item in objects:
             if isinstance(item, ChunkObject):
                 chunks[item.name] = item
+                key = item.name.rpartition("/")[0]
+                tensor = tensors.get(key)
+                # Before anything is gone over: a few bytes may claim any number of cells.
+                if tensor is not None and len(item.checksums) != cells_per_chunk(tensor):
+                    raise CheckpointDamaged(
+                        f"{where}{item.name} is listed with {len(item.checksums)} cells, a chunk "
+                        f"of {key} has {cells_per_chunk(tensor)}; load an older step"
+                    )
+                if tensor is not None:
+                    _check_size(item, _chunk_nbytes(tensor, item), where)
+                listed[key] += 1
                 continue
+            nbytes = 0
             for span in _spans_of_pack(tensors, item):
                 packed[span.key, span.places[0]] = span
+                listed[span.key] += 1
+                nbytes += span.nbytes
+            _check_size(item, nbytes, where)
         return cls(
-            tensors=tensors, objects=tuple(objects), where=where, _chunks=chunks, _packed=packed
+            tensors=tensors,
+            objects=tuple(objects),
+            where=where,
+            _chunks=chunks,
+            _listed=listed,
+            _packed=packed,
         )
+
+    def check_listed(self, key: str) -> None:
+        """Check that the listings have as many chunks as a tensor needs, before they are gone over.
+
+        Raises:
+            CheckpointDamaged: they have fewer.
+        """
+        tensor = self.tensors[key]
+        counts = (ceil_div(n, step) for n, step in zip(tensor.shape, tensor.chunk, strict=True))
+        needed, listed = math.prod(counts), self._listed.get(key, 0)
+        if listed < needed:
+            raise CheckpointDamaged(
+                f"{self.where}{key} needs {needed} chunks and the listings have {listed} of them; "
+                "load an older step"
+            )
 
     def find(self, chunk: Chunk, cells: Sequence[Cell]) -> Iterator[Span]:
         """Yield as few spans as possible that hold these cells of a chunk, in the cells' order.
@@ -124,6 +174,7 @@ class CellIndex:
         Raises:
             CheckpointDamaged: no listing has one of the cells.
         """
+        self.check_listed(key)
         tensor = self.tensors[key]
         for chunk in chunks_over(key, tensor.shape, tensor.chunk, Box.whole(tensor.shape)):
             yield from self.find(chunk, list(cells_over(tensor, chunk, chunk.box)))
@@ -163,6 +214,19 @@ def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:
         nbytes += span.nbytes
     if run:
         yield run
+
+
+def _chunk_nbytes(tensor: StoredTensor, chunk: ChunkObject) -> int:
+    present = sum(crc is not None for crc in chunk.checksums)
+    return present * (tensor.cell_nbytes + 4) + shard_index_nbytes(len(chunk.checksums))
+
+
+def _check_size(item: DataObject, nbytes: int, where: str) -> None:
+    if item.nbytes != nbytes:
+        raise CheckpointDamaged(
+            f"{where}{item.name} is listed with {item.nbytes} bytes, its cells have {nbytes}; "
+            "load an older step"
+        )
 
 
 def _spans_of_pack(tensors: Mapping[str, StoredTensor], pack: Pack) -> Iterator[Span]:

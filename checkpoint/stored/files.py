@@ -19,6 +19,7 @@ import itertools
 import mmap
 import os
 import shutil
+import stat
 import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -29,13 +30,20 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    CheckpointMissing,
+)
 from keepstep.checkpoint.layout.integers import round_up
 
 _LARGE_NBYTES = 2**20
 # Size of one write past the page cache. Larger writes are no faster, and this one still fits a
 # processor's cache.
 _STAGING_NBYTES = 2**20
+# The largest object of which the reader does not know the size: a manifest.
+_MAX_UNKNOWN_NBYTES = 2**30
 _COMPARED_NBYTES = 2**20
 _PARALLEL_FLUSHES = 8
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -53,17 +61,20 @@ class FileStorage:
 
     def read(self, name: str, nbytes: int = 0) -> bytes:
         """See `Storage.read`."""
-        with self._translate_errors(f"read {name}"):
-            return (self.root / name).read_bytes()
+        with self._translate_errors(f"read {name}"), _open_file(self.root / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max(nbytes, _MAX_UNKNOWN_NBYTES):
+                raise CheckpointDamaged(
+                    f"{self.url}: {name} has {size} bytes, far more than it can have; "
+                    "load an older step"
+                )
+            return file.readall()
 
     def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
         """See `Storage.read_into`."""
         remaining = deque(buffer for buffer in buffers if buffer.nbytes)
         total = 0
-        with (
-            self._translate_errors(f"read {name}"),
-            (self.root / name).open("rb", buffering=0) as file,
-        ):
+        with self._translate_errors(f"read {name}"), _open_file(self.root / name) as file:
             while remaining:
                 count = os.preadv(
                     file.fileno(), list(itertools.islice(remaining, _IOV_MAX)), offset + total
@@ -79,7 +90,10 @@ class FileStorage:
 
         Without it the kernel reads ahead in small steps, and the reader waits for each.
         """
-        with suppress(OSError), (self.root / name).open("rb", buffering=0) as file:
+        with (
+            suppress(OSError, OverflowError, CheckpointDamaged),
+            _open_file(self.root / name) as file,
+        ):
             os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def write(self, name: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -99,7 +113,7 @@ class FileStorage:
 
     def link_identical(self, source: str, name: str, pieces: Sequence[bytes | memoryview]) -> bool:
         """See `Storage.link_identical`. A named file never changes, so it may have many names."""
-        with suppress(OSError), (self.root / source).open("rb", buffering=0) as file:
+        with suppress(OSError, CheckpointDamaged), _open_file(self.root / source) as file:
             if _has_content(file, pieces):
                 with self._temporary_path(self.root / name) as unfinished:
                     os.link(self.root / source, unfinished)
@@ -215,6 +229,20 @@ class FileStorage:
             raise CheckpointError(
                 f"{self.url}: could not {operation}: {error.strerror}; {remedy}"
             ) from error
+
+
+def _open_file(path: Path) -> io.FileIO:
+    """Open a regular file to read.
+
+    Raises:
+        CheckpointDamaged: it is something else: a pipe would wait for a writer, a device never end.
+    """
+    # Opening a pipe waits for a writer too, unless it is told not to.
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointDamaged(f"{path} is not a regular file; load an older step")
+    return file
 
 
 def _has_content(file: io.FileIO, pieces: Sequence[bytes | memoryview]) -> bool:

@@ -30,6 +30,7 @@ REMOVED = "removed.json"
 _PARTS = "parts"
 _PACKS = "packs"
 
+_MAX_NAME_NBYTES = 255
 _ABSENT = 2**64 - 1
 
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
@@ -119,7 +120,7 @@ class StoredObject:
         if not (isinstance(data, list) and len(data) == 3 and isinstance(data[0], str)):
             raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
         name, nbytes, crc = data
-        if not (_is_count(nbytes) and _is_count(crc) and crc < 2**32) or ".." in name.split("/"):
+        if not (_is_count(nbytes) and _is_count(crc) and crc < 2**32 and _is_object_name(name)):
             raise CheckpointDamaged(f"not an object's entry: {data!r:.200}")
         return cls(name, nbytes, crc)
 
@@ -188,12 +189,7 @@ def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
 
 
 def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
-    if not (
-        isinstance(name, str)
-        and ".." not in name.split("/")
-        and _is_count(nbytes)
-        and isinstance(content, list)
-    ):
+    if not (_is_object_name(name) and _is_count(nbytes) and isinstance(content, list)):
         raise ValueError(f"not an object's entry: {name!r:.200}")
     if not name.startswith(f"{_PACKS}/"):
         if not all(crc is None or (_is_count(crc) and crc < 2**32) for crc in content):
@@ -274,7 +270,7 @@ class Manifest:
                     raise ValueError("it has no checksum")
                 attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
             return cls(step, generation, attempt, objects)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
     def part_names(self) -> tuple[str, ...]:
@@ -287,8 +283,11 @@ class Manifest:
 
 
 def encode(content: Json) -> bytes:
-    """Return JSON as it is stored: UTF-8, compact, keys in the order given."""
-    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    """Return JSON as it is stored: UTF-8, compact, keys in the order given.
+
+    Numbers must be finite, as JSON's are; see `keepstep.checkpoint.stored.strict_json`.
+    """
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
 def decode(data: bytes, where: str) -> Any:
@@ -299,7 +298,7 @@ def decode(data: bytes, where: str) -> Any:
     """
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where} is not JSON: {error}") from error
 
 
@@ -336,6 +335,11 @@ def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
     index = struct.pack(f"<{len(numbers)}Q", *numbers)
     checksum: int = crc32c.crc32c(index)
     return index + checksum.to_bytes(4, "little")
+
+
+def shard_index_nbytes(cells: int) -> int:
+    """Return the size of the index at the end of a chunk of so many cells."""
+    return 16 * cells + 4
 
 
 def cells_per_chunk(tensor: StoredTensor) -> int:
@@ -506,6 +510,18 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_object_name(name: Json) -> bool:
+    """Return whether an object of a checkpoint can have this name, below its directory."""
+    return (
+        isinstance(name, str)
+        and name.isprintable()
+        and all(
+            part not in ("", ".", "..") and len(part.encode()) <= _MAX_NAME_NBYTES
+            for part in name.split("/")
+        )
+    )
 
 
 def _fill_value(dtype: str) -> Json:

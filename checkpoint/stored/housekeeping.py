@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ from keepstep.checkpoint.stored.format import (
 from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.strict_json import to_strict_json
 from keepstep.checkpoint.stored.writer import commit, manifest_of
 
 _PARALLEL_COPIES = 8
@@ -317,7 +318,13 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
         elif not _is_equal(key, first, second):
             changed[key] = "values"
     names = first.documents.keys() | second.documents.keys()
-    documents = sorted(n for n in names if first.documents.get(n) != second.documents.get(n))
+    # As JSON: NaN, the loss of a diverged run, does not equal itself.
+    documents = sorted(
+        name
+        for name in names
+        if encode(to_strict_json(first.documents.get(name)))
+        != encode(to_strict_json(second.documents.get(name)))
+    )
     return Difference(
         only_first=tuple(sorted(before.keys() - after.keys())),
         only_second=tuple(sorted(after.keys() - before.keys())),
@@ -337,17 +344,18 @@ def _checksums(source: StoredCheckpoint, key: str) -> list[int]:
     return [crc for span in source.cell_index.spans_of_tensor(key) for crc in span.checksums]
 
 
-def _slabs(tensor: StoredTensor) -> list[Box]:
-    """Return boxes of bounded size that partition a tensor."""
+def _slabs(tensor: StoredTensor) -> Iterator[Box]:
+    """Yield boxes of bounded size that partition a tensor."""
     if not tensor.shape:
-        return [Box((), ())]
+        yield Box((), ())
+        return
     row_shape = tensor.shape[1:]
     row_nbytes = int(np.prod(row_shape, dtype=np.int64)) * numpy_dtype(tensor.dtype).itemsize
     rows = max(1, _COMPARED_NBYTES // max(1, row_nbytes))
-    return [
-        Box((start, *(0 for _ in row_shape)), (min(rows, tensor.shape[0] - start), *row_shape))
-        for start in range(0, tensor.shape[0], rows)
-    ]
+    for start in range(0, tensor.shape[0], rows):
+        yield Box(
+            (start, *(0 for _ in row_shape)), (min(rows, tensor.shape[0] - start), *row_shape)
+        )
 
 
 def _values(source: StoredCheckpoint, key: str, box: Box) -> bytes:

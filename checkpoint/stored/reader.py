@@ -39,6 +39,7 @@ from keepstep.checkpoint.stored.format import (
     parse_root,
 )
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.strict_json import from_strict_json
 
 # Threads mostly wait for storage; many small tensors need many concurrent reads.
 _PARALLEL_READS = 8
@@ -144,6 +145,11 @@ class StoredCheckpoint:
         where = f"{url}/{manifest.directory}"
         tensors = parse_root(_verified(storage, manifest, ROOT), f"{where}/{ROOT}")
         documents = decode(_verified(storage, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
+        try:
+            if manifest.attempt is not None:
+                documents = from_strict_json(documents)
+        except RecursionError:
+            raise CheckpointDamaged(f"{where}/{DOCUMENTS} is nested too deep") from None
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
         return cls(
@@ -195,10 +201,14 @@ class StoredCheckpoint:
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
         wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[_Target]]]] = {}
+        checked: set[str] = set()
         for request in requests:
             tensor = self.stored_tensors.get(request.key)
             if tensor is None:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
+            if request.key not in checked:
+                self.cell_index.check_listed(request.key)
+                checked.add(request.key)
             shape = (*request.box.shape, numpy_dtype(tensor.dtype).itemsize)
             target = _Target(request.box, np.frombuffer(request.into, np.uint8).reshape(shape))
             for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
@@ -296,7 +306,15 @@ class StoredCheckpoint:
         if ahead is not None:
             name = f"{self.directory}/{ahead[0].object_name}"
             self.storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
-        data = buffers.of_size(sum(span.nbytes for span in run))
+        nbytes = sum(span.nbytes for span in run)
+        try:
+            data = buffers.of_size(nbytes)
+        except (MemoryError, OverflowError, ValueError):
+            # Metadata may claim cells of any size.
+            raise CheckpointDamaged(
+                f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
+                "read at once; load an older step"
+            ) from None
         count = self._read(run[0].object_name, [data.data], run[0].offset)
         end = 0
         for span in run:
@@ -337,6 +355,11 @@ class StoredCheckpoint:
         except CheckpointMissing:
             raise CheckpointDamaged(
                 f"{self._location(name)} is missing; load an older step"
+            ) from None
+        except OverflowError:
+            raise CheckpointDamaged(
+                f"{self._location(name)}: byte {offset} is beyond the end of any object; load an "
+                "older step"
             ) from None
 
     def _read_object(self, name: str) -> bytes:

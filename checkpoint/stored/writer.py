@@ -57,6 +57,7 @@ from keepstep.checkpoint.stored.format import (
 )
 from keepstep.checkpoint.stored.pruning import Note
 from keepstep.checkpoint.stored.storage import Storage
+from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 # Each writing thread holds one encoded pack or chunk in memory.
 _PARALLEL_WRITES = 4
@@ -172,7 +173,7 @@ def publish(
         parts,
         {
             ROOT: encode(root_metadata(attempt.stored, parts, tensors)),
-            DOCUMENTS: encode(dict(documents)),
+            DOCUMENTS: encode(to_strict_json(dict(documents))),
         },
     )
 

@@ -136,7 +136,7 @@ def test_a_load_that_fails_leaves_a_new_optimizer_without_state(tmp_path: Path) 
 @pytest.mark.parametrize(
     "impossible",
     [TensorSpec("uint16", (2,)), TensorSpec("float32", (2**50,))],
-    ids=["a dtype torch lacks", "out of memory"],
+    ids=["a dtype torch lacks", "far too large"],
 )
 def test_a_slot_that_cannot_be_allocated_leaves_no_other_slots(
     slot: str, impossible: TensorSpec
@@ -150,7 +150,7 @@ def test_a_slot_that_cannot_be_allocated_leaves_no_other_slots(
         for name, parameter in model.named_parameters()
         for adam_slot in ("step", "exp_avg", "exp_avg_sq")
     }
-    with pytest.raises((LayoutMismatch, RuntimeError), match=r"uint16|memory"):
+    with pytest.raises(LayoutMismatch, match=r"uint16|too much"):
         allocate(model, [fresh], partial(slots_in, {**tensors, f"optim/bias/{slot}": impossible}))
     assert not fresh.state
     step(fresh, *model.parameters())
@@ -179,3 +179,27 @@ def test_a_load_that_fails_after_scalars_were_restored_leaves_the_previous_state
     }
     assert step_counts == ({"first.weight": steps} if steps else {})
     step(loaded, *model.parameters())
+
+
+@pytest.mark.parametrize("elements", [2**28, 2**60])
+def test_a_slot_far_too_large_for_its_parameter_is_refused_before_it_is_allocated(
+    elements: int,
+) -> None:
+    """A damaged source may claim any shape; every rank would allocate all of it."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    slots = {"optim/weight/table": TensorSpec("float32", (elements,))}
+    with pytest.raises(LayoutMismatch, match=r"optim/weight/table.*too much for a parameter"):
+        allocate(model, [optimizer], partial(slots_in, slots))
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("shape", [(), (256,), (2, 2), (128, 128)])
+def test_slots_of_other_shapes_than_the_parameter_are_allocated(shape: tuple[int, ...]) -> None:
+    """Such as tables of quantized optimizers, and Shampoo's preconditioners."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    allocate(
+        model, [optimizer], partial(slots_in, {"optim/weight/table": TensorSpec("float32", shape)})
+    )
+    assert optimizer.state[model.weight]["table"].shape == shape

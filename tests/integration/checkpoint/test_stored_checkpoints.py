@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -159,6 +160,39 @@ def test_scalars_empty_tensors_and_padded_chunks_are_restored(tmp_path: Path) ->
     assert torch.equal(filled["nested"]["flags"], state["nested"]["flags"])
     for name in ("scalar", "empty", "transposed", "complex"):
         assert torch.equal(filled[name], state[name])
+
+
+def test_lazily_conjugated_and_negated_tensors_are_restored(tmp_path: Path) -> None:
+    values = torch.complex(torch.arange(6.0), -torch.ones(6)).reshape(2, 3)
+    state = {"conjugate": values.conj(), "negative": values.conj().imag, "adjoint": values.mH}
+    assert state["conjugate"].is_conj()
+    assert state["negative"].is_neg()
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    checkpoint.save(str(tmp_path), state, step=1)
+    for filled in (
+        {name: torch.zeros_like(tensor.clone()) for name, tensor in state.items()},
+        {
+            "conjugate": torch.zeros_like(values).conj(),
+            "negative": torch.zeros_like(values).conj().imag,
+            "adjoint": torch.zeros_like(values).mH,
+        },
+    ):
+        checkpoint.load(str(tmp_path), filled)
+        assert all(torch.equal(filled[name], expected[name]) for name in state)
+
+
+def test_numbers_that_json_lacks_are_stored_as_json_and_come_back(tmp_path: Path) -> None:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    state = {"x": torch.ones(1), "loss": math.nan, "best": [-math.inf, {"__float__": "NaN"}]}
+    checkpoint.save(str(tmp_path), state, step=1)
+    documents = tmp_path / directory_of(tmp_path, 1) / "documents.json"
+    json.loads(documents.read_text(), parse_constant=refuse)
+    filled: dict[str, Any] = {"x": torch.zeros(1), "loss": 0.0, "best": []}
+    checkpoint.load(str(tmp_path), filled)
+    assert math.isnan(filled["loss"])
+    assert filled["best"] == [-math.inf, {"__float__": "NaN"}]
 
 
 def test_a_crash_before_the_manifest_leaves_the_previous_step_the_newest(tmp_path: Path) -> None:

@@ -99,6 +99,16 @@ def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
     assert lines[:3] == ["- large", "+ new", "~ small: float32 [3] -> float32 [4]"]
 
 
+def test_a_nan_is_shown_as_json_and_equals_itself(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), {"x": torch.ones(1), "loss": float("nan")}, step=1)
+    shown = keepstep("show", tmp_path, "--documents", "--json").stdout
+    assert json.loads(shown, parse_constant=pytest.fail)["documents"]["values"] == {
+        "loss": {"__float__": "NaN"}
+    }
+    assert keepstep("show", tmp_path, "--documents").exit_code == 0
+    assert keepstep("diff", tmp_path, tmp_path).exit_code == 0
+
+
 def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:
     removed = directory_of(run7, 10)
     policy = ("--keep-last", 1, "--keep-every", 20, "--keep-best", 1, "loss", "min")
