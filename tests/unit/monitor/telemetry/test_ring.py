@@ -221,6 +221,22 @@ def test_communicators_are_read_completely_or_not_at_all(ring: Ring) -> None:
     assert reader.communicators() == {7: mesh, 9: odd}
 
 
+def test_table_of_communicators_holds_exactly_its_capacity(ring: Ring) -> None:
+    reader = RingReader(ring.path)
+    line_nbytes = len('{"identity": 1, "name": "", "ranks": [[0, 1, 1]]}\n')
+    half = SMALL.table_nbytes // 2
+    first, second = (
+        Communicator(identity, "x" * (half - line_nbytes), (0,)) for identity in (1, 2)
+    )
+    longer = Communicator(3, "x" * (half - line_nbytes + 1), (0,))
+    assert ring.add_communicator(first)
+    # It would fit alone, and is one byte too long beside the first.
+    assert not ring.add_communicator(longer)
+    assert ring.add_communicator(second)
+    assert not ring.add_communicator(Communicator(4, "", (0,)))
+    assert reader.communicators() == {1: first, 2: second}
+
+
 @given(st.lists(st.integers(0, 30), unique=True))
 def test_runs_of_ranks_are_lossless(ranks: list[int]) -> None:
     assert ranks_of(runs(ranks)) == tuple(ranks)
