@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.policy import EnforcementAction
@@ -92,10 +92,18 @@ class Diagnosis(Protocol):
             communicators: of the job.
             nodes: each rank's node.
             metrics: the newest metrics of each node.
-            past: the state that the last call returned; None at the first call, and when ranks or
-                their processes have changed.
+            past: the state that the last call returned; None at the first call. When ranks or
+                their processes have changed, what its `renewed` returned, or None if it has none.
             now_s: this daemon's monotonic clock.
         """
+
+
+@runtime_checkable
+class Renewable(Protocol):
+    """A state of diagnosis that remembers something beyond the processes that it is about."""
+
+    def renewed(self) -> Any:
+        """Return the state for other processes."""
 
 
 class Alignment(Protocol):

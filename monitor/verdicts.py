@@ -22,6 +22,9 @@ class Syndrome(StrEnum):
     """A rank never called the operation in which the others wait."""
     COMMUNICATION_SLOW = "communication slow"
     NON_COMMUNICATION_SLOW = "non-communication slow"
+    LOAD_IMBALANCE = "load imbalance"
+    """Ranks of equal role take unequal time, and nothing shows that hardware is the cause: stages
+    with more layers, experts with more tokens."""
     MISMATCH = "mismatched collectives"
     """Ranks call different operations, or with different sizes: this leads to a deadlock."""
     DEAD_PROCESS = "dead process"

@@ -30,6 +30,9 @@ _PHASE_COLUMNS = {
 }
 
 
+_ROUTING = (Operation.ALL_TO_ALL, Operation.SEND, Operation.RECEIVE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountInputs:
     """New records of some ranks, and how far these were accounted for before.
@@ -119,6 +122,9 @@ def account_operations(inputs: AccountInputs) -> AccountResult:
     calls = _new_calls(inputs, arrived_s, cut_s)
     own = _own_times(cuts, calls)
     own.rows["role"] = _roles(calls.operations, inputs.communicators)
+    own.rows["routed_nbytes"] = np.where(
+        np.isin(calls.operations["code"], _ROUTING), calls.operations["nbytes"], 0
+    )
     since_s = np.where(np.isneginf(cuts["cut_s"]), own.first_s, cuts["cut_s"])
     phase_rows, phase_owner = _phases(inputs, since_s, cut_s, calls)
     for rows, owner in ((own.rows, calls.owner), (phase_rows, phase_owner)):
@@ -273,7 +279,9 @@ def _sum_by_step(rows: np.ndarray) -> np.ndarray:
     changed = (rows["rank"][1:] != rows["rank"][:-1]) | (rows["step"][1:] != rows["step"][:-1])
     starts = np.flatnonzero(np.concatenate([[True], changed]))
     sums: np.ndarray = rows.take(starts)
-    for name in ("role", "own_s", "duration_s", "data_s", "checkpoint_s", "garbage_s"):
+    for name in (
+        "role", "own_s", "duration_s", "data_s", "checkpoint_s", "garbage_s", "routed_nbytes",
+    ):  # fmt: skip
         sums[name] = np.add.reduceat(rows[name], starts)
     sums["ended_s"] = np.maximum.reduceat(rows["ended_s"], starts)
     return sums

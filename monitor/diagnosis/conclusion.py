@@ -6,8 +6,8 @@
 `diagnose` does the same in one process.
 
 Pure: the state (`DiagnosisState`, of bounded size) and the time are arguments, and the state is
-returned. A `DiagnosisState` belongs to one generation: when ranks or communicators change, begin
-with `NO_DIAGNOSIS_STATE`. The verdicts returned are those that hold now; each keeps the `since_s`
+returned. A `DiagnosisState` belongs to one generation: when ranks or communicators change, go on
+with `renewed`. The verdicts returned are those that hold now; each keeps the `since_s`
 of its first appearance.
 """
 
@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from keepstep.monitor.diagnosis.activity import QuietProcess, follow_processes
 from keepstep.monitor.diagnosis.delays import find_slow_links
 from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest
-from keepstep.monitor.diagnosis.hangs import HangInputs, find_hangs
+from keepstep.monitor.diagnosis.hangs import find_hangs
 from keepstep.monitor.diagnosis.measures import (
     EMPTY_MEASURE_HISTORY,
     MeasureHistory,
@@ -33,11 +34,13 @@ from keepstep.monitor.diagnosis.metrics import (
     judge_nodes,
 )
 from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
+from keepstep.monitor.diagnosis.pauses import PauseKind, learn_pauses
 from keepstep.monitor.diagnosis.slowness import SlownessInputs, find_slow_ranks
 from keepstep.monitor.diagnosis.stalls import find_stalls
-from keepstep.monitor.diagnosis.steps import Window, collect, distrusting, late_steps
+from keepstep.monitor.diagnosis.standstill import HangInputs
+from keepstep.monitor.diagnosis.steps import ALL_STEPS, Window, collect, distrusting, late_steps
 from keepstep.monitor.diagnosis.subjects import group_subject
-from keepstep.monitor.diagnosis.tables import FRONTIER, RANK, Digest
+from keepstep.monitor.diagnosis.tables import EMPTY, FRONTIER, RANK, Digest
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.diagnosis.transfers import TransferInputs, find_slow_transfers
 from keepstep.monitor.records import Communicator, JobRecords, joined
@@ -76,6 +79,11 @@ class DiagnosisState:
         reported_mismatches: verdicts on collectives that completed although ranks called different
             operations, each with the step in which it was found.
         since_s: when each verdict that holds first appeared.
+        first_step: highest step at the first reading; None before it.
+        pauses: the longest pause of each kind that ended by itself, in seconds.
+        quiet: since when each rank's process has done nothing.
+        slow_here: nodes whose ranks were slow without being blamed, with these ranks.
+        slow_before: the same of earlier assignments of ranks.
     """
 
     memory: DigestState = EMPTY_DIGEST_STATE
@@ -89,6 +97,16 @@ class DiagnosisState:
     suspected: Mapping[_Key, float] = field(default_factory=dict)
     reported_mismatches: Mapping[_Key, tuple[Verdict, int]] = field(default_factory=dict)
     since_s: Mapping[_Key, float] = field(default_factory=dict)
+    first_step: int | None = None
+    pauses: Mapping[PauseKind, float] = field(default_factory=dict)
+    quiet: Mapping[int, QuietProcess] = field(default_factory=dict)
+    slow_here: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    slow_before: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    def renewed(self) -> DiagnosisState:
+        """Return the state for new processes: only what is known of the nodes remains."""
+        slow_before = {**self.slow_before, **self.slow_here}
+        return replace(NO_DIAGNOSIS_STATE, nodes=self.nodes, slow_before=slow_before)
 
 
 NO_DIAGNOSIS_STATE = DiagnosisState()
@@ -154,22 +172,44 @@ def conclude(
     window = past.window
     if _is_time_new(past.ranks, ranks):
         window = distrusting(window, new_digest)
-    window, completed = collect(
-        window, new_digest, expected, communicators, nodes, clock_error_s, thresholds.slow
-    )
-    slow, suspected = past.slow, past.suspected
-    if completed:
-        window, deviating = _judge_steps(window, communicators, nodes, findings, thresholds)
-        suspected, slow = _lasting(deviating, past.suspected, window, thresholds.slow.least_s)
+    slow, suspected, slow_here = past.slow, past.suspected, past.slow_here
+    mismatches_found, increments = None, new_digest
+    while True:
+        # A first reading holds many steps: what was normal in the first of them is learnt before
+        # the last are judged.
+        most = ALL_STEPS if window.has_past() else thresholds.slow.window
+        window, completed = collect(
+            window, increments, expected, communicators, nodes, clock_error_s, thresholds.slow, most
+        )
+        if mismatches_found is None:
+            mismatches_found, increments = window.pending.mismatches, EMPTY
+        if not completed:
+            break
+        window, deviating, uneven = _judge_steps(
+            window, communicators, nodes, findings, past.slow_before, thresholds
+        )
+        slow_here = {**slow_here, **uneven}
+        suspected, slow = _lasting(deviating, suspected, window, thresholds.slow.least_s)
+        if completed < most:
+            break
 
+    stopped = frozenset(rank for node in metrics.values() for rank in node.stopped_ranks)
+    step = int(ranks["step"].max(initial=0))
+    # Jobs may count their steps from any number.
+    first_step = past.first_step if past.first_step is not None or not len(ranks) else step
+    pauses = learn_pauses(past.pauses, past.ranks, _blocked(past.frontiers) | stopped, ranks)
+    quiet = follow_processes(past.quiet, metrics, nodes, thresholds.hang)
     inputs = HangInputs(
         ranks=ranks,
         frontiers=frontiers,
         communicators=communicators,
         nodes=nodes,
         unread_s=unread_s,
-        stopped=frozenset(rank for node in metrics.values() for rank in node.stopped_ranks),
+        stopped=stopped,
         step_s=window.step_s(),
+        started=step > max(first_step or 0, 1),
+        pauses=pauses,
+        quiet=quiet,
     )
     hangs = find_hangs(inputs, thresholds.hang)
     curves, measured = judge_measures(
@@ -184,7 +224,7 @@ def conclude(
     )
     reported_mismatches = _completed_mismatches(
         past.reported_mismatches,
-        window.pending.mismatches,
+        mismatches_found,
         communicators,
         nodes,
         now_s,
@@ -208,8 +248,19 @@ def conclude(
         suspected=suspected,
         reported_mismatches=reported_mismatches,
         since_s=since_s,
+        first_step=first_step,
+        pauses=pauses,
+        quiet=quiet,
+        slow_here=slow_here,
+        slow_before=past.slow_before,
     )
     return next_state, verdicts
+
+
+def _blocked(frontiers: np.ndarray) -> frozenset[int]:
+    """Return the ranks that wait in an operation."""
+    is_blocked = (frontiers["open"] > 0) & ~frontiers["asynchronous"]
+    return frozenset(frontiers["rank"][is_blocked].tolist())
 
 
 def _keep_onset(
@@ -285,9 +336,13 @@ def _judge_steps(
     communicators: Mapping[int, Communicator],
     nodes: Mapping[int, str],
     findings: NodeFindings,
+    earlier: Mapping[str, frozenset[int]],
     thresholds: Thresholds,
-) -> tuple[Window, tuple[Verdict, ...]]:
-    """Judge the window after new complete steps, and learn the pasts from what is normal."""
+) -> tuple[Window, tuple[Verdict, ...], Mapping[str, frozenset[int]]]:
+    """Judge the window after new complete steps, and learn the pasts from what is normal.
+
+    Returns also the nodes whose ranks are slow without being blamed, with these ranks.
+    """
     slow, table, step_s, ended_s = (
         thresholds.slow,
         window.table(),
@@ -296,7 +351,18 @@ def _judge_steps(
     )
     times = np.bincount(window.last_arrivals["rank"], window.last_arrivals["times"])
     lateness = {int(rank): int(times[rank]) for rank in np.flatnonzero(times)}
-    ranks, slow_ranks = find_slow_ranks(SlownessInputs(window.own, table, lateness, nodes), slow)
+    slow_ranks = find_slow_ranks(
+        SlownessInputs(
+            own=window.own,
+            rows=table,
+            lateness=lateness,
+            nodes=nodes,
+            routed=window.routed,
+            throttled=findings.throttled,
+            earlier=earlier,
+        ),
+        slow,
+    )
     links, slow_links = find_slow_links(
         window.links, window.link_counts, nodes, step_s, ended_s, slow
     )
@@ -326,17 +392,21 @@ def _judge_steps(
         links = tuple(
             replace(verdict, confidence=min(verdict.confidence, 0.6)) for verdict in likely_links
         )
-    blamed_ranks = {rank for verdict in ranks for rank in verdict.subject.ranks}
+    blamed_ranks = slow_ranks.ranks
     stalls = find_stalls(table, window.saves, blamed_ranks, nodes, thresholds.stall, slow)
     window = replace(
         window,
-        own=window.own.learn(slow_ranks, slow),
+        own=window.own.learn(slow_ranks.changed, slow),
+        # While a rank is slower than it was, it is compared with the load that it had then.
+        routed=window.routed.learn(
+            np.isin(window.routed.keys, window.own.keys[slow_ranks.changed]), slow
+        ),
         links=window.links.learn(slow_links, slow),
         averages=window.averages.learn(unsteady_links, slow),
         transfers=window.transfers.learn(slow_transfers, slow),
     )
     precise_ranks = blamed_ranks | {rank for verdict in links for rank in verdict.subject.ranks}
-    verdicts = [_explained(verdict, findings, nodes) for verdict in ranks]
+    verdicts = [_explained(verdict, findings, nodes) for verdict in slow_ranks.verdicts]
     # A slow rank or link slows the collectives in which it takes part: the less precise verdict on
     # these adds nothing.
     verdicts += links
@@ -345,7 +415,7 @@ def _judge_steps(
         members = set(verdict.subject.ranks) if verdict.subject.kind == "group" else precise_ranks
         if not (is_vague and members & precise_ranks):
             verdicts.append(verdict)
-    return window, (*verdicts, *stalls)
+    return window, (*verdicts, *stalls), slow_ranks.uneven
 
 
 def _lasting(

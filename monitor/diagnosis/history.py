@@ -38,6 +38,8 @@ class StepSeries:
         past: logarithm of what each subject used to take, NaN until learnt; shape (subjects,).
         drift: mean distance of each subject's window from its past, beyond the distance that all
             have in common; NaN until learnt; shape (subjects,).
+        keeps_known: whether subjects with a past are kept while they report nothing, as ranks of a
+            node whose reports are late. Only for subjects whose number is bounded.
     """
 
     keys: np.ndarray
@@ -45,6 +47,7 @@ class StepSeries:
     values: np.ndarray
     past: np.ndarray
     drift: np.ndarray
+    keeps_known: bool = False
 
     def push(self, step: int, keys: np.ndarray, seconds: np.ndarray, window: int) -> StepSeries:
         """Return the series with one more step.
@@ -68,9 +71,10 @@ class StepSeries:
         past, drift = np.full((2, len(all_keys)), np.nan)
         past[old_position], drift[old_position] = self.past, self.drift
         values = values[-window:]
-        # Subjects without a value in the window are dropped: this bounds the memory.
-        is_present = ~np.isnan(values).all(axis=0)
-        return StepSeries(
+        # Others without a value in the window are dropped: this bounds the memory.
+        is_present = ~np.isnan(values).all(axis=0) | (self.keeps_known & ~np.isnan(past))
+        return replace(
+            self,
             keys=all_keys[is_present],
             steps=np.append(self.steps, step)[-window:],
             values=values[:, is_present],
@@ -101,6 +105,11 @@ class StepSeries:
         past[calm] += _LEARNING * (learnt[calm] - past[calm])
         return replace(self, past=past, drift=drift)
 
+    def growth(self) -> np.ndarray:
+        """Return the logarithm of each subject's value over its own past; NaN without a past."""
+        growth: np.ndarray = _medians(self.values) - self.past
+        return growth
+
     def baseline_noise(self) -> float:
         """Return the typical standard deviation of a window from its past; 0.0 if not known.
 
@@ -118,6 +127,8 @@ NOTHING = StepSeries(
     past=np.zeros(0),
     drift=np.zeros(0),
 )
+NO_RANKS = replace(NOTHING, keeps_known=True)
+"""A series without steps, of which each rank is a subject."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +137,7 @@ class Deviations:
 
     Args:
         ratio: value over the expected one, the median over the window; NaN where none is expected.
+        own_ratio: value over the one expected from the subject's own past; NaN without a past.
         hot: whether the subject deviates upwards, far and long enough.
         excess_s: seconds over the expected value, the median over the window.
         from_peers: whether the expectation came from peers, or from the subject's own past.
@@ -136,6 +148,7 @@ class Deviations:
     """
 
     ratio: np.ndarray
+    own_ratio: np.ndarray
     hot: np.ndarray
     excess_s: np.ndarray
     from_peers: np.ndarray
@@ -160,6 +173,7 @@ def deviations(
         empty = np.zeros(count)
         return Deviations(
             ratio=empty,
+            own_ratio=empty,
             hot=empty > 0,
             excess_s=empty,
             from_peers=empty > 0,
@@ -195,6 +209,7 @@ def deviations(
     since = np.minimum(since, len(is_high) - 1)
     return Deviations(
         ratio=np.exp(ratio),
+        own_ratio=np.exp(_medians(own)),
         hot=hot_by_peers | hot_by_past,
         excess_s=excess_s,
         from_peers=from_peers,

@@ -6,6 +6,11 @@ taken here. Times are by the node's clock.
 
 Denied processor time or a hot GPU does no harm until a rank is slow by it: such findings only
 explain slow ranks, and are not verdicts. Findings on memory and device errors are verdicts.
+
+Errors of a device are events; the verdict on them ends some time after the last. Errors that the
+device has contained are reported, and call for another node only if they repeat: the driver has
+remapped the row, and the job continues after a restart of the process at most. Devices that no
+process of the job uses are not judged.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ class GpuMetrics:
         ecc_corrected: volatile single-bit errors, a counter.
         xids: codes of the Xid errors seen since the daemon began.
         busy_share: 0 to 1; clocks of idle devices fall by themselves and are not judged.
+        ranks: ranks whose processes use it; None if that is not known.
     """
 
     index: int
@@ -48,6 +54,26 @@ class GpuMetrics:
     ecc_corrected: int = 0
     xids: tuple[int, ...] = ()
     busy_share: float = 0.0
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSample:
+    """Counters of one worker's process and its descendants at one moment.
+
+    Args:
+        rank: the worker's.
+        pid: its process.
+        at_s: when this was read, by the node's monotonic clock.
+        cpu_s: processor seconds used so far.
+        io_nbytes: bytes read and written so far, by system calls and from and to disks.
+    """
+
+    rank: int
+    pid: int
+    at_s: float
+    cpu_s: float
+    io_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +93,7 @@ class NodeMetrics:
         disk_latency_s: mean time of a request since the reading before.
         gpus: its accelerators.
         stopped_ranks: ranks whose process is stopped (state T).
+        processes: the newest sample of each worker's process; some are older than `at_s`.
     """
 
     node: str
@@ -81,6 +108,22 @@ class NodeMetrics:
     disk_latency_s: float = 0.0
     gpus: tuple[GpuMetrics, ...] = ()
     stopped_ranks: tuple[int, ...] = ()
+    processes: tuple[ProcessSample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceError:
+    """An error of a device.
+
+    Args:
+        at_s: of the reading that showed it first, by the node's clock.
+        gpu: index of the device.
+        xid: its code; 0 for uncorrectable memory errors, which are counted.
+    """
+
+    at_s: float
+    gpu: int
+    xid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +132,13 @@ class NodeMetricsHistory:
 
     Args:
         readings: its last readings (at most `sustained` + 1), oldest first.
-        ecc_at_first: uncorrectable errors of each GPU at the first reading.
-        xids_at_first: number of Xids of each GPU at the first reading.
+        errors: of its devices since the first reading, oldest first, as long as they matter.
+        used: devices that processes of the job use or used.
     """
 
     readings: tuple[NodeMetrics, ...]
-    ecc_at_first: Mapping[int, int]
-    xids_at_first: Mapping[int, int]
+    errors: tuple[DeviceError, ...] = ()
+    used: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,17 +165,10 @@ def judge_nodes(
 
     Repeated readings are ignored.
     """
-    next_histories: dict[str, NodeMetricsHistory] = {}
-    for name, reading in metrics.items():
-        history_before = past.get(name) or NodeMetricsHistory(
-            (), _counts(reading, "ecc_uncorrected"), _xid_counts(reading)
-        )
-        readings = history_before.readings
-        if not readings or reading.at_s > readings[-1].at_s:
-            readings = (*readings, reading)[-(thresholds.sustained + 1) :]
-        next_histories[name] = NodeMetricsHistory(
-            readings, history_before.ecc_at_first, history_before.xids_at_first
-        )
+    next_histories = {
+        name: _with_reading(past.get(name) or NodeMetricsHistory(()), reading, thresholds)
+        for name, reading in metrics.items()
+    }
     clocks = _usual_clocks(metrics)
     verdicts: list[Verdict] = []
     throttled: dict[str, str] = {}
@@ -145,13 +181,35 @@ def judge_nodes(
     return next_histories, NodeFindings(tuple(verdicts), throttled)
 
 
-def _counts(reading: NodeMetrics, name: str) -> dict[int, int]:
-    """Return a counter of each GPU."""
-    return {gpu.index: int(getattr(gpu, name)) for gpu in reading.gpus}
+def _with_reading(
+    history: NodeMetricsHistory, reading: NodeMetrics, thresholds: NodeThresholds
+) -> NodeMetricsHistory:
+    """Return the history with one more reading, unless it is repeated."""
+    if history.readings and reading.at_s <= history.readings[-1].at_s:
+        return history
+    # Errors before the first reading are old: the job began, or runs, in spite of them.
+    new = _new_errors(history.readings[-1], reading) if history.readings else ()
+    return NodeMetricsHistory(
+        readings=(*history.readings, reading)[-(thresholds.sustained + 1) :],
+        errors=tuple(
+            error
+            for error in (*history.errors, *new)
+            if reading.at_s - error.at_s < thresholds.error_window_s
+        )[-thresholds.errors_kept :],
+        used=history.used | {gpu.index for gpu in reading.gpus if gpu.ranks},
+    )
 
 
-def _xid_counts(reading: NodeMetrics) -> dict[int, int]:
-    return {gpu.index: len(gpu.xids) for gpu in reading.gpus}
+def _new_errors(before: NodeMetrics, after: NodeMetrics) -> tuple[DeviceError, ...]:
+    """Return the errors of devices that came between two readings."""
+    known = {gpu.index: gpu for gpu in before.gpus}
+    errors: list[DeviceError] = []
+    for gpu in after.gpus:
+        old = known.get(gpu.index, gpu)
+        if gpu.ecc_uncorrected > old.ecc_uncorrected:
+            errors.append(DeviceError(after.at_s, gpu.index))
+        errors += [DeviceError(after.at_s, gpu.index, code) for code in gpu.xids[len(old.xids) :]]
+    return tuple(errors)
 
 
 def _usual_clocks(metrics: Mapping[str, NodeMetrics]) -> tuple[float, float]:
@@ -218,33 +276,46 @@ def _device_errors(
     now_s: float,
     thresholds: NodeThresholds,
 ) -> list[Verdict]:
-    """Return a verdict on new uncorrectable memory errors and Xids of the device."""
-    evidence = []
-    for gpu in history.readings[-1].gpus:
-        new_errors = gpu.ecc_uncorrected - history.ecc_at_first.get(gpu.index, 0)
-        if new_errors > 0:
-            evidence.append(f"GPU {gpu.index} has {new_errors} new uncorrectable memory errors")
-        codes = [
-            code
-            for code in gpu.xids[history.xids_at_first.get(gpu.index, 0) :]
-            if code in thresholds.bad_xids
+    """Return a verdict on recent errors of the devices that the job uses, or may use."""
+    evidence: list[str] = []
+    condemned = False
+    newest = history.readings[-1]
+    oldest_s = newest.at_s
+    for gpu in newest.gpus:
+        is_used = gpu.index in history.used
+        errors = [error for error in history.errors if error.gpu == gpu.index]
+        fatal = [error for error in errors if error.xid in thresholds.fatal_xids]
+        contained = [
+            error for error in errors if not error.xid or error.xid in thresholds.contained_xids
         ]
-        if codes:
+        counted = sorted([*fatal, *contained], key=lambda error: error.at_s)
+        is_over = not counted or newest.at_s - counted[-1].at_s >= thresholds.error_held_s
+        if is_over or not (is_used or gpu.ranks is None):
+            continue
+        oldest_s = min(oldest_s, counted[0].at_s)
+        # Where it is not known who uses a device, it may be another job's.
+        condemned |= is_used and (bool(fatal) or len(contained) >= thresholds.contained_limit)
+        if memory_errors := sum(not error.xid for error in contained):
             evidence.append(
-                f"GPU {gpu.index} reports Xid {', '.join(map(str, sorted(set(codes))))}"
+                f"GPU {gpu.index} had uncorrectable memory errors {memory_errors} times"
+            )
+        if codes := sorted({error.xid for error in counted if error.xid}):
+            evidence.append(f"GPU {gpu.index} reports Xid {', '.join(map(str, codes))}")
+        if not fatal:
+            evidence.append(
+                f"GPU {gpu.index} has contained them and works on; reset it when the job pauses"
             )
     if not evidence:
         return []
-    subject = node_subject(name, nodes)
     return [
         Verdict(
-            subject=subject,
+            subject=node_subject(name, nodes),
             syndrome=Syndrome.DEVICE_ERROR,
-            since_s=now_s,
+            since_s=now_s - (newest.at_s - oldest_s),
             evidence=tuple(evidence),
-            confidence=0.95,
+            confidence=0.95 if condemned else 0.8,
             cost_s_per_step=0.0,
-            advice=Advice.REPLACE_NODE,
+            advice=Advice.REPLACE_NODE if condemned else Advice.ALERT,
         )
     ]
 

@@ -6,17 +6,26 @@ the same operations equally often in a step: pipeline stages that do other work 
 rank is slow if its own time exceeds its peers' or its own past
 (`keepstep.monitor.diagnosis.history`), and if this is costly: the job waits for the excess in every
 step. If data, checkpoints or garbage collection make up most of the excess, the verdict names them.
+
+Equal calls do not show equal work: one stage has more layers, one expert more tokens. So hardware
+is blamed only if
+
+- the rank is slow against its own past, and the payload that it routes has not grown with it; or
+- the metrics of its node show why; or
+- in an earlier assignment of ranks, its node was slow with another rank, which is not slow now.
+
+Otherwise the verdict is that load is uneven, on the whole job: who has most of it changes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from keepstep.monitor.diagnosis.history import Deviations, StepSeries, deviations
+from keepstep.monitor.diagnosis.history import NOTHING, Deviations, StepSeries, deviations
 from keepstep.monitor.diagnosis.robust import MAD_TO_SIGMA, MEDIAN_TO_MEAN_ERROR
 from keepstep.monitor.diagnosis.subjects import gather, group_subject, rank_subject
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
@@ -39,32 +48,113 @@ class SlownessInputs:
             reported.
         lateness: for each rank, the number of collectives of the window at which it arrived last.
         nodes: each rank's node.
+        routed: series of the payload of all-to-alls and messages, by rank.
+        throttled: for nodes whose metrics show why their ranks are slow, the reason.
+        earlier: nodes that were slow in earlier assignments of ranks, with the ranks they had.
     """
 
     own: StepSeries
     rows: np.ndarray
     lateness: Mapping[int, int]
     nodes: Mapping[int, str]
+    routed: StepSeries = NOTHING
+    throttled: Mapping[str, str] = field(default_factory=dict)
+    earlier: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
-def find_slow_ranks(
-    job: SlownessInputs, thresholds: SlowThresholds
-) -> tuple[tuple[Verdict, ...], np.ndarray]:
-    """Return the verdicts, and which ranks of `job.own` deviate.
+@dataclass(frozen=True, slots=True)
+class SlowRanks:
+    """Which ranks are slow.
 
-    The past of ranks that deviate must not be learnt from.
+    Args:
+        verdicts: on those whose slowness is costly.
+        ranks: those ranks.
+        changed: which ranks of `SlownessInputs.own` deviate from their own past, shape (ranks,):
+            these steps are not learnt from.
+        uneven: nodes with ranks that are slow, and nothing shows that hardware is the cause.
     """
+
+    verdicts: tuple[Verdict, ...]
+    ranks: frozenset[int]
+    changed: np.ndarray
+    uneven: Mapping[str, frozenset[int]]
+
+
+def find_slow_ranks(job: SlownessInputs, thresholds: SlowThresholds) -> SlowRanks:
+    """Return the slow ranks, with the verdicts."""
     roles = job.rows["role"].max(axis=0)
     deviation = deviations(job.own, roles, 1 + thresholds.own_excess, thresholds)
     hot = deviation.hot.copy()
     if not len(hot):
-        return (), hot
+        return SlowRanks((), frozenset(), hot, {})
+    changed = hot & _has_changed(deviation, thresholds)
     is_reported = job.rows["step"] > 0
     step_s = float(np.median(job.rows["duration_s"][is_reported])) if is_reported.any() else 0.0
     costly = hot & (deviation.excess_s >= max(thresholds.cost_share * step_s, thresholds.cost_s))
     costly &= ~_widespread(costly, deviation.ratio, roles, job, thresholds)
-    verdicts = _verdicts(job, deviation, np.flatnonzero(costly), roles, step_s)
-    return (*verdicts, *_pairs(job, roles, step_s, thresholds)), hot
+    is_hardware = costly & changed & ~_has_more_load(job, deviation, thresholds)
+    is_hardware |= costly & _is_of_the_node(job, hot)
+    slow = np.flatnonzero(costly)
+    causes = {
+        position: _main_cause(job.rows, position, roles, float(deviation.excess_s[position]))
+        for position in slow.tolist()
+    }
+    uneven = [
+        position
+        for position, (syndrome, _) in causes.items()
+        if syndrome is Syndrome.NON_COMMUNICATION_SLOW and not is_hardware[position]
+    ]
+    blamed = {position: cause for position, cause in causes.items() if position not in uneven}
+    verdicts = _verdicts(job, deviation, blamed, step_s)
+    if uneven:
+        verdicts += (_imbalance(job, deviation, uneven, step_s),)
+    uneven_ranks: dict[str, set[int]] = defaultdict(set)
+    for rank in job.own.keys[uneven].tolist():
+        uneven_ranks[job.nodes.get(rank, "")].add(rank)
+    return SlowRanks(
+        verdicts=(*verdicts, *_pairs(job, roles, step_s, thresholds)),
+        ranks=frozenset(job.own.keys[slow].tolist()),
+        changed=changed,
+        uneven={node: frozenset(ranks) for node, ranks in uneven_ranks.items() if node},
+    )
+
+
+def _has_changed(deviation: Deviations, thresholds: SlowThresholds) -> np.ndarray:
+    """Return which ranks have become slower than they were."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        excess, change = np.log(deviation.ratio), np.log(deviation.own_ratio)
+        changed: np.ndarray = change >= thresholds.changed_share * excess
+    return changed
+
+
+def _has_more_load(
+    job: SlownessInputs, deviation: Deviations, thresholds: SlowThresholds
+) -> np.ndarray:
+    """Return which ranks route more than they used to, about as much as they have become slower."""
+    load = np.full(len(job.own.keys), np.nan)
+    is_routing = np.isin(job.own.keys, job.routed.keys)
+    load[is_routing] = job.routed.growth()[np.isin(job.routed.keys, job.own.keys)]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        growth = thresholds.load_share * np.log(deviation.own_ratio)
+        has_more: np.ndarray = (load > 0) & (load >= growth)
+    return has_more
+
+
+def _is_of_the_node(job: SlownessInputs, hot: np.ndarray) -> np.ndarray:
+    """Return which ranks are on a node that is slow by itself.
+
+    Its metrics show it, or it was slow with other ranks as well, none of which is slow now.
+    """
+    if not job.throttled and not job.earlier:
+        return np.zeros(len(hot), bool)
+    slow_ranks = set(job.own.keys[hot].tolist())
+
+    def is_of_node(rank: int) -> bool:
+        node = job.nodes.get(rank, "")
+        earlier = job.earlier.get(node, frozenset())
+        return node in job.throttled or (bool(earlier) and slow_ranks.isdisjoint(earlier))
+
+    return np.array([is_of_node(rank) for rank in job.own.keys.tolist()], bool)
 
 
 def _widespread(
@@ -94,15 +184,22 @@ def _widespread(
 
 
 def _verdicts(
-    job: SlownessInputs, deviation: Deviations, slow: np.ndarray, roles: np.ndarray, step_s: float
+    job: SlownessInputs,
+    deviation: Deviations,
+    slow: Mapping[int, tuple[Syndrome, str]],
+    step_s: float,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts on slow ranks, by syndrome and subject."""
+    """Return the verdicts on slow ranks, by syndrome and subject.
+
+    Args:
+        job: the inputs.
+        deviation: of own times.
+        slow: positions of slow ranks, each with its syndrome and the cause, for people.
+        step_s: the job's step time.
+    """
     by_syndrome: dict[Syndrome, dict[int, int]] = defaultdict(dict)
     causes: dict[int, str] = {}
-    for position in slow.tolist():
-        syndrome, cause = _main_cause(
-            job.rows, position, roles, float(deviation.excess_s[position])
-        )
+    for position, (syndrome, cause) in slow.items():
         rank = int(job.own.keys[position])
         by_syndrome[syndrome][rank] = position
         causes[rank] = cause
@@ -112,12 +209,8 @@ def _verdicts(
             positions = [ranks[rank] for rank in subject.ranks if rank in ranks]
             worst = max(positions, key=lambda position: float(deviation.excess_s[position]))
             rank, cost_s = int(job.own.keys[worst]), float(deviation.excess_s[worst])
-            own_s = float(np.exp(np.nanmedian(job.own.values[:, worst])))
-            reference = "its peers'" if deviation.from_peers[worst] else "in its own past"
-            steps = int((job.rows["step"][:, worst] > 0).sum())
             evidence = [
-                f"rank {rank} has an own time of {own_s:.4f} s a step, "
-                f"{deviation.ratio[worst]:.2f} times {reference}, over {steps} steps",
+                _describe(job, deviation, worst),
                 f"it costs {cost_s:.4f} s of a step of {step_s:.4f} s",
             ]
             if causes[rank]:
@@ -126,10 +219,7 @@ def _verdicts(
                 evidence.append(
                     f"it arrived last at {job.lateness[rank]} collectives in these steps"
                 )
-            since_s = float(
-                job.rows["ended_s"][deviation.since[worst], worst]
-                - job.rows["duration_s"][deviation.since[worst], worst]
-            )
+            since_s = _since_s(job, deviation, worst)
             confidence = 0.9 if deviation.from_peers[worst] else 0.75
             advice = _advice(syndrome, subject, cost_s, step_s)
             verdicts.append(
@@ -144,6 +234,48 @@ def _verdicts(
                 )
             )
     return tuple(verdicts)
+
+
+def _imbalance(
+    job: SlownessInputs, deviation: Deviations, uneven: list[int], step_s: float
+) -> Verdict:
+    """Return the verdict that some ranks have more to do than others of equal role."""
+    worst_first = sorted(uneven, key=lambda position: -float(deviation.excess_s[position]))
+    cost_s = float(deviation.excess_s[worst_first[0]])
+    evidence = [_describe(job, deviation, position) for position in worst_first[:4]]
+    if len(uneven) > 4:
+        evidence.append(f"so do {len(uneven) - 4} more ranks")
+    evidence += [
+        f"it costs {cost_s:.4f} s of a step of {step_s:.4f} s",
+        "nothing shows that hardware is the cause: look at how layers, experts and samples are "
+        "distributed; `keepstep doctor` compares the hardware",
+    ]
+    return Verdict(
+        subject=Subject("job", ()),
+        syndrome=Syndrome.LOAD_IMBALANCE,
+        since_s=min(_since_s(job, deviation, position) for position in uneven),
+        evidence=tuple(evidence),
+        confidence=0.8,
+        cost_s_per_step=cost_s,
+        advice=Advice.ALERT,
+    )
+
+
+def _describe(job: SlownessInputs, deviation: Deviations, position: int) -> str:
+    """Return by how much a rank is slow, for people."""
+    own_s = float(np.exp(np.nanmedian(job.own.values[:, position])))
+    reference = "its peers'" if deviation.from_peers[position] else "in its own past"
+    steps = int((job.rows["step"][:, position] > 0).sum())
+    return (
+        f"rank {job.own.keys[position]} has an own time of {own_s:.4f} s a step, "
+        f"{deviation.ratio[position]:.2f} times {reference}, over {steps} steps"
+    )
+
+
+def _since_s(job: SlownessInputs, deviation: Deviations, position: int) -> float:
+    """Return when a rank became slow, by the job's clock."""
+    row = job.rows[deviation.since[position], position]
+    return float(row["ended_s"] - row["duration_s"])
 
 
 def _advice(syndrome: Syndrome, subject: Subject, cost_s: float, step_s: float) -> Advice:

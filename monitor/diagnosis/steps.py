@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from keepstep.monitor.diagnosis.delays import average_delays, median_delays, message_delays
-from keepstep.monitor.diagnosis.history import NOTHING, StepSeries
+from keepstep.monitor.diagnosis.history import NO_RANKS, NOTHING, StepSeries
 from keepstep.monitor.diagnosis.tables import (
     COLLECTIVE,
     EMPTY,
@@ -38,6 +38,9 @@ _LATE_STEPS = 3
 _MOST_LATE_STEPS = 1000
 """At most this many, since all of them are kept."""
 
+ALL_STEPS = 1 << 31
+"""More steps than a digest can hold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -52,11 +55,13 @@ class Window:
         links: series of median delays by link.
         averages: series of average delays by link.
         transfers: series of transfer times by communicator.
+        routed: series of the payload of all-to-alls and messages, in bytes, by rank.
         saves: series of checkpoint phases by rank, of steps in which enough ranks saved to be
             compared.
         link_counts: messages of the newest complete step, by key of `links`.
         transfer_counts: collectives of the newest complete step, by key of `transfers`.
         newest: number of the newest complete step.
+        first: number of the first complete step; 0 before it.
         distrusted: number of the newest step whose message times were recorded with clocks that
             turned out to be off.
     """
@@ -64,19 +69,25 @@ class Window:
     pending: Digest = EMPTY
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, STEP))
     last_arrivals: np.ndarray = field(default_factory=lambda: np.zeros(0, LAST_ARRIVAL))
-    own: StepSeries = NOTHING
+    own: StepSeries = NO_RANKS
     links: StepSeries = NOTHING
     averages: StepSeries = NOTHING
     transfers: StepSeries = NOTHING
+    routed: StepSeries = NO_RANKS
     saves: StepSeries = NOTHING
     link_counts: Mapping[int, float] = field(default_factory=dict)
     transfer_counts: Mapping[int, float] = field(default_factory=dict)
     newest: int = 0
+    first: int = 0
     distrusted: int = 0
 
     def step_s(self) -> float:
         """Return the job's step time: the median over window and ranks; 0.0 if not known."""
         return float(np.median(self.rows["duration_s"])) if len(self.rows) else 0.0
+
+    def has_past(self) -> bool:
+        """Return whether it is known what own times used to be."""
+        return not bool(np.isnan(self.own.past).all())
 
     def table(self) -> np.ndarray:
         """Return the complete steps as a table, dtype STEP, shape (steps, ranks) as `own`.
@@ -106,6 +117,7 @@ def collect(
     nodes: Mapping[int, str],
     clock_error_s: Mapping[int, float],
     thresholds: SlowThresholds,
+    most: int = ALL_STEPS,
 ) -> tuple[Window, int]:
     """Add a digest's increments; return the window and how many steps became complete.
 
@@ -117,6 +129,7 @@ def collect(
         nodes: each rank's node.
         clock_error_s: largest error of each rank's clock against the job's.
         thresholds: the window's length, and the steps to warm up.
+        most: steps to complete; the others wait for the next call.
     """
     unmatched = replace(_of_steps(window.pending), mismatches=EMPTY.mismatches)
     pending = merge(
@@ -130,11 +143,15 @@ def collect(
     late = late_steps(step_s)
     for step in steps:
         rows = pending.steps.compress(pending.steps["step"] == step)
+        if count >= most:
+            break
         reported = pending.steps["rank"][pending.steps["step"] >= step]
         if not np.isin(expected, reported).all() and steps[-1] < step + late:
             break
-        window = replace(window, newest=step)
-        if step > thresholds.warmup:
+        window = replace(window, newest=step, first=window.first or step)
+        # A job that resumes counts on from where it was, and warms up all the same. The first step
+        # of a reading is not reported: it is only partly known.
+        if step > max(window.first + thresholds.warmup - 2, thresholds.warmup):
             window = _push(window, step, rows, nodes, clock_error_s, thresholds)
             count += 1
     return replace(window, pending=_later(pending, window.newest)), count
@@ -205,7 +222,7 @@ def _push(
     transfers = pending.transfers.compress(pending.transfers["step"] == step)
     keys = transfer_keys(transfers["communicator"], transfers["size_class"])
     own = window.own.push(step, rows["rank"], rows["own_s"], length)
-    saved = rows[rows["checkpoint_s"] > 0]
+    saved, routing = rows[rows["checkpoint_s"] > 0], rows[rows["routed_nbytes"] > 0]
     kept_rows = joined([window.rows, rows])
     kept_rows = kept_rows.compress(kept_rows["step"] >= own.steps[0])
     last_arrivals = joined(
@@ -226,6 +243,7 @@ def _push(
         transfers=window.transfers.push(
             step, keys, transfers["sum_s"] / np.maximum(transfers["count"], 1), length
         ),
+        routed=window.routed.push(step, routing["rank"], routing["routed_nbytes"], length),
         # A rank that saves alone, such as rank 0, has no peers, and its steps must not displace
         # those in which all ranks save.
         saves=window.saves.push(step, saved["rank"], saved["checkpoint_s"], length)

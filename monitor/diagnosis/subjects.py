@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -48,12 +48,9 @@ def gather(ranks: Iterable[int], nodes: Mapping[int, str]) -> tuple[Subject, ...
     subjects: list[Subject] = []
     for rank in ranks:
         by_node[nodes.get(rank, "")].append(rank)
+    sizes = Counter(nodes.values()) if by_node else Counter()
     for node, members in by_node.items():
-        if (
-            node
-            and len(members) > 1
-            and len(members) == sum(rank_node == node for rank_node in nodes.values())
-        ):
+        if node and len(members) > 1 and len(members) == sizes[node]:
             subjects.append(node_subject(node, nodes))
         else:
             subjects.extend(rank_subject(rank, nodes) for rank in members)

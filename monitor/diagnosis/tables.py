@@ -71,6 +71,8 @@ STEP = np.dtype(
         ("checkpoint_s", "<f8"),
         ("garbage_s", "<f8"),
         ("ended_s", "<f8"),  # by the job's clock
+        # Payload of its all-to-alls and messages: tokens and activations, which grow with its load.
+        ("routed_nbytes", "<f8"),
     ]
 )
 

@@ -12,7 +12,11 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class HangThresholds:
-    """When a wait is a hang."""
+    """When a wait is told as a hang, when people are alerted, and what proves it.
+
+    A verdict is told soon, for people who look. Restarting a worker loses work if the worker is
+    healthy, so the advice to do that needs proof; see `keepstep.monitor.diagnosis.proof`.
+    """
 
     least_s: float = 2.4
     """No shorter stop is a hang: a full garbage collection, a page-in or a scheduling delay
@@ -25,8 +29,11 @@ class HangThresholds:
     """Share of the patience that some rank must have waited; the root cause itself must have
     stood still for all of it."""
     first_step_s: float = 300.0
-    """Before any rank has completed a step: compilation, NCCL's connections and the first
-    batch take minutes, not seconds."""
+    """Until the first step since the reading began is over: compilation, NCCL's connections and
+    the first batch take minutes, not seconds."""
+    warmup_s: float = 60.0
+    """From then on until the job's step time is known: some layers are first used, and some
+    kernels compiled, in the second step and later."""
     checkpoint_s: float = 120.0
     """For a rank in a checkpoint phase: stores are slow at times, and a write that retries is
     not a hang."""
@@ -34,6 +41,39 @@ class HangThresholds:
     """For a rank that marks its steps and is in none, or that evaluates: applies to each call
     of its model, and to what it does with the results, such as logging or saving while the
     others wait."""
+    alert_s: float = 15.0
+    """A standstill is shown after its patience, and people are alerted after this long: a slow
+    first batch of an epoch takes 5 s, a full garbage collection of a large heap 10 s."""
+    busy_alert_s: float = 120.0
+    """The same where the process is seen to compute, read or write: graphs that are compiled
+    again in mid-run take a minute."""
+    act_s: float = 30.0
+    """No worker that stood still for less is to be restarted: a restart costs the job 1 to 60 s,
+    and short stops of storage and network last 10 to 20 s."""
+    act_steps: float = 10.0
+    """The same in steps: in steps of 12 s, three of them are no proof."""
+    act_patience: float = 2.0
+    """The same in multiples of the patience: proof takes longer than telling, in any phase."""
+    act_between_steps_s: float = 600.0
+    """The same for a rank between steps or in an evaluation: what user code does there is not
+    recorded, and uploads to a slow store use neither processor nor disk."""
+    learnt_ratio: float = 2.0
+    """A pause in a checkpoint, an evaluation, between steps or for data is told only if it is so
+    many times as long as the longest of its kind that ended by itself."""
+    act_learnt_ratio: float = 3.0
+    """The same for acting, also within a step."""
+    quiet_s: float = 30.0
+    """A process must have done nothing for so long: six samples."""
+    quiet_cpu_share: float = 0.05
+    """It does nothing if it uses less than this share of one processor: threads that wake up ten
+    times a second use 1 %, also in Python."""
+    quiet_io_rate: float = 16384.0
+    """And if it reads and writes fewer bytes a second: wake-ups by pipes are a few hundred, the
+    slowest stores that a job could live with take 100 kB a second."""
+    quiet_gpu_share: float = 0.05
+    """And if kernels run on its GPU for less than this share of the time."""
+    activity_age_s: float = 15.0
+    """What a process does is not known if it was sampled longer ago; it is every 5 s."""
     dead_s: float = 0.5
     """A dead process needs no patience; this only lets the survivors' errors arrive, so the
     evidence includes who waited."""
@@ -75,6 +115,12 @@ class SlowThresholds:
     sigmas: float = 6.0
     """Deviations in multiples of the noise: normal noise exceeds 6 once in 10^9, so 16,384
     ranks over 10^4 steps cause no false alarm."""
+    changed_share: float = 0.5
+    """Share of a rank's excess over its peers by which it must also exceed its own past: then
+    something has changed. Otherwise it has more work, or was slow from the start."""
+    load_share: float = 0.3
+    """If the payload of a rank's all-to-alls and messages has grown by this share of the growth of
+    its own time, its load has grown: of an expert's two all-to-alls only one grows with it."""
     cost_share: float = 0.03
     """Share of the step that the slowness must cost: less is not worth a person's attention."""
     cost_s: float = 0.002
@@ -160,9 +206,24 @@ class NodeThresholds:
     sustained: int = 3
     """Consecutive readings required: a single reading proves nothing. Device errors count at
     once."""
-    bad_xids: tuple[int, ...] = (48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120)
-    """Xid codes that indicate a fault of the device and not of the program, from NVIDIA's
-    list of Xid errors (13, 31, 43, 45 are the program's)."""
+    fatal_xids: tuple[int, ...] = (62, 64, 74, 79, 95, 119, 120)
+    """Xid codes of a device that needs a reset or a technician, from NVIDIA's catalogue of Xid
+    errors (13, 31, 43, 45 are the program's)."""
+    contained_xids: tuple[int, ...] = (48, 63, 92, 94)
+    """Codes of errors that the device recovered from or contained: rows that were remapped,
+    processes that were ended. An uncorrectable memory error alone (48) is contained unless 64 or
+    95 follows."""
+    contained_limit: int = 3
+    """So many contained errors within `error_window_s` call for another node: spare rows run
+    out."""
+    error_window_s: float = 3600.0
+    """For which errors of devices are remembered and counted."""
+    errors_kept: int = 256
+    """At most so many errors of a node are remembered: a device that fails continuously reports
+    hundreds a second."""
+    error_held_s: float = 600.0
+    """After the last error of a device, the verdict on it ends: nothing reports that a device has
+    been reset, and the job goes on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +246,14 @@ class Thresholds:
             least_s=self.hang.least_s * factor,
             first_step_s=self.hang.first_step_s * factor,
             checkpoint_s=self.hang.checkpoint_s * factor,
+            alert_s=self.hang.alert_s * factor,
+            busy_alert_s=self.hang.busy_alert_s * factor,
+            act_s=self.hang.act_s * factor,
+            act_between_steps_s=self.hang.act_between_steps_s * factor,
+            quiet_s=self.hang.quiet_s * factor,
+            activity_age_s=self.hang.activity_age_s * factor,
+            warmup_s=self.hang.warmup_s * factor,
+            quiet_io_rate=self.hang.quiet_io_rate / factor,
             between_steps_s=self.hang.between_steps_s * factor,
             dead_s=self.hang.dead_s * factor,
             witness_s=self.hang.witness_s * factor,

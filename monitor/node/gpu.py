@@ -6,8 +6,11 @@ and every sample fetches the pending ones without waiting.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
+
+import psutil
 
 from keepstep.monitor.diagnosis.metrics import GpuMetrics
 
@@ -22,6 +25,8 @@ class GpuProbe:
         self._nvml = nvml
         self._devices = devices
         self._xids = xids
+        # Of the last query that was answered: a device that fell off the bus answers none.
+        self._pids: dict[int, frozenset[int]] = {}
 
     @classmethod
     def open(cls) -> GpuProbe | None:
@@ -42,11 +47,21 @@ class GpuProbe:
             return None
         return cls(pynvml, devices, XidListener.open(pynvml, devices))
 
-    def sample(self) -> tuple[GpuMetrics, ...]:
-        """Return every GPU's measures."""
+    def sample(self, workers: Mapping[int, int]) -> tuple[GpuMetrics, ...]:
+        """Return every GPU's measures.
+
+        Args:
+            workers: process id of each rank: says which ranks use which device.
+        """
         xids = self._xids.collected() if self._xids is not None else {}
+        for index, device in enumerate(self._devices):
+            with suppress(self._nvml.NVMLError):
+                processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(device)
+                self._pids[index] = frozenset(int(process.pid) for process in processes)
+        visible = {pid for pids in self._pids.values() for pid in pids if psutil.pid_exists(pid)}
+        users = users_of_devices(self._pids, workers, visible)
         return tuple(
-            self._measure(index, device, xids.get(index, ()))
+            self._measure(index, device, xids.get(index, ()), users.get(index))
             for index, device in enumerate(self._devices)
         )
 
@@ -57,7 +72,9 @@ class GpuProbe:
         with suppress(self._nvml.NVMLError):
             self._nvml.nvmlShutdown()
 
-    def _measure(self, index: int, device: Any, xids: tuple[int, ...]) -> GpuMetrics:
+    def _measure(
+        self, index: int, device: Any, xids: tuple[int, ...], ranks: tuple[int, ...] | None
+    ) -> GpuMetrics:
         nvml = self._nvml
 
         def query(name: str, *arguments: Any) -> Any:
@@ -87,7 +104,30 @@ class GpuProbe:
             ),
             xids=xids,
             busy_share=utilization.gpu / 100 if utilization else 0.0,
+            ranks=ranks,
         )
+
+
+def users_of_devices(
+    pids: Mapping[int, frozenset[int]], workers: Mapping[int, int], visible: Collection[int]
+) -> dict[int, tuple[int, ...]]:
+    """Return the ranks that use each device, for devices whose users are known.
+
+    In a container the driver names processes by their ids outside of it. So if no worker is named,
+    and a process that does not exist here is, it is not known who uses which device.
+
+    Args:
+        pids: processes that use each device, as the driver names them.
+        workers: process id of each rank.
+        visible: those of `pids` that exist here.
+    """
+    rank_of = {pid: rank for rank, pid in workers.items()}
+    users = {
+        index: tuple(sorted(rank_of[pid] for pid in device_pids if pid in rank_of))
+        for index, device_pids in pids.items()
+    }
+    is_known = any(users.values()) or all(pid in visible for used in pids.values() for pid in used)
+    return users if is_known else {}
 
 
 class XidListener:

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics, ProcessSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,18 @@ def metrics_from_json(fields: Mapping[str, Any]) -> NodeMetrics:
     Raises:
         TypeError, KeyError: the fields are not those of `NodeMetrics`.
     """
-    gpus = tuple(GpuMetrics(**{**gpu, "xids": tuple(gpu["xids"])}) for gpu in fields["gpus"])
-    return NodeMetrics(**{**fields, "gpus": gpus, "stopped_ranks": tuple(fields["stopped_ranks"])})
+    gpus = tuple(GpuMetrics(**{**gpu, **_tuples(gpu)}) for gpu in fields["gpus"])
+    processes = tuple(ProcessSample(**process) for process in fields["processes"])
+    stopped_ranks = tuple(fields["stopped_ranks"])
+    return NodeMetrics(
+        **{**fields, "gpus": gpus, "processes": processes, "stopped_ranks": stopped_ranks}
+    )
+
+
+def _tuples(gpu: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a GPU that JSON has as lists."""
+    ranks = gpu["ranks"]
+    return {"xids": tuple(gpu["xids"]), "ranks": None if ranks is None else tuple(ranks)}
 
 
 def _families(

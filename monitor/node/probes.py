@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics, ProcessSample
 from keepstep.monitor.node import cgroups
 from keepstep.monitor.node.gpu import GpuProbe
+from keepstep.monitor.node.processes import sample_processes
 
 _EVERY_S = 0.9
 _SLOW_EVERY_S = 5.0
@@ -36,6 +37,7 @@ class NodeProbe:
         self._sampled: NodeMetrics | None = None
         self._cpu_hz = 0.0
         self._devices: tuple[GpuMetrics, ...] = ()
+        self._processes: tuple[ProcessSample, ...] = ()
         self._slow_due_s = 0.0
 
     def sample(self, workers: Mapping[int, int]) -> NodeMetrics:
@@ -58,7 +60,8 @@ class NodeProbe:
             self._slow_due_s = now_s + _SLOW_EVERY_S
             frequency = psutil.cpu_freq()
             self._cpu_hz = float(frequency.current) * 1e6 if frequency else 0.0
-            self._devices = self._gpus.sample() if self._gpus is not None else ()
+            self._devices = self._gpus.sample(workers) if self._gpus is not None else ()
+            self._processes = sample_processes(workers)
         memory = psutil.virtual_memory()
         total, available = int(memory.total), int(memory.available)
         for group in groups:
@@ -78,6 +81,7 @@ class NodeProbe:
             disk_latency_s=self._disk_latency_s(),
             gpus=self._devices,
             stopped_ranks=tuple(sorted(rank for rank, pid in workers.items() if _is_stopped(pid))),
+            processes=self._processes,
         )
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Encodes the summaries that a daemon of the tree sends to its parent.
 
-A summary is `KSM3`, the length of a JSON object (4 bytes, big-endian), that object, then the
+A summary is `KSM4`, the length of a JSON object (4 bytes, big-endian), that object, then the
 records that it counts, 64 bytes each as in the rings, and the rows of digests. Nothing in it is
 executable, and every length is checked before it is used.
 """
@@ -22,7 +22,7 @@ from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, 
 from keepstep.monitor.tree.digest_relay import Outbox, as_bytes, counts, from_bytes
 
 _HEAD = struct.Struct(">4sI")
-_MAGIC = b"KSM3"
+_MAGIC = b"KSM4"
 MAX_NBYTES = 1 << 30
 """Limit of a summary: 80,000 ranks with 200 records each."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from keepstep.monitor.contracts import Diagnosis
+from keepstep.monitor.contracts import Diagnosis, Renewable
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.tables import EMPTY, Digest
 from keepstep.monitor.records import Communicator
@@ -77,7 +77,8 @@ class DiagnosisRunner:
         """Return the verdicts that hold after all waiting digests; None if diagnosis failed."""
         processes = frozenset((state.rank, state.incarnation) for state in states)
         if processes != self._processes:
-            self._processes, self._past = processes, None
+            renewable = isinstance(self._past, Renewable)
+            self._processes, self._past = processes, self._past.renewed() if renewable else None
         nodes = {state.rank: state.node for state in states}
         # Without a digest time still passes: ranks may have been silent for too long by now.
         digests, self._waiting = self._waiting or [EMPTY], []

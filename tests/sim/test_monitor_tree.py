@@ -27,7 +27,8 @@ from tests.integration.monitor.sample import Plan, SampleReader
 
 NODES = {"near": [0, 1], "far": [2, 3], "far too": [4, 5]}
 ABOVE = {"near": "root", "far": "rack", "far too": "rack", "rack": "root"}
-SLOW_FROM, STEPS, STEP_S = 60, 260, 0.1
+SLOW_FROM, STEPS, STEP_S = 120, 320, 0.1
+"""Before it becomes slow, the past of each rank is known, also where turns are late."""
 BEGAN_S = 1000.0
 SEEDS_SEEN_TO_FAIL = (2, 3)
 """They failed when digests were numbered like the readings before them, and when steps were

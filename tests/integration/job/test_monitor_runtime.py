@@ -33,7 +33,7 @@ needs_compiler = pytest.mark.skipif(
 ROOT = Path(__file__).parents[3]
 HANGS_AT = 8
 SCRIPT = f"""
-import functools, os, sys, torch, keepstep
+import functools, os, sys, time, torch, keepstep
 import torch.distributed as dist
 
 def build(world):
@@ -47,7 +47,7 @@ with keepstep.join(build) as job:
             loss = job.model(batch).square().mean()
             hangs = str(job.world.rank) in sys.argv[2:]
             while hangs and (job.world.generation, job.steps) == (1, {HANGS_AT}):
-                pass
+                time.sleep(0.05)
             loss.backward()
             for parameter in job.model.parameters():
                 dist.all_reduce(parameter.grad)
@@ -172,7 +172,8 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
     ]  # fmt: skip
 
     def wait_for_log(text: str, times: int) -> None:
-        deadline_s = time.monotonic() + 60
+        # A hang is acted on after half a minute.
+        deadline_s = time.monotonic() + 120
         while monitor_log.read_text().count(text) < times:
             assert time.monotonic() < deadline_s, monitor_log.read_text()
             time.sleep(0.05)

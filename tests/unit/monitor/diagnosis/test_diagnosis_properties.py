@@ -153,10 +153,10 @@ def test_any_tree_of_digests_gives_the_same_verdicts(case: str, data: st.DataObj
 def test_reading_at_any_times_accounts_for_everything_once(data: st.DataObject) -> None:
     trace = load(CASES["non_communication_slow"])
     expected = digest(trace.job().ranks.values(), trace.job().communicators)[1]
-    moments = sorted(data.draw(st.lists(st.floats(0.5, 16.0), max_size=12)))
+    moments = sorted(data.draw(st.lists(st.floats(0.5, trace.read_s), max_size=12)))
     keep_s = data.draw(st.floats(0.0, 20.0))
     memory, parts, before_s = EMPTY_DIGEST_STATE, [], 0.0
-    for moment in [*moments, 16.0]:
+    for moment in [*moments, trace.read_s]:
         # A ring holds at least what is new since the last reading, and some of what was read
         # before.
         job = trace.job(moment, before_s - keep_s)

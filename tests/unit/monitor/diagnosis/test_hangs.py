@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keepstep.monitor.diagnosis.conclusion import (
     NO_DIAGNOSIS_STATE,
@@ -13,8 +15,10 @@ from keepstep.monitor.diagnosis.conclusion import (
 )
 from keepstep.monitor.diagnosis.digest import digest
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
+from keepstep.monitor.diagnosis.standstill import FrontierIndex
+from keepstep.monitor.diagnosis.tables import FRONTIER
 from keepstep.monitor.diagnosis.thresholds import Thresholds
-from keepstep.monitor.records import Operation
+from keepstep.monitor.records import Ending, Operation
 from keepstep.monitor.verdicts import Advice, Verdict
 from tests.unit.monitor.diagnosis.trace_text import Trace, parse
 
@@ -65,8 +69,66 @@ def test_verdict_on_a_hang_has_infinite_cost_and_a_time_of_onset() -> None:
     (verdict,) = diagnose_at(trace(ABSENT), 12.0)
     assert verdict.cost_s_per_step == float("inf")
     assert verdict.since_s == pytest.approx(11 * 0.5 + 0.40)
-    assert verdict.advice is Advice.RESTART_WORKER
     assert "3 ranks wait" in verdict.evidence[1]
+
+
+def test_hang_is_first_shown_and_then_alerted() -> None:
+    traced, stopped_s = trace(ABSENT), 11 * 0.5 + 0.40
+    (shown,) = diagnose_at(traced, stopped_s + 5.0)
+    (alerted,) = diagnose_at(traced, stopped_s + 16.0)
+    (later,) = diagnose_at(traced, stopped_s + 1000.0)
+    assert [shown.advice, alerted.advice, later.advice] == [
+        Advice.OBSERVE,
+        Advice.ALERT,
+        # Nothing is known of its process.
+        Advice.ALERT,
+    ]
+    assert shown.confidence < alerted.confidence
+
+
+def test_rank_before_its_step_time_is_known_gets_a_minute() -> None:
+    text = "node a: 0 1\ncommunicator world: 0 1\nsteps 1-2 every 1.0\n"
+    text += "world all_reduce 4k  0.3-0.4  0.3-0.4\nstep 3 at 2.0\nworld all_reduce 4k  0.3-?  .\n"
+    traced = parse(text + "read 70.0")
+    past, _ = diagnose(traced.job(0.5), {}, NO_DIAGNOSIS_STATE, 0.5, Thresholds())
+    # It last made progress at 1.4 s.
+    assert diagnose_at(traced, 61.0, past) == ()
+    assert summarize(diagnose_at(traced, 62.0, past)) == ["non-communication hang: rank 1 on a"]
+
+
+def test_exceptions_in_half_of_the_processes_do_not_blame_the_program() -> None:
+    traced = trace("world all_reduce 4k  0.30-?  0.31-?  .  .")
+    traced.dead, traced.endings = {2, 3}, dict.fromkeys((2, 3), Ending.RAISED)
+    assert summarize(diagnose_at(traced, 7.0)) == ["dead process: node b (ranks 2, 3)"]
+    traced = trace("world all_reduce 4k  .  0.31-?  .  .")
+    traced.dead, traced.endings = {0, 2, 3}, dict.fromkeys((0, 2, 3), Ending.RAISED)
+    assert summarize(diagnose_at(traced, 7.0)) == ["dead process: the whole job"]
+
+
+@pytest.mark.parametrize(("of_step", "held_until"), [(13, 23), (3, 22)])
+def test_completed_mismatch_holds_for_ten_steps_after_it_was_found(
+    of_step: int, held_until: int
+) -> None:
+    # Steps take 10 s: the minute for which it holds at least is over before. It is found while step
+    # 12 is the newest complete one, whichever step its records name.
+    text = HEALTHY.format(period=10.0)
+    traced = parse(text + "step 13 at 120.0\nread 400.0")
+    for rank, nbytes in enumerate((4096, 4096, 2048, 4096)):
+        traced.operation(
+            rank, "world", Operation.ALL_REDUCE, 120.1, 120.2, nbytes=nbytes, step=of_step
+        )
+    for step in range(13, 40):
+        for rank in range(4):
+            began_s = 10.0 * (step - 1) + 0.3
+            traced.operation(rank, "world", Operation.ALL_REDUCE, began_s, began_s + 0.1, step=step)
+    past, held = NO_DIAGNOSIS_STATE, {}
+    for second in range(5, 390, 10):
+        now_s = float(second)
+        past, verdicts = diagnose(traced.job(now_s, now_s - 20.0), {}, past, now_s, Thresholds())
+        held[past.window.newest] = any(
+            verdict.syndrome == "mismatched collectives" for verdict in verdicts
+        )
+    assert max(step for step, holds in held.items() if holds) == held_until
 
 
 def test_rank_whose_records_are_not_read_is_not_blamed() -> None:
@@ -117,6 +179,14 @@ def test_operation_without_recorded_end_is_forgotten_after_some_steps() -> None:
         "world all_reduce 4k  0.30-0.40  0.31-0.40  0.32-0.40  0.33-0.40\nread 60.0"
     )
     assert diagnose_at(parse(text), 60.0) == ()
+
+
+@given(st.lists(st.integers(0, 5), max_size=30), st.integers(0, 6))
+def test_frontiers_of_a_communicator_are_found(communicators: list[int], wanted: int) -> None:
+    frontiers = np.zeros(len(communicators), FRONTIER)
+    frontiers["communicator"] = communicators
+    expected = [place for place, identity in enumerate(communicators) if identity == wanted]
+    assert FrontierIndex(frontiers).places_of(wanted).tolist() == expected
 
 
 def test_stopped_process_is_named_if_all_have_begun_the_operation() -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeFindings, NodeMetrics, judge_nodes
 from keepstep.monitor.diagnosis.thresholds import NodeThresholds
 from keepstep.monitor.verdicts import Advice
@@ -57,22 +59,67 @@ def test_hot_or_slow_device_explains_slowness() -> None:
     assert follow(*(reading(at_s, gpus=idle) for at_s in range(3))).throttled == {}
 
 
-def test_new_device_errors_are_verdicts_at_once_and_old_ones_are_not() -> None:
-    old = (GpuMetrics(0, ecc_uncorrected=2, xids=(79,)),)
-    new = (GpuMetrics(0, ecc_uncorrected=3, xids=(79, 13, 94)),)
+def gpu(*xids: int, ecc: int = 0, ranks: tuple[int, ...] | None = (0,)) -> tuple[GpuMetrics, ...]:
+    return (GpuMetrics(0, ecc_uncorrected=ecc, xids=xids, ranks=ranks),)
+
+
+def test_errors_of_before_the_first_reading_are_no_verdicts() -> None:
+    old = gpu(79, ecc=2)
     assert follow(reading(0, gpus=old), reading(1, gpus=old)).verdicts == ()
-    (verdict,) = follow(reading(0, gpus=old), reading(1, gpus=new)).verdicts
+
+
+def test_error_that_a_device_cannot_contain_calls_for_another_node() -> None:
+    (verdict,) = follow(reading(0, gpus=gpu(63)), reading(1, gpus=gpu(63, 13, 79))).verdicts
     assert str(verdict.subject) == "node a (ranks 0, 1)"
     assert verdict.advice is Advice.REPLACE_NODE
-    assert verdict.evidence == (
-        "GPU 0 has 1 new uncorrectable memory errors",
-        "GPU 0 reports Xid 94",
-    )
+    assert verdict.evidence == ("GPU 0 reports Xid 79",)
+
+
+@pytest.mark.parametrize("after", [gpu(63), gpu(94), gpu(48), gpu(92), gpu(ecc=1)])
+def test_contained_error_is_alerted_and_calls_for_no_other_node(
+    after: tuple[GpuMetrics, ...],
+) -> None:
+    (verdict,) = follow(reading(0, gpus=gpu()), reading(1, gpus=after)).verdicts
+    assert verdict.advice is Advice.ALERT
+
+
+def test_contained_errors_that_repeat_call_for_another_node() -> None:
+    after = [reading(at_s, gpus=gpu(*[94] * at_s)) for at_s in range(4)]
+    assert [verdict.advice for verdict in follow(*after[:3]).verdicts] == [Advice.ALERT]
+    assert [verdict.advice for verdict in follow(*after).verdicts] == [Advice.REPLACE_NODE]
+
+
+def test_error_of_a_device_that_the_job_does_not_use_is_no_verdict() -> None:
+    free, taken = gpu(ranks=()), gpu(79, ranks=())
+    assert follow(reading(0, gpus=free), reading(1, gpus=taken)).verdicts == ()
+    # Its process has ended by the error: the device was used until then.
+    (verdict,) = follow(reading(0, gpus=gpu()), reading(1, gpus=taken)).verdicts
+    assert verdict.advice is Advice.REPLACE_NODE
+
+
+def test_error_of_a_device_whose_users_are_not_known_is_only_alerted() -> None:
+    free, taken = gpu(ranks=None), gpu(79, ranks=None)
+    (verdict,) = follow(reading(0, gpus=free), reading(1, gpus=taken)).verdicts
+    assert verdict.advice is Advice.ALERT
+
+
+def test_verdict_on_a_device_ends_some_time_after_its_last_error() -> None:
+    before = [reading(0, gpus=gpu()), reading(1, gpus=gpu(79))]
+    held_s = NodeThresholds().error_held_s
+    assert len(follow(*before, reading(held_s, gpus=gpu(79))).verdicts) == 1
+    assert follow(*before, reading(held_s + 1, gpus=gpu(79))).verdicts == ()
+
+
+def test_errors_of_a_device_that_fails_continuously_are_remembered_in_bounded_number() -> None:
+    past = {}
+    for at_s in range(5):
+        xids = gpu(*[94] * (1000 * at_s))
+        past, _ = judge_nodes(reading(at_s, gpus=xids), past, NODES, float(at_s), NodeThresholds())
+    assert len(past["a"].errors) == NodeThresholds().errors_kept
 
 
 def test_xid_of_the_program_is_not_a_device_error() -> None:
-    program = (GpuMetrics(0, xids=(31, 13)),)
-    assert follow(reading(0), reading(1, gpus=program)).verdicts == ()
+    assert follow(reading(0, gpus=gpu()), reading(1, gpus=gpu(31, 13))).verdicts == ()
 
 
 def test_memory_that_is_low_or_will_soon_run_out_is_reported() -> None:

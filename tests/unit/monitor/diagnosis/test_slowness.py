@@ -9,7 +9,7 @@ from keepstep.monitor.diagnosis.conclusion import NO_DIAGNOSIS_STATE, diagnose
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.thresholds import Thresholds
 from keepstep.monitor.records import Operation, Phase
-from keepstep.monitor.verdicts import Verdict
+from keepstep.monitor.verdicts import Advice, Verdict
 from tests.unit.monitor.diagnosis.trace_text import Trace
 
 Work = Callable[[int, int], float]
@@ -233,6 +233,67 @@ def test_ranks_without_peers_are_judged_by_their_own_past() -> None:
     assert "own past" in readings[-1][1][0].evidence[0]
 
 
+def test_rank_that_is_slow_from_the_start_is_an_imbalance_of_the_job() -> None:
+    rng = noisy(7)
+    readings = follow(
+        job(40, lambda rank, _step: 0.3 * rng.lognormal(0, 0.05) * (1.35 if rank == 5 else 1), 8)
+    )
+    (verdict,) = readings[-1][1]
+    assert summarize((verdict,)) == ["load imbalance: the whole job"]
+    assert verdict.advice is Advice.ALERT
+    assert "rank 5" in verdict.evidence[0]
+
+
+def test_rank_slow_from_the_start_that_becomes_slower_is_named() -> None:
+    rng = noisy(9)
+
+    def work_s(rank: int, step: int) -> float:
+        factor = 1.35 if rank == 5 else 1.0
+        return 0.3 * rng.lognormal(0, 0.03) * factor * (1.6 if rank == 5 and step > 40 else 1.0)
+
+    assert summarize(follow(job(60, work_s, 8))[-1][1]) == ["non-communication slow: rank 5 on c"]
+
+
+@pytest.mark.parametrize(("moves_with_node", "expected"), [
+    (True, ["non-communication slow: rank 2 on c"]),
+    (False, ["load imbalance: the whole job"]),
+])  # fmt: skip
+def test_slowness_that_moves_with_the_node_is_the_nodes(
+    moves_with_node: bool, expected: list[str]
+) -> None:
+    # Rank 5 on node c is slow from the start. Then the ranks change places: rank 2 gets node c.
+    rng = noisy(10)
+
+    def work_of(slow: int) -> Work:
+        return lambda rank, _step: 0.3 * rng.lognormal(0, 0.03) * (1.35 if rank == slow else 1)
+
+    first = job(40, work_of(5), 8)
+    past = NO_DIAGNOSIS_STATE
+    for second in range(1, int(first.read_s)):
+        past, _ = diagnose(
+            first.job(float(second), second - 3.0), {}, past, float(second), Thresholds()
+        )
+    assert past.slow_here == {"c": frozenset({5})}
+    second_job = job(40, work_of(2 if moves_with_node else 5), 8)
+    second_job.nodes |= {2: "c", 3: "c", 4: "b", 5: "b"}
+    past, verdicts = past.renewed(), ()
+    for second in range(1, int(second_job.read_s)):
+        past, verdicts = diagnose(
+            second_job.job(float(second), second - 3.0), {}, past, float(second), Thresholds()
+        )
+    assert summarize(verdicts) == expected
+
+
+def test_rank_slow_from_the_start_on_a_throttled_node_is_throttled() -> None:
+    trace = job(40, lambda rank, _step: 0.6 if rank == 2 else 0.3)
+    past, verdicts = NO_DIAGNOSIS_STATE, ()
+    for second in range(1, int(trace.read_s) + 2):
+        metrics = {"b": NodeMetrics("b", float(second), throttled_s=0.5 * second)}
+        at_s = min(float(second), trace.read_s)
+        past, verdicts = diagnose(trace.job(at_s, at_s - 3.0), metrics, past, at_s, Thresholds())
+    assert summarize(verdicts) == ["throttled processor: rank 2 on b"]
+
+
 def test_slow_node_is_named_as_a_node() -> None:
     rng = noisy(6)
     readings = follow(
@@ -356,10 +417,10 @@ def test_slow_rank_is_named_without_its_slow_communicators() -> None:
         {},
         {f"row{row}": (row, row + 4) for row in range(4)},
     )
-    for step in range(1, 31):
+    for step in range(1, 41):
         for rank in range(8):
-            slow = rank % 4 == 2
-            began_s = step + (0.5 if rank == 2 else 0.2)
+            slow = rank % 4 == 2 and step > 20
+            began_s = step + (0.5 if rank == 2 and slow else 0.2)
             ended_s = step + (0.8 if slow else 0.3)
             trace.operation(
                 rank, f"row{rank % 4}", Operation.ALL_REDUCE, began_s, ended_s, step=step
@@ -367,9 +428,8 @@ def test_slow_rank_is_named_without_its_slow_communicators() -> None:
             trace.operation(
                 rank, f"row{rank % 4}", Operation.BARRIER, ended_s + 0.1, step + 0.95, 0, step
             )
-    trace.read_s = 32.0
-    _, verdicts = diagnose(trace.job(), {}, NO_DIAGNOSIS_STATE, 32.0, Thresholds())
-    assert summarize(verdicts) == ["non-communication slow: rank 2 on b"]
+    trace.read_s = 42.0
+    assert summarize(follow(trace)[-1][1]) == ["non-communication slow: rank 2 on b"]
 
 
 @pytest.mark.parametrize("seed", range(3))
