@@ -21,7 +21,8 @@ import psutil
 
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.rendezvous.view import Keys, View
-from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.address import Access, Address, parse_address
+from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 
@@ -56,7 +57,7 @@ class LocalCluster:
         self._workers = workers
         self._log = log
         self._last_call_s = last_call_s
-        self._etcd = EmbeddedEtcd() if store is None else None
+        self._etcd = EmbeddedEtcd(_own_secret()) if store is None else None
         self._url = store or ""
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -166,6 +167,11 @@ class LocalCluster:
             f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}"
             for path in sorted(self._log.glob("*.log"))
         )
+
+
+def _own_secret() -> bytes:
+    """Return the secret that this user's commands authenticate themselves with on this machine."""
+    return coordinator_secret(Address(("127.0.0.1:0",), Access.SECRET), os.environ)
 
 
 def read_steps(directory: Path) -> list[dict[str, float]]:

@@ -12,16 +12,22 @@ import hmac
 import ipaddress
 import os
 import re
-import secrets
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from keepstep.monitor.errors import MonitorError
+from keepstep.private_files import (
+    MIN_SECRET_NBYTES,
+    NotPrivate,
+    own_secret,
+    read_secret,
+    runtime_directory,
+)
 
 MONITOR = "monitor"
 DOCTOR = "doctor"
 VARIABLE = "KEEPSTEP_SECRET"
-_LEAST_NBYTES = 16
 
 
 def job_secret(job: str, file: Path | None) -> bytes:
@@ -31,20 +37,22 @@ def job_secret(job: str, file: Path | None) -> bytes:
     on this machine, which is created when it is first needed: sufficient for one machine only.
 
     Raises:
-        MonitorError: the secret cannot be read, is too short, or others may read it.
+        MonitorError: the secret cannot be read, is too short, or others may use its file.
     """
     if file is not None:
-        return _read(file)
+        with _translate_errors(file):
+            return read_secret(file, follow_links=True)
     if value := os.environ.get(VARIABLE):
-        return _checked(value.encode(), f"${VARIABLE}")
-    path = _private_directory() / f"monitor-{re.sub(r'[^A-Za-z0-9._-]', '_', job)[:128]}.secret"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return _read(path)
-    with open(descriptor, "w") as secret_file:
-        secret_file.write(secrets.token_hex(32))
-    return _read(path)
+        if len(value.encode()) < MIN_SECRET_NBYTES:
+            raise MonitorError(
+                f"the secret in ${VARIABLE} has {len(value.encode())} bytes; at least "
+                f"{MIN_SECRET_NBYTES} are required"
+            )
+        return value.encode()
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
+    path = runtime_directory() / f"monitor-{name}.secret"
+    with _translate_errors(path):
+        return own_secret(path)
 
 
 def bearer_token(secret: bytes, purpose: str = MONITOR) -> str:
@@ -79,34 +87,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _read(path: Path) -> bytes:
+@contextmanager
+def _translate_errors(path: Path) -> Iterator[None]:
     try:
-        if path.stat().st_mode & 0o077:
-            raise MonitorError(f"{path} holds a secret and others may read it; chmod 600 {path}")
-        return _checked(path.read_bytes().strip(), str(path))
+        yield
+    except NotPrivate as error:
+        raise MonitorError(str(error)) from error
     except OSError as error:
         raise MonitorError(
             f"the job's secret cannot be read from {path}: {error.strerror}"
         ) from error
-
-
-def _checked(secret: bytes, source: str) -> bytes:
-    if len(secret) < _LEAST_NBYTES:
-        raise MonitorError(
-            f"the secret in {source} has {len(secret)} bytes; at least {_LEAST_NBYTES} are required"
-        )
-    return secret
-
-
-def _private_directory() -> Path:
-    """Return this user's directory for small private files, which `keepstep run` uses too."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    path = (
-        Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
-    )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.getuid():
-        raise MonitorError(
-            f"{path} belongs to another user; set XDG_RUNTIME_DIR to a directory of your own"
-        )
-    return path

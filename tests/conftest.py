@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from keepstep.elastic.store.address import Access, Address
+from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 
 # Every run draws the same examples, without a deadline; `HYPOTHESIS_PROFILE=explore` draws others.
@@ -16,5 +18,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 @pytest.fixture
 def etcd_server() -> Iterator[EmbeddedEtcd]:
-    with EmbeddedEtcd() as server:
+    """An etcd as `keepstep run` starts it, for clients of this user."""
+    secret = coordinator_secret(Address(("127.0.0.1:0",), Access.SECRET), os.environ)
+    with EmbeddedEtcd(secret) as server:
         yield server

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
@@ -14,37 +17,45 @@ from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
-from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.address import Address, parse_address
 from keepstep.elastic.store.contract import Delete, Modified, Put, Reset
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.local_jobs import local_jobs
 
+_CHECK_EVERY_S = 2.0
 
-def follow(store: str | None, job: str | None, *, once: bool, as_json: bool) -> None:
+
+@dataclass(frozen=True, slots=True)
+class JobAddress:
+    """A job: its coordinator's address and its name."""
+
+    coordinator: Address
+    name: str
+
+
+def follow(job: JobAddress, *, once: bool, as_json: bool) -> None:
     """Show a job's state, once or until it ends or the user interrupts.
 
     Args:
-        store: the coordinator's URL; None: that of the job on this machine.
-        job: name of the job; None: the only one on this machine.
-        once: print the state once and return.
+        job: the job.
+        once: print the state once and return, as it is done where the output is no terminal.
         as_json: print one JSON object per state.
 
     Raises:
-        UsageError: there is no such job, or the name is missing.
+        UsageError: there is no such job.
+        StoreUnavailable: the coordinator does not answer, or not any more.
     """
-    url, name = _find_job(store, job)
     try:
-        asyncio.run(_follow(url, name, once, as_json))
+        asyncio.run(_follow(job, once, as_json))
     except KeyboardInterrupt:
         return
 
 
-def evict_node(store: str | None, job: str | None, node: str, reason: str, *, undo: bool) -> None:
+def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> None:
     """Request a node to leave and stay away, or let an evicted node return.
 
     Args:
-        store: the coordinator's URL; None: that of the job on this machine.
-        job: name of the job; None: the only one on this machine.
+        job: the job.
         node: name of the node.
         reason: shown to users as the reason of the eviction.
         undo: remove the node's eviction.
@@ -52,10 +63,7 @@ def evict_node(store: str | None, job: str | None, node: str, reason: str, *, un
     Raises:
         UsageError: the job has no such node, or the node was not evicted.
     """
-    url, name = _find_job(store, job)
-    asyncio.run(
-        _set_eviction(url, name, node, None if undo else Eviction(reason, may_return=False))
-    )
+    asyncio.run(_set_eviction(job, node, None if undo else Eviction(reason, may_return=False)))
 
 
 async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
@@ -72,14 +80,24 @@ async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
         yield view
 
 
-def _find_job(store: str | None, job: str | None) -> tuple[str, str]:
+def find_job(store: str | None, job: str | None, secret_file: Path | None = None) -> JobAddress:
+    """Return the job that the options name.
+
+    Args:
+        store: the coordinator's URL; None: that of the job on this machine.
+        job: name of the job; None: the only one on this machine.
+        secret_file: file with the secret of a coordinator `store` that keepstep started.
+
+    Raises:
+        UsageError: there is no such job, or the name is missing.
+    """
     if store is not None:
         if job is None:
             raise UsageError("--store needs --job NAME: a coordinator may have several jobs")
-        return store, job
+        return JobAddress(parse_address(store, secret_file), job)
     matching = [entry for entry in local_jobs() if job in (None, entry.job)]
     if len(matching) == 1:
-        return matching[0].store, matching[0].job
+        return JobAddress(matching[0].address, matching[0].job)
     if not matching:
         name = f"no job named {job!r}" if job else "no job"
         raise UsageError(
@@ -91,25 +109,42 @@ def _find_job(store: str | None, job: str | None) -> tuple[str, str]:
     )
 
 
-async def _follow(url: str, job: str, once: bool, as_json: bool) -> None:
-    keys = Keys(job)
-    client = await EtcdStore.connect(parse_address(url))
+async def _follow(job: JobAddress, once: bool, as_json: bool) -> None:
+    keys = Keys(job.name)
+    client = await EtcdStore.connect(job.coordinator)
     try:
-        if once or as_json:
-            await _print(client, keys, once, as_json)
+        if once or as_json or not sys.stdout.isatty():
+            await _print(client, keys, once or not as_json, as_json)
             return
         with Live(refresh_per_second=8) as live:
-            async for view in views(client, keys):
-                live.update(render(job, view, time.time()))
+            async for view in _views_while_it_answers(client, keys):
+                live.update(render(job.name, view, time.time()))
                 if view.result is not None or not view.nodes:
                     return
     finally:
         await client.close()
 
 
+async def _views_while_it_answers(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
+    """Yield as `views` does, but end when the coordinator has gone: a watch waits for its return.
+
+    Raises:
+        StoreUnavailable: it does not answer any more.
+    """
+    following = views(client, keys)
+    while True:
+        next_view = asyncio.ensure_future(anext(following))
+        try:
+            while not (await asyncio.wait({next_view}, timeout=_CHECK_EVERY_S))[0]:
+                await client.read(keys.single("result"))
+            yield next_view.result()
+        finally:
+            next_view.cancel()
+
+
 async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> None:
     console = Console()
-    async for view in views(client, keys):
+    async for view in _views_while_it_answers(client, keys):
         if as_json:
             console.out(json.dumps(summary(view, time.time())), highlight=False)
         else:
@@ -122,16 +157,16 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
             return
 
 
-async def _set_eviction(url: str, job: str, node: str, eviction: Eviction | None) -> None:
-    keys = Keys(job)
-    client = await EtcdStore.connect(parse_address(url))
+async def _set_eviction(job: JobAddress, node: str, eviction: Eviction | None) -> None:
+    keys = Keys(job.name)
+    client = await EtcdStore.connect(job.coordinator)
     try:
         view = from_listing(keys, await client.read(keys.prefix))
         key = keys.eviction(node)
         if eviction is not None:
             if node not in view.nodes:
                 raise UsageError(
-                    f"job {job!r} has no node {node!r}; "
+                    f"job {job.name!r} has no node {node!r}; "
                     f"its nodes: {', '.join(sorted(view.nodes)) or 'none'}"
                 )
             await client.commit((Modified(key, 0),), (Put(key, eviction.encode()),))

@@ -16,10 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,18 @@ from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.readmission import readmit
-from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.cli.coordinator import coordinator
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
-from keepstep.elastic.store.address import Address, parse_address
-from keepstep.elastic.store.contract import Store
-from keepstep.elastic.store.embedded import EmbeddedEtcd
-from keepstep.elastic.store.etcd import EtcdStore
-from keepstep.elastic.store.local_jobs import registered, runtime_directory
+from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.local_jobs import registered
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Command, CommandKind
+from keepstep.private_files import NotPrivate, run_directory
 
 log = logging.getLogger("keepstep")
 
 _EXIT_INTERRUPTED = 128
-_REACH_TIMEOUT_S = 10.0
 
 
 def launch(**options: Any) -> int:
@@ -203,20 +200,22 @@ async def _launch(
     limits: RateLimits,
 ) -> int:
     async with AsyncExitStack() as stack:
-        run_directory = Path(tempfile.mkdtemp(prefix="node-", dir=runtime_directory()))
-        stack.callback(shutil.rmtree, run_directory, ignore_errors=True)
+        try:
+            directory = stack.enter_context(run_directory())
+        except (NotPrivate, OSError) as error:
+            raise UsageError(f"no directory for sockets: {error}") from error
         stop = _Signals()
         stack.callback(stop.close)
         job = options["job"] or options["rdzv_id"]
-        store, url, is_own = await stack.enter_async_context(_coordinator(options))
+        found = await stack.enter_async_context(coordinator(options, policy.min_nodes, directory))
         if job is None:
-            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if is_own else "")
-        if is_own:
-            stack.enter_context(registered(job, url))
-        host = options["local_addr"] or _own_address(url)
+            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if found.is_own else "")
+        if found.is_own:
+            stack.enter_context(registered(job, found.address))
+        host = options["local_addr"] or _own_address(found.address)
         _check_host(host)
         node = options["node"] or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
-        await readmit(store, job, node, run_directory)
+        await readmit(found.store, job, node, directory)
         agent = Agent(
             AgentConfig(
                 job=job,
@@ -226,7 +225,7 @@ async def _launch(
                 command=command,
                 policy=policy,
                 environment=_worker_environment(options),
-                run_directory=run_directory,
+                run_directory=directory,
                 digest=_digest(command, policy),
                 domain=options["domain"],
                 lease_ttl_s=options["lease_ttl"],
@@ -237,9 +236,9 @@ async def _launch(
                 limits=limits,
                 is_recorded=options["monitor"],
             ),
-            store,
+            found.store,
         )
-        log.info("job %s on %s", job, url)
+        log.info("job %s on %s", job, found.address.url)
         task = asyncio.ensure_future(agent.run())
         stop.connect(agent, task)
         try:
@@ -288,46 +287,9 @@ class _Signals:
         self.number = number
 
 
-@asynccontextmanager
-async def _coordinator(options: Mapping[str, Any]) -> AsyncIterator[tuple[Store, str, bool]]:
-    """Connect to the coordinator that the options name, or start one.
-
-    Yields the store, its URL, and whether this process started it.
-    """
-    endpoint = options["rdzv_endpoint"]
-    if not endpoint and options["master_addr"] and options["master_port"]:
-        endpoint = f"{options['master_addr']}:{options['master_port']}"
-    if options["standalone"] or not (options["store"] or endpoint):
-        with EmbeddedEtcd() as server:
-            async with _connected(parse_address(server.url)) as store:
-                yield store, server.url, True
-        return
-    address = parse_address(options["store"] or f"etcd://{endpoint}")
-    try:
-        async with _connected(address) as store:
-            yield store, address.url, False
-        return
-    except StoreUnavailable:
-        if options["store"] or not _is_local(address):
-            raise
-    host, _, port = address.endpoints[0].rpartition(":")
-    with EmbeddedEtcd(host=host, port=int(port)) as server:
-        async with _connected(parse_address(server.url)) as store:
-            yield store, server.url, True
-
-
-@asynccontextmanager
-async def _connected(address: Address) -> AsyncIterator[EtcdStore]:
-    store = await EtcdStore.connect(address, deadline_s=_REACH_TIMEOUT_S)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-def _own_address(url: str) -> str:
+def _own_address(address: Address) -> str:
     """Return the address of this host on its route to the coordinator."""
-    endpoint = parse_address(url).endpoints[0]
+    endpoint = address.endpoints[0]
     host, _, port = endpoint.rpartition(":")
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -347,16 +309,6 @@ def _check_host(host: str) -> None:
         raise UsageError(
             f"--local-addr {host}: {error.strerror or error}; give an address of this host"
         ) from None
-
-
-def _is_local(address: Address) -> bool:
-    host = address.endpoints[0].rpartition(":")[0]
-    try:
-        with socket.socket() as probe:
-            probe.bind((socket.gethostbyname(host), 0))
-    except OSError:
-        return False
-    return True
 
 
 def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -72,10 +73,19 @@ def main(context: click.Context) -> None:
     context.obj = _runtime
 
 
-def _runtime(store: str | None, job: str) -> JobRuntime:
+def _runtime(store: str | None, job: str, secret_file: Path | None) -> JobRuntime:
     from keepstep.elastic.monitor_bridge.runtime import runtime
 
-    return runtime(store, job)
+    return runtime(store, job, secret_file)
+
+
+_SECRET_FILE = click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    envvar="KEEPSTEP_SECRET_FILE",
+    help="File with the secret of a coordinator that keepstep started, the same on all nodes. "
+    "Needed if its address is not loopback.",
+)
 
 
 @main.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
@@ -91,6 +101,7 @@ def _runtime(store: str | None, job: str) -> JobRuntime:
     metavar="URL",
     help="The coordinator: etcd://HOST:PORT[,HOST:PORT...]. Default: one is started.",
 )
+@_SECRET_FILE
 @click.option("--job", help="Name of the job; nodes with the same name and store form one job.")
 @click.option(
     "--node", help="Name of this node, unique in the job. Default: made from the host name."
@@ -221,18 +232,25 @@ def run(**options: Any) -> None:
     help="The coordinator. Default: that of the job running on this machine.",
 )
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
-@click.option("--once", is_flag=True, help="Print once instead of following.")
+@_SECRET_FILE
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print once instead of following, as without a terminal.",
+)
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
     help="Print JSON, one object per change (or one, with --once).",
 )
-def status(store: str | None, job: str | None, once: bool, as_json: bool) -> None:
+def status(
+    store: str | None, job: str | None, secret_file: Path | None, once: bool, as_json: bool
+) -> None:
     """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
-    from keepstep.elastic.cli.follow import follow
+    from keepstep.elastic.cli.follow import find_job, follow
 
-    follow(store, job, once=once, as_json=as_json)
+    follow(find_job(store, job, secret_file), once=once, as_json=as_json)
 
 
 @main.command()
@@ -242,6 +260,7 @@ def status(store: str | None, job: str | None, once: bool, as_json: bool) -> Non
     help="The coordinator. Default: that of the job running on this machine.",
 )
 @click.option("--job", help="Name of the job. Default: the only one running on this machine.")
+@_SECRET_FILE
 @click.option(
     "--reason",
     default="on request",
@@ -250,11 +269,18 @@ def status(store: str | None, job: str | None, once: bool, as_json: bool) -> Non
 )
 @click.option("--undo", is_flag=True, help="Let an evicted node return.")
 @click.argument("node")
-def evict(store: str | None, job: str | None, reason: str, undo: bool, node: str) -> None:
+def evict(
+    store: str | None,
+    job: str | None,
+    secret_file: Path | None,
+    reason: str,
+    undo: bool,
+    node: str,
+) -> None:
     """Let NODE hand over its state, leave the job and stay away."""
-    from keepstep.elastic.cli.follow import evict_node
+    from keepstep.elastic.cli.follow import evict_node, find_job
 
-    evict_node(store, job, node, reason, undo=undo)
+    evict_node(find_job(store, job, secret_file), node, reason, undo=undo)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from keepstep.elastic.rendezvous.records import Recovery
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
+from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.blocking import BlockingStore
 from keepstep.monitor.contracts import JobStatus, MemberStatus, RecoveryStatus
 
@@ -65,9 +66,9 @@ class CoordinatorJobStatus:
     It may be used by one thread at a time. `close` ends its connection.
     """
 
-    def __init__(self, url: str, job: str) -> None:
+    def __init__(self, address: Address, job: str) -> None:
         self._keys = Keys(job)
-        self._store = BlockingStore(url)
+        self._store = BlockingStore(address)
 
     def job_status(self) -> JobStatus | None:
         """Return the current job status; None before the job's first generation."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from keepstep.elastic.errors import ElasticError, StoreUnavailable
-from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.address import Address, parse_address
 from keepstep.elastic.store.local_jobs import local_jobs
 from keepstep.monitor.contracts import JobRuntime, JobStatus
 from keepstep.monitor.diagnosis.policy import EnforcementAction
@@ -24,20 +25,20 @@ if TYPE_CHECKING:
     from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 
 
-def runtime(store: str | None, job: str) -> JobRuntime:
+def runtime(store: str | None, job: str, secret_file: Path | None = None) -> JobRuntime:
     """Return the connection from the monitor to a job's coordinator.
 
     Args:
         store: the coordinator's address; None: that of the job of this name on this machine, once
             it runs.
         job: name of the job.
+        secret_file: file with the secret of a coordinator `store` that keepstep started.
 
     Raises:
         UsageError: `store` is not a coordinator's address.
     """
-    if store is not None:
-        parse_address(store)
-    monitor_runtime = MonitorRuntime(store, job)
+    address = None if store is None else parse_address(store, secret_file)
+    monitor_runtime = MonitorRuntime(address, job)
     return JobRuntime(
         job_status_source=monitor_runtime, publisher=monitor_runtime, enforcer=monitor_runtime
     )
@@ -45,7 +46,7 @@ def runtime(store: str | None, job: str) -> JobRuntime:
 
 @dataclass(frozen=True, slots=True)
 class _Connection:
-    url: str
+    address: Address
     job_status: CoordinatorJobStatus
     verdicts: CoordinatorVerdicts
 
@@ -61,7 +62,7 @@ class MonitorRuntime:
     called twice.
     """
 
-    def __init__(self, store: str | None, job: str) -> None:
+    def __init__(self, store: Address | None, job: str) -> None:
         self._store = store
         self._job = job
         self._connection: _Connection | None = None
@@ -80,7 +81,7 @@ class MonitorRuntime:
             try:
                 return connection.job_status.job_status()
             except StoreUnavailable:
-                if self._url() != connection.url:
+                if self._address() != connection.address:
                     return None  # The job ended during the call.
                 raise
 
@@ -106,22 +107,24 @@ class MonitorRuntime:
             self._connection.close()
             self._connection = None
 
-    def _url(self) -> str | None:
+    def _address(self) -> Address | None:
         if self._store is not None:
             return self._store
-        return next((entry.store for entry in local_jobs() if entry.job == self._job), None)
+        return next((entry.address for entry in local_jobs() if entry.job == self._job), None)
 
     def _connected(self) -> _Connection | None:
-        url = self._url()
-        if self._connection is not None and self._connection.url != url:
+        address = self._address()
+        if self._connection is not None and self._connection.address != address:
             self.close()
-        if self._connection is None and url is not None:
+        if self._connection is None and address is not None:
             # Imported here, so that a monitor of a job without a coordinator does not load gRPC.
             from keepstep.elastic.monitor_bridge.job_status import CoordinatorJobStatus
             from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 
             self._connection = _Connection(
-                url, CoordinatorJobStatus(url, self._job), CoordinatorVerdicts(url, self._job)
+                address,
+                CoordinatorJobStatus(address, self._job),
+                CoordinatorVerdicts(address, self._job),
             )
         return self._connection
 

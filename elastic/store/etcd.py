@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from keepstep.elastic.errors import LeaseLost, StoreUnavailable, UsageError
-from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.contract import (
     Change,
     Committed,
@@ -80,7 +80,13 @@ _TRANSIENT = (
 _NOT_APPLIED = ("failed to connect", "Connection refused", "etcdserver: no leader")
 # The token has expired, or is older than a change of users; "empty": none was sent.
 _TOKEN_REJECTED = ("invalid auth token", "revision of auth store is old", "user name is empty")
-_CHANNEL_OPTIONS = (
+_HINTS = {
+    Access.PLAIN: " and that --store names it",
+    Access.TLS: " and that --store names it",
+    Access.SECRET: ", and that its node has the same --secret-file as this one; "
+    "if it is an etcd of your own, name it with --store etcd://HOST:PORT",
+}
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 256 * 2**20),
     ("grpc.keepalive_time_ms", 10000),
     ("grpc.keepalive_timeout_ms", 2000),
@@ -113,7 +119,7 @@ class EtcdStore:
         self._credentials = credentials
         self._token: tuple[tuple[str, str], ...] = ()
         self._endpoints = [
-            _open(endpoint, address.is_encrypted, credentials) for endpoint in address.endpoints
+            _open(endpoint, address.access, credentials) for endpoint in address.endpoints
         ]
         self._current = 0
 
@@ -126,13 +132,16 @@ class EtcdStore:
         Args:
             address: the coordinator's endpoints.
             deadline_s: seconds for which every call, this one included, retries.
-            credentials: what to authenticate with; by default read from the environment.
+            credentials: what to authenticate with; by default `Credentials.for_address` of the
+                environment.
 
         Raises:
             StoreUnavailable: no endpoint answers.
-            UsageError: etcd rejects the credentials, or requires some.
+            UsageError: etcd rejects the credentials, or requires some; or they cannot be read.
         """
-        store = cls(address, deadline_s, credentials or Credentials.of(os.environ))
+        store = cls(
+            address, deadline_s, credentials or Credentials.for_address(address, os.environ)
+        )
         try:
             await store.read("/keepstep/ping")
         except (StoreUnavailable, UsageError):
@@ -281,7 +290,7 @@ class EtcdStore:
                 raise StoreUnavailable(
                     f"no answer from etcd at {', '.join(self._address.endpoints)} "
                     f"for {self._deadline_s:.0f} s ({details}); "
-                    "check that it runs and that --store names it"
+                    f"check that it runs{_HINTS[self._address.access]}"
                 )
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
@@ -324,12 +333,15 @@ class EtcdStore:
             self._current = (self._current + 1) % len(self._endpoints)
 
 
-def _open(address: str, is_encrypted: bool, credentials: Credentials) -> _Endpoint:
-    if is_encrypted:
+def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
+    if access is not Access.PLAIN:
         channel_credentials = grpc.ssl_channel_credentials(
             credentials.authority, credentials.key, credentials.certificate
         )
-        channel = grpc.aio.secure_channel(address, channel_credentials, options=_CHANNEL_OPTIONS)
+        options = _CHANNEL_OPTIONS
+        if credentials.server_name is not None:
+            options += (("grpc.ssl_target_name_override", credentials.server_name),)
+        channel = grpc.aio.secure_channel(address, channel_credentials, options=options)
     else:
         channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return _Endpoint(

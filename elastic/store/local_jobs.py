@@ -7,42 +7,56 @@ ignored and removed.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
-import tempfile
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from keepstep.elastic.errors import UsageError
+from keepstep.elastic.store.address import Address, parse_address
+from keepstep.private_files import (
+    NotPrivate,
+    check_directory,
+    created_directory,
+    read_file,
+    runtime_directory,
+    write_file,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalJob:
-    """A job, the URL of its coordinator and the process id of its agent."""
+class LocalJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A job on this machine.
+
+    Args:
+        job: its name.
+        store: the URL of its coordinator.
+        pid: the process id of the agent that runs the coordinator.
+        secret_file: file with the coordinator's secret; None: this user's own.
+    """
 
     job: str
     store: str
     pid: int
+    secret_file: str | None = None
 
-
-def runtime_directory() -> Path:
-    """Return this user's private directory for sockets and registrations; create it if needed."""
-    path = _runtime_path()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_foreign(path)
-    return path
+    @property
+    def address(self) -> Address:
+        """The coordinator's address."""
+        return parse_address(self.store, Path(self.secret_file) if self.secret_file else None)
 
 
 @contextmanager
-def registered(job: str, store: str) -> Iterator[None]:
+def registered(job: str, address: Address) -> Iterator[None]:
     """Register the job under its name while the context lasts.
 
     Raises:
-        UsageError: a job of that name already runs on this machine.
+        UsageError: a job of that name already runs on this machine, or the directory of
+            registrations is not private.
     """
     for other in local_jobs():
         if other.job == job:
@@ -50,11 +64,14 @@ def registered(job: str, store: str) -> Iterator[None]:
                 f"a job named {job!r} already runs on this machine (process {other.pid}); "
                 f"choose another --job name, or join it with --store {other.store}"
             )
-    path = _path(job)
-    # Monitors read the directory every other second; the rename keeps them from a partial file.
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps({"job": job, "store": store, "pid": os.getpid()}))
-    os.replace(partial, path)
+    secret_file = None if address.secret_file is None else str(address.secret_file.absolute())
+    entry = LocalJob(job=job, store=address.url, pid=os.getpid(), secret_file=secret_file)
+    try:
+        path = _path(job)
+    except NotPrivate as error:
+        raise UsageError(str(error)) from error
+    # Monitors read the directory every other second, and must not find a partial file.
+    write_file(path, msgspec.json.encode(entry))
     try:
         yield
     finally:
@@ -62,17 +79,25 @@ def registered(job: str, store: str) -> Iterator[None]:
 
 
 def local_jobs() -> tuple[LocalJob, ...]:
-    """Return the jobs whose process is alive. Needs no permission to write."""
-    directory = _runtime_path()
-    if not directory.exists():
+    """Return the jobs whose process is alive. Needs no permission to write.
+
+    Raises:
+        UsageError: the directory of registrations belongs to another user, or others may use it.
+    """
+    directory = runtime_directory() / "jobs"
+    try:
+        check_directory(directory.parent)
+        check_directory(directory)
+    except FileNotFoundError:
         return ()
-    _refuse_foreign(directory)
+    except NotPrivate as error:
+        raise UsageError(str(error)) from error
     jobs = []
-    for path in sorted((directory / "jobs").glob("*.json")):
+    for path in sorted(directory.glob("*.json")):
         try:
-            entry = LocalJob(**json.loads(path.read_text()))
-        except FileNotFoundError:
-            continue  # The job has just ended.
+            entry = msgspec.json.decode(read_file(path), type=LocalJob)
+        except (OSError, NotPrivate, msgspec.MsgspecError, ValueError):
+            continue  # The job has just ended; or this is none of our files.
         if psutil.pid_exists(entry.pid):
             jobs.append(entry)
         else:
@@ -81,21 +106,10 @@ def local_jobs() -> tuple[LocalJob, ...]:
     return tuple(jobs)
 
 
-def _runtime_path() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return (
-        Path(base) / "keepstep" if base else Path(tempfile.gettempdir()) / f"keepstep-{os.getuid()}"
-    )
-
-
-def _refuse_foreign(directory: Path) -> None:
-    if directory.stat().st_uid != os.getuid():
-        raise UsageError(
-            f"{directory} belongs to another user; set XDG_RUNTIME_DIR to a directory of your own"
-        )
-
-
 def _path(job: str) -> Path:
-    directory = runtime_directory() / "jobs"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory / f"{job.replace('/', '_')}.json"
+    created_directory(runtime_directory())
+    directory = created_directory(runtime_directory() / "jobs")
+    # A job's name may hold a slash, or be longer than a file's name; the digest keeps two apart.
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", job)[:128]
+    digest = hashlib.sha256(os.fsencode(job)).hexdigest()[:12]
+    return directory / f"{name}-{digest}.json"

@@ -36,6 +36,7 @@ _JOB = click.option(
 _SECRET = click.option(
     "--secret-file",
     type=click.Path(path_type=Path),
+    envvar="KEEPSTEP_SECRET_FILE",
     help="File with the job's secret. Default: $KEEPSTEP_SECRET, else a secret of this user on "
     "this machine.",
 )
@@ -182,7 +183,7 @@ def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
 
 
 def _run(
-    find_runtime: Callable[[str | None, str], JobRuntime] | None,
+    find_runtime: Callable[[str | None, str, Path | None], JobRuntime] | None,
     *,
     job: str,
     node: str | None,
@@ -225,7 +226,9 @@ def _run(
         state=state,
     )
     policy = EnforcementPolicy(Mode[act.upper()])
-    runtime = find_runtime(store, job) if find_runtime is not None and not relay else None
+    runtime = (
+        find_runtime(store, job, secret_file) if find_runtime is not None and not relay else None
+    )
     if runtime is None and policy.mode in (Mode.RESTART, Mode.REPLACE):
         raise MonitorError(
             f"--act {act} is for the topmost monitor of a job of `keepstep run`: give no --relay"

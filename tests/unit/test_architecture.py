@@ -27,6 +27,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
     room: frozenset(allowed.split())
     for room, allowed in {
         # What all others stand on.
+        "private_files": "",
         "processes": "",
         "transport": "",
         # checkpoint
@@ -54,7 +55,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.records": "",
         "monitor.verdicts": "",
         "monitor.progress": "",
-        "monitor.secret": "monitor.errors",
+        "monitor.secret": "monitor.errors private_files",
         "monitor.telemetry": "monitor.errors monitor.records",
         "monitor.diagnosis": "monitor.records monitor.verdicts",
         "monitor.contracts": "monitor.diagnosis monitor.records monitor.verdicts",
@@ -87,7 +88,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # elastic
         "elastic.errors": "",
         "elastic.rendezvous": ("checkpoint.memory checkpoint.parity elastic.errors elastic.store"),
-        "elastic.store": "elastic.errors processes",
+        "elastic.store": "elastic.errors private_files processes",
         "elastic.worker": (
             "checkpoint.errors elastic.errors elastic.rendezvous monitor monitor.errors"
             " monitor.progress monitor.telemetry processes transport"
@@ -108,7 +109,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "elastic.cli": (
             "checkpoint.errors checkpoint.server elastic.agent elastic.errors"
             " elastic.monitor_bridge elastic.rendezvous elastic.store elastic.worker"
-            " monitor.contracts monitor.errors"
+            " monitor.contracts monitor.errors private_files"
         ),
         "elastic": "",
         # The front of it all.

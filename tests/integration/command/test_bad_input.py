@@ -41,6 +41,12 @@ def script(directory: Path, text: str) -> str:
         (["run", "no-such-script.py"], "does not exist"),
         (["run", "--storage-limit", "fast", "elastic/cli/main.py"], "such as 500MB or 2GB"),
         (["run", "--store", "redis://h:1", "elastic/cli/main.py"], "HOST:PORT"),
+        (["run", "--store", "http://h:2379", "elastic/cli/main.py"], "give etcd://HOST:PORT"),
+        (["run", "--nnodes", "2", "elastic/cli/main.py"], "--rdzv-endpoint HOST:PORT"),
+        (
+            ["run", "--rdzv-endpoint", "192.0.2.1:2379", "elastic/cli/main.py"],
+            "--secret-file FILE",
+        ),
         (["run", "--store", "etcd://127.0.0.1:9", "elastic/cli/main.py"], "no answer from etcd"),
         (["run", "--local-addr", "192.0.2.1", "elastic/cli/main.py"], "address of this host"),
         (["run", "-r", "3", "elastic/cli/main.py"], "--log-dir"),
@@ -167,11 +173,12 @@ def test_two_interrupts_leave_no_process_and_no_file(tmp_path: Path) -> None:
         assert agent.wait(30) == 128 + signal.SIGINT
         _, alive = psutil.wait_procs(processes, timeout=10)
         assert not alive
+        # Only the user's secret is kept, for the next job.
         assert [
-            path
+            path.name
             for path in (tmp_path / "keepstep").rglob("*")
             if path.is_file() or path.is_socket()
-        ] == []
+        ] == ["coordinator.secret"]
     finally:
         agent.kill()
         agent.wait()

@@ -17,6 +17,7 @@ from examples.local_cluster import LocalCluster
 from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 from keepstep.elastic.rendezvous.records import Closing, Generation, Member, Record
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
+from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.blocking import BlockingStore
 from keepstep.elastic.store.contract import Put
 from keepstep.elastic.store.embedded import EmbeddedEtcd
@@ -270,8 +271,9 @@ def test_job_that_cannot_be_recorded_runs_and_logs_one_warning(
 def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
     etcd_server: EmbeddedEtcd,
 ) -> None:
-    keys, store = Keys("job"), BlockingStore(etcd_server.url)
-    verdicts = CoordinatorVerdicts(etcd_server.url, "job")
+    address = parse_address(etcd_server.url)
+    keys, store = Keys("job"), BlockingStore(address)
+    verdicts = CoordinatorVerdicts(address, "job")
     members = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
     hang = Verdict(
         subject=Subject("rank", (1,), "a"),

@@ -1,4 +1,4 @@
-"""Starts an etcd cluster of three members on loopback, for tests that kill and restart members."""
+"""Starts an etcd cluster without authentication on loopback, whose members tests may kill."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _START_S = 60.0
 
 
 class EtcdCluster:
-    """An etcd cluster of three members; `url` names the client endpoints of all."""
+    """An etcd cluster; `url` names the client endpoints of all members."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: int = 3) -> None:
+        self._members = range(members)
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-cluster-"))
-        self._ports = [ReservedPort() for _ in range(6)]
-        self.clients = [f"127.0.0.1:{port.number}" for port in self._ports[:3]]
-        self._peers = [f"http://127.0.0.1:{port.number}" for port in self._ports[3:]]
+        self._ports = [ReservedPort() for _ in range(2 * members)]
+        self.clients = [f"127.0.0.1:{port.number}" for port in self._ports[:members]]
+        self._peers = [f"http://127.0.0.1:{port.number}" for port in self._ports[members:]]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -35,9 +36,9 @@ class EtcdCluster:
         return f"etcd://{','.join(self.clients)}"
 
     def __enter__(self) -> Self:
-        for member in range(3):
+        for member in self._members:
             self.start(member)
-        for member in range(3):
+        for member in self._members:
             self.wait_for(member)
         return self
 

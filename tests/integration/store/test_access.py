@@ -3,22 +3,28 @@
 import asyncio
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
+import psutil
 import pytest
 import trustme
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.store.address import Address, parse_address
+from keepstep.elastic.store.address import Access, Address, parse_address
 from keepstep.elastic.store.contract import Put, Reset
-from keepstep.elastic.store.credentials import Credentials
+from keepstep.elastic.store.credentials import Credentials, coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd, binary
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.ports import ReservedPort
+from keepstep.private_files import write_file
+from tests.integration.store.cluster import EtcdCluster
 
 PASSWORD = "between us"
 AGENT = Credentials(user="agent", password=PASSWORD)
@@ -83,6 +89,12 @@ def encrypted_etcd(tmp_path: Path) -> Iterator[EncryptedEtcd]:
         server.close()
 
 
+@pytest.fixture
+def plain_etcd() -> Iterator[EtcdCluster]:
+    with EtcdCluster(members=1) as server:
+        yield server
+
+
 async def enable_users(endpoint: str) -> None:
     """Turn on access control; add a root user and an agent that may use /t/ and /keepstep/."""
     from etcd3.etcdrpc import AuthStub, auth_pb2, rpc_pb2
@@ -125,10 +137,116 @@ def test_encrypted_coordinator_accepts_only_clients_with_a_certificate(
     asyncio.run(scenario())
 
 
-def test_client_authenticates_again_when_its_token_is_no_longer_valid(
-    etcd_server: EmbeddedEtcd,
+SECRET = b"known to all nodes of the job"
+
+
+def test_etcd_of_a_job_serves_only_clients_that_know_its_secret(tmp_path: Path) -> None:
+    async def scenario(address: Address) -> None:
+        store = await EtcdStore.connect(address, credentials=Credentials.from_secret(SECRET))
+        await store.commit((), (Put("/t/a", b"1"),))
+        assert (await store.read("/t/")).items[0].value == b"1"
+        await store.close()
+        for credentials in (
+            Credentials.from_secret(SECRET + b"!"),
+            replace(Credentials.from_secret(SECRET), certificate=None, key=None),
+        ):
+            with pytest.raises(StoreUnavailable, match="--secret-file"):
+                await EtcdStore.connect(address, deadline_s=0.5, credentials=credentials)
+        with pytest.raises(StoreUnavailable):
+            await EtcdStore.connect(replace(address, access=Access.PLAIN), deadline_s=0.5)
+
+    with EmbeddedEtcd(SECRET, parent=tmp_path) as server:
+        asyncio.run(scenario(parse_address(server.url)))
+
+
+def test_client_does_not_talk_to_an_etcd_that_does_not_know_the_secret(tmp_path: Path) -> None:
+    async def scenario(address: Address) -> None:
+        with pytest.raises(StoreUnavailable):
+            await EtcdStore.connect(
+                address, deadline_s=0.5, credentials=Credentials.from_secret(SECRET)
+            )
+
+    with EmbeddedEtcd(b"another job's secret", parent=tmp_path) as server:
+        asyncio.run(scenario(parse_address(server.url)))
+    with EtcdCluster(members=1) as plain:
+        asyncio.run(scenario(Address(tuple(plain.clients), Access.SECRET)))
+
+
+def test_no_port_of_a_jobs_etcd_answers_a_browser_or_another_user(tmp_path: Path) -> None:
+    """Neither the clients' port nor the members', in clear or by TLS without a certificate."""
+    with EmbeddedEtcd(SECRET, parent=tmp_path) as server:
+        ports = {
+            connection.laddr.port
+            for connection in psutil.Process(server.pid).net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert len(ports) == 2
+        unverified = ssl.create_default_context()
+        unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+        for port in ports:
+            for context in (None, unverified):
+                for path in ("/version", "/health", "/members", "/v3/kv/range", "/metrics"):
+                    request = f"GET {path} HTTP/1.0\r\nOrigin: http://evil.example\r\n\r\n"
+                    answer = ask(port, request.encode(), context)
+                    assert not answer.startswith((b"HTTP/1.0 2", b"HTTP/1.1 2")), answer
+                    assert b"Access-Control-Allow-Origin" not in answer
+
+
+def ask(port: int, request: bytes, context: ssl.SSLContext | None) -> bytes:
+    """Return what a server answers; nothing if it ends the connection."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            connection = plain if context is None else context.wrap_socket(plain)
+            connection.sendall(request)
+            return connection.recv(4096)
+    except (ssl.SSLError, ConnectionError):
+        return b""
+
+
+def test_files_of_a_jobs_etcd_are_private_and_removed_with_it(tmp_path: Path) -> None:
+    with EmbeddedEtcd(SECRET, parent=tmp_path):
+        (directory,) = tmp_path.iterdir()
+        assert directory.stat().st_mode & 0o077 == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("endpoint", ["192.0.2.1:2379", "127.0.0.1:1,192.0.2.1:1"])
+def test_coordinator_on_the_network_without_a_secret_is_refused(
+    endpoint: str, tmp_path: Path
 ) -> None:
-    address = parse_address(etcd_server.url)
+    address = parse_address(f"keepstep://{endpoint}")
+    with pytest.raises(UsageError, match=r"192.0.2.1 .*openssl rand .*--secret-file"):
+        coordinator_secret(address, {})
+    path = tmp_path / "secret"
+    write_file(path, SECRET + b"\n")
+    assert coordinator_secret(replace(address, secret_file=path), {}) == SECRET
+    assert coordinator_secret(address, {"KEEPSTEP_SECRET_FILE": str(path)}) == SECRET
+
+
+def test_coordinator_on_loopback_has_a_secret_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    secret = coordinator_secret(parse_address("keepstep://localhost:1"), {})
+    assert coordinator_secret(parse_address("keepstep://127.0.0.1:2"), {}) == secret
+    (tmp_path / "keepstep").chmod(0o777)
+    with pytest.raises(UsageError, match="chmod 700"):
+        coordinator_secret(parse_address("keepstep://127.0.0.1:2"), {})
+
+
+def test_password_is_not_sent_over_a_network_without_tls() -> None:
+    environment = {"ETCDCTL_USER": "agent", "ETCDCTL_PASSWORD": PASSWORD}
+    with pytest.raises(UsageError, match=r"sent to 192\.0\.2\.1 .*etcds://"):
+        Credentials.for_address(parse_address("etcd://127.0.0.1:1,192.0.2.1:1"), environment)
+    for url in ("etcd://127.0.0.1:1,localhost:1", "etcds://192.0.2.1:1"):
+        assert Credentials.for_address(parse_address(url), environment) == AGENT
+    assert Credentials.for_address(parse_address("etcd://192.0.2.1:1"), {}) == Credentials()
+
+
+def test_client_authenticates_again_when_its_token_is_no_longer_valid(
+    plain_etcd: EtcdCluster,
+) -> None:
+    address = parse_address(plain_etcd.url)
 
     async def scenario() -> None:
         await enable_users(address.endpoints[0])
@@ -168,7 +286,7 @@ def test_client_authenticates_again_when_its_token_is_no_longer_valid(
 
 
 def test_client_switches_from_a_member_that_requires_a_token_but_grants_none(
-    etcd_server: EmbeddedEtcd,
+    plain_etcd: EtcdCluster,
 ) -> None:
     """A member without a leader behaves so: it rejects tokens, and cannot create any."""
     methods: list[str] = []
@@ -187,7 +305,7 @@ def test_client_switches_from_a_member_that_requires_a_token_but_grants_none(
             return grpc.unary_unary_rpc_method_handler(answer)
 
     async def scenario() -> None:
-        endpoint = parse_address(etcd_server.url).endpoints[0]
+        (endpoint,) = plain_etcd.clients
         await enable_users(endpoint)
         member = grpc.aio.server(handlers=[Leaderless()])
         port = member.add_insecure_port("127.0.0.1:0")
@@ -235,6 +353,5 @@ def test_credentials_come_from_the_variables_of_etcdctl_and_repr_hides_secrets(
 
 
 def test_address_keeps_the_scheme_and_converts_back_to_its_url() -> None:
-    for url in ("etcd://h:1,g:2", "etcds://h:1"):
+    for url in ("etcd://h:1,g:2", "etcds://h:1", "keepstep://h:1"):
         assert parse_address(url).url == url
-    assert parse_address("https://h").is_encrypted

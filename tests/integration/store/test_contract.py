@@ -15,6 +15,7 @@ from keepstep.elastic.store.contract import Change, Created, Delete, Modified, P
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.memory import MemoryStore
+from tests.integration.store.cluster import EtcdCluster
 
 Scenario = Callable[[Store], Awaitable[None]]
 
@@ -24,7 +25,7 @@ async def opened(kind: str) -> AsyncIterator[Store]:
     if kind == "memory":
         yield MemoryStore()
         return
-    with EmbeddedEtcd() as server:
+    with EtcdCluster(members=1) as server:
         store = await EtcdStore.connect(parse_address(server.url))
         try:
             yield store
@@ -150,7 +151,7 @@ def test_calls_and_watches_fail_over_to_an_endpoint_that_answers(
 ) -> None:
     async def scenario() -> None:
         dead = "127.0.0.1:9"
-        address = parse_address(f"etcd://{dead},{parse_address(etcd_server.url).endpoints[0]}")
+        address = parse_address(f"keepstep://{dead},{parse_address(etcd_server.url).endpoints[0]}")
         store = await EtcdStore.connect(address)
         revision = (await store.read("/t/")).revision
         await store.commit((), (Put("/t/a", b"1"),))
@@ -170,7 +171,10 @@ def test_error_for_an_unreachable_coordinator_names_it_and_a_remedy() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("text", ["redis://h:1", "etcd://h:x", "etcd://h:99999", "etcd://:1"])
+@pytest.mark.parametrize(
+    "text",
+    ["redis://h:1", "http://h:1", "https://h:1", "etcd://h:x", "etcd://h:99999", "etcd://:1"],
+)
 def test_malformed_address_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):
         parse_address(text)
@@ -179,7 +183,7 @@ def test_malformed_address_is_rejected(text: str) -> None:
 def test_etcd_dies_with_the_process_that_started_it() -> None:
     code = (
         "from keepstep.elastic.store.embedded import EmbeddedEtcd\n"
-        "server = EmbeddedEtcd(); server.start(); print(server.pid, flush=True); input()"
+        "server = EmbeddedEtcd(b'x' * 32); server.start(); print(server.pid, flush=True); input()"
     )
     owner = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stdin=subprocess.PIPE

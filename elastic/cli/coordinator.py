@@ -1,0 +1,156 @@
+"""Connects `keepstep run` to the job's coordinator, and starts one where the options ask for it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from keepstep.elastic.errors import StoreUnavailable, UsageError
+from keepstep.elastic.store.address import Access, Address, parse_address
+from keepstep.elastic.store.contract import Store
+from keepstep.elastic.store.credentials import coordinator_secret
+from keepstep.elastic.store.embedded import EmbeddedEtcd
+from keepstep.elastic.store.etcd import EtcdStore
+
+log = logging.getLogger("keepstep")
+
+_PROBE_S = 1.0
+_CONNECT_S = 10.0
+_START_S = 20.0
+"""How long a coordinator that listens on this machine may take until it serves."""
+_OTHER_NODE_S = 60.0
+"""How long to wait for the coordinator of another node, which may be started later than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinator:
+    """The job's coordinator, connected.
+
+    Args:
+        store: the connection.
+        address: of the coordinator.
+        is_own: whether this process started it.
+    """
+
+    store: Store
+    address: Address
+    is_own: bool
+
+
+@asynccontextmanager
+async def coordinator(
+    options: Mapping[str, Any], min_nodes: int, directory: Path
+) -> AsyncIterator[Coordinator]:
+    """Connect to the coordinator that the options name, or start one.
+
+    Args:
+        options: of `keepstep run`.
+        min_nodes: the number of nodes that the job needs.
+        directory: private, for the files of a coordinator that is started.
+
+    Raises:
+        UsageError: other nodes could not find the coordinator, or its clients could not be
+            authenticated; or its address is not available.
+        StoreUnavailable: it does not answer.
+    """
+    address = _named_address(options)
+    if address is None and min_nodes > 1:
+        raise UsageError(
+            f"--nnodes asks for {min_nodes} nodes, but no other finds the coordinator that a node "
+            f"starts for itself; give all of them --rdzv-endpoint HOST:PORT, with the address of "
+            f"one of them, or --store etcd://HOST:PORT of a running etcd"
+        )
+    with _started(address, options, directory) as own:
+        reached = own or address
+        assert reached is not None, "without an address a coordinator is started"
+        store = await _connect(reached, is_shared=not options["store"])
+        try:
+            yield Coordinator(store, reached, is_own=own is not None)
+        finally:
+            await store.close()
+
+
+def _named_address(options: Mapping[str, Any]) -> Address | None:
+    """Return the address that the options name; None if the node is to have its own coordinator."""
+    if options["standalone"]:
+        return None
+    if options["store"]:
+        return parse_address(options["store"], options["secret_file"])
+    endpoint = options["rdzv_endpoint"]
+    if not endpoint and options["master_addr"] and options["master_port"]:
+        endpoint = f"{options['master_addr']}:{options['master_port']}"
+    if not endpoint:
+        return None
+    return parse_address(f"{Access.SECRET}://{endpoint}", options["secret_file"])
+
+
+@contextmanager
+def _started(
+    address: Address | None, options: Mapping[str, Any], directory: Path
+) -> Iterator[Address | None]:
+    """Start a coordinator if it is this node's to do so; yield its address, else None.
+
+    Of the nodes of one `--rdzv-endpoint` that is the first whose address it is.
+    """
+    if address is None:
+        address = Address(("127.0.0.1:0",), Access.SECRET, options["secret_file"])
+    elif options["store"] or not _is_here(address) or _is_taken(address):
+        yield None
+        return
+    host, _, port = address.endpoints[0].rpartition(":")
+    secret = coordinator_secret(address, os.environ)
+    server = EmbeddedEtcd(secret, host, int(port), parent=directory)
+    try:
+        server.start()
+    except (StoreUnavailable, UsageError):
+        # Several agents of this machine may have started at the same time: one has got the port.
+        if int(port) == 0 or not _is_taken(address):
+            raise
+        yield None
+        return
+    try:
+        yield replace(parse_address(server.url), secret_file=address.secret_file)
+    finally:
+        server.stop()
+
+
+async def _connect(address: Address, *, is_shared: bool) -> EtcdStore:
+    """Connect to a coordinator; one that several nodes share may not serve yet."""
+    if not is_shared:
+        return await EtcdStore.connect(address, deadline_s=_CONNECT_S)
+    if not _is_here(address):
+        log.info("waiting for the coordinator at %s", address.endpoints[0])
+        return await EtcdStore.connect(address, deadline_s=_OTHER_NODE_S)
+    try:
+        return await EtcdStore.connect(address, deadline_s=_START_S)
+    except StoreUnavailable as error:
+        raise StoreUnavailable(
+            f"{address.endpoints[0]} is in use, but not by a coordinator of this user with this "
+            f"secret; choose another port, or give the --secret-file of that coordinator ({error})"
+        ) from error
+
+
+def _is_here(address: Address) -> bool:
+    """Return whether the address is this machine's."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((socket.gethostbyname(address.hosts[0]), 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_taken(address: Address) -> bool:
+    """Return whether a process listens at the address."""
+    host, _, port = address.endpoints[0].rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _PROBE_S).close()
+    except OSError:
+        return False
+    return True
