@@ -182,3 +182,25 @@ def as_bytes(rows: np.ndarray) -> np.ndarray:
     """Return a view of the rows as opaque items of the same size, which copy faster than fields."""
     raw: np.ndarray = rows.view(np.dtype((np.void, rows.dtype.itemsize)))
     return raw
+
+
+_KNOWN = np.zeros((256, 256), bool)
+for _kind, _codes in (
+    (Kind.OPERATION, Operation),
+    (Kind.PHASE, Phase),
+    (Kind.MEASURE, Measure),
+):
+    _KNOWN[_kind, [code.value for code in _codes]] = True
+
+
+def has_meaning(records: np.ndarray) -> np.ndarray:
+    """Return which records this version can interpret.
+
+    The others come from a newer version, or from something that is not a worker: their kind, code
+    or data type is unknown, or a time is no number.
+    """
+    known: np.ndarray = _KNOWN[records["kind"], records["code"]]
+    known &= records["dtype"] < len(DTYPES)
+    for name in ("enqueued_s", "started_s", "ended_s"):
+        known &= np.isfinite(records[name])
+    return known

@@ -52,10 +52,15 @@ class JobRings:
         for reader in rings:
             if newest is None or not _are_of_one_launch(reader.identity, newest.identity):
                 continue
-            # In this order: a process that was dead before its records were read adds no more.
-            is_alive = reader.is_alive()
-            records = reader.last(count)
-            if not is_alive and _last_alive_s(reader, records) < newest.process_started_s:
+            try:
+                # In this order: a process that was dead before its records were read adds no more.
+                is_alive = reader.is_alive()
+                records = reader.last(count)
+                if not is_alive and _last_alive_s(reader, records) < newest.process_started_s:
+                    continue
+                ending, groups = reader.ending, reader.communicators()
+            except RingUnreadable as error:
+                self._refuse(reader.path, reader.inode, error)
                 continue
             self._present.append(reader)
             ranks[reader.identity.rank] = RankRecords(
@@ -64,9 +69,9 @@ class JobRings:
                 records=records,
                 read_at_s=time.monotonic(),
                 is_alive=is_alive,
-                ending=reader.ending,
+                ending=ending,
             )
-            communicators |= reader.communicators()
+            communicators |= groups
         return JobRecords(ranks, communicators)
 
     def processes(self) -> dict[int, int]:
@@ -96,8 +101,18 @@ class JobRings:
         self._readers.clear()
         self._present.clear()
 
+    def _refuse(self, path: Path, inode: int, error: Exception) -> None:
+        """Log why a ring, or the directory, is not read: once, though reading is tried again."""
+        if self._refused.get(path) != inode:
+            self._refused[path] = inode
+            _log.warning("%s", error)
+
     def _refresh(self) -> None:
-        paths = ring_paths(self.directory)
+        try:
+            paths = ring_paths(self.directory)
+        except RingUnreadable as error:
+            self._refuse(self.directory, 0, error)
+            paths = []
         for gone in self._readers.keys() - set(paths):
             self._readers.pop(gone).close()
         for path in paths:
@@ -111,10 +126,8 @@ class JobRings:
             except FileNotFoundError:
                 continue
             except (RingUnreadable, OSError) as error:
-                # Logged once for each file, though reading it is retried; the other ranks are read.
-                if self._refused.get(path) != inode:
-                    self._refused[path] = inode
-                    _log.warning("%s", error)
+                # The other ranks are read.
+                self._refuse(path, inode, error)
                 self._readers.pop(path, None)
             if known is not None:
                 known.close()

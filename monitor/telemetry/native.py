@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,35 +124,44 @@ def build() -> Path:
     Processes that start together wait for the first one to build it.
 
     Raises:
-        RecorderUnavailable: there is no compiler, or it fails, or the directory cannot be written.
+        RecorderUnavailable: there is no compiler, or it fails; the directory cannot be written, or
+            other users could have written there.
     """
     path = library_path()
-    if path.exists():
-        return _trusted(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                unfinished = path.with_suffix(f".{os.getpid()}")
-                _compile(unfinished)
-                os.rename(unfinished, path)
+        _refuse_foreign(path.parent)
+        if not path.exists():
+            _build(path)
+        _refuse_foreign(path)
     except OSError as error:
         raise RecorderUnavailable(
             f"{path} cannot be built: {error}. Set KEEPSTEP_CACHE_DIR."
         ) from error
-    return _trusted(path)
+    return path
 
 
-def _trusted(path: Path) -> Path:
-    """Return the path, unless another user could have written the file, which runs in-process."""
+def _build(path: Path) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path.with_suffix(".lock"), flags, 0o600), "r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            _compile(unfinished)
+            # Whatever the user's umask is.
+            unfinished.chmod(0o755)
+            os.rename(unfinished, path)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise if another user could have written the library, which runs in this process."""
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
         raise RecorderUnavailable(
-            f"{path} belongs to or can be written by other users. Remove it, or set "
-            "KEEPSTEP_CACHE_DIR."
+            f"{path} belongs to or can be written by other users (owner {status.st_uid}, mode "
+            f"{stat.filemode(status.st_mode)}). Remove it, or set KEEPSTEP_CACHE_DIR to a "
+            "directory of your own."
         )
-    return path
 
 
 def _compile(target: Path) -> None:

@@ -49,18 +49,29 @@ def job_directory(job: str) -> Path:
 def recorded_jobs() -> tuple[str, ...]:
     """Return the jobs of this user that have rings on this node, as their directories are named."""
     try:
-        return tuple(
-            sorted(
-                name for name in os.listdir(base_directory()) if ring_paths(base_directory() / name)
-            )
-        )
+        names = os.listdir(base_directory())
     except OSError:
         return ()
+    return tuple(sorted(name for name in names if _has_rings(base_directory() / name)))
+
+
+def _has_rings(directory: Path) -> bool:
+    try:
+        return bool(ring_paths(directory))
+    except (OSError, RingUnreadable):
+        return False
 
 
 def ring_paths(directory: Path) -> list[Path]:
-    """Return the rings of a job's directory, by rank; none if it does not exist."""
+    """Return the rings of a job's directory, by rank; none if it does not exist.
+
+    Raises:
+        RingUnreadable: others could have put rings there, or in the directory above it.
+    """
     try:
+        for place in (directory.parent, directory):
+            if reason := _foreign_reason(place):
+                raise RingUnreadable(f"{reason}: no ring is read from it")
         paths = [directory / name for name in os.listdir(directory) if _RING_NAME.fullmatch(name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -117,13 +128,20 @@ def _warn_if_in_use(path: Path, identity: WorkerIdentity) -> None:
 
 
 def _refuse_foreign(directory: Path) -> None:
+    if reason := _foreign_reason(directory):
+        raise RingUnwritable(f"{reason}: remove it, or set {DIRECTORY_VARIABLE}")
+
+
+def _foreign_reason(directory: Path) -> str | None:
+    """Return why a directory is not to be used; None if only this user may write to it."""
     status = os.lstat(directory)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise RingUnwritable(
-            f"{directory} is not a directory that only this user may write to (owner "
-            f"{status.st_uid}, mode {stat.filemode(status.st_mode)}): remove it, or set "
-            f"{DIRECTORY_VARIABLE}"
-        )
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if is_own and not status.st_mode & 0o022:
+        return None
+    return (
+        f"{directory} is not a directory that only this user may write to (owner "
+        f"{status.st_uid}, mode {stat.filemode(status.st_mode)})"
+    )
 
 
 class Sweeper:
@@ -139,7 +157,11 @@ class Sweeper:
         self._dead_since: dict[tuple[Path, int], float] = {}
 
     def sweep(self, directories: Iterable[Path], now_s: float) -> list[Path]:
-        """Check all rings once; return those that were removed. Other files are left alone."""
+        """Check all rings once; return those that were removed. Other files are left alone.
+
+        Raises:
+            RingUnreadable: others may write to a directory.
+        """
         removed = []
         dead: dict[tuple[Path, int], float] = {}
         for directory in directories:

@@ -4,6 +4,7 @@ Operations are tested in tests/integration/monitor.
 """
 
 import gc
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from keepstep import monitor
 from keepstep.monitor.errors import RecorderUnavailable
 from keepstep.monitor.records import Communicator, Kind, Measure, Phase
+from keepstep.monitor.telemetry import native
 from keepstep.monitor.telemetry.attachment import is_of_communication
-from keepstep.monitor.telemetry.native import NativeRecorder, library_path
+from keepstep.monitor.telemetry.native import NativeRecorder, build, library_path
 from keepstep.monitor.telemetry.phases import AutomaticPhases
 from keepstep.monitor.telemetry.recorder import Recorder
 from keepstep.monitor.telemetry.ring import WorkerIdentity
@@ -306,6 +308,56 @@ def test_library_that_others_may_write_is_not_loaded(
     library_path().chmod(0o666)
     with pytest.raises(RecorderUnavailable, match="written by other users"):
         NativeRecorder()
+
+
+def test_recorder_is_not_loaded_from_a_directory_that_others_may_write_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
+    library_path().touch(mode=0o700)
+    assert build() == library_path()
+    tmp_path.chmod(0o777)
+    with pytest.raises(RecorderUnavailable, match="written by other users"):
+        build()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+def test_recorder_of_another_user_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path))
+    library_path().touch(mode=0o700)
+    for path in (library_path(), tmp_path):
+        os.chown(path, 12345, 12345)
+        with pytest.raises(RecorderUnavailable, match="owner 12345"):
+            build()
+        os.chown(path, 0, 0)
+
+
+def test_building_truncates_no_file_that_a_link_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("content")
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(cache))
+    library_path().with_suffix(".lock").symlink_to(precious)
+    with pytest.raises(RecorderUnavailable, match="cannot be built"):
+        build()
+    assert precious.read_text() == "content"
+
+
+def test_recorder_that_was_built_with_a_generous_umask_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_compile", lambda target: target.touch(mode=0o666))
+    umask = os.umask(0)
+    try:
+        assert build().exists()
+    finally:
+        os.umask(umask)
 
 
 def test_failure_of_communication_is_distinguished_from_other_errors() -> None:

@@ -348,6 +348,117 @@ def test_ring_that_cannot_be_opened_does_not_prevent_reading_the_others(
     assert set(rings.read(1).ranks) == {3, 4}
 
 
+def test_ring_that_is_truncated_while_it_is_read_ends_neither_the_reader_nor_the_others(
+    ring: Ring, caplog: pytest.LogCaptureFixture
+) -> None:
+    create_ring(replace(IDENTITY, rank=4), SMALL).close()
+    for number in range(1, 300):
+        operate(ring, number)
+    rings = JobRings(ring.path.parent)
+    assert set(rings.read(1000).ranks) == {3, 4}
+    reader = RingReader(ring.path)
+    os.truncate(ring.path, 4096)
+    with pytest.raises(RingUnreadable, match="was truncated"):
+        reader.last(1000)
+    assert set(rings.read(1000).ranks) == {4}
+    rings.read(1000)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("at", "data"),
+    [
+        (40, struct.pack("<i", -1)),
+        (56, struct.pack("<d", float("nan"))),
+        (68, struct.pack("<I", 77)),
+        (88, struct.pack("<Q", 2**63)),
+        (136, struct.pack("<Q", 2**40)),
+    ],
+)
+def test_ring_whose_content_makes_no_sense_is_refused(ring: Ring, at: int, data: bytes) -> None:
+    damaged(ring, at, data)
+    with pytest.raises(RingUnreadable, match="damaged"):
+        read_all(ring.path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"identity": 1, "name": "x", "ranks": [[0, 1000000000000, 1]]}',
+        b'{"identity": 1, "name": "x", "ranks": [[0, 2, 2147483648]]}',
+        b'{"identity": 1, "name": "x", "ranks": [["0", 1, 1]]}',
+        b'{"identity": -1, "name": "x", "ranks": []}',
+        b'{"name": "x"}',
+        b"7",
+        b"[" * 500,
+    ],
+)
+def test_table_whose_lines_are_no_process_groups_is_refused(ring: Ring, line: bytes) -> None:
+    damaged(ring, 36864, line + b"\n")
+    damaged(ring, 136, struct.pack("<Q", len(line) + 1))
+    with pytest.raises(RingUnreadable, match="table of process groups"):
+        read_all(ring.path)
+
+
+def read_all(path: Path) -> None:
+    """Read whatever a reader reads of a ring."""
+    reader = RingReader(path)
+    try:
+        reader.is_alive()
+        reader.last(10_000)
+        reader.communicators()
+        assert reader.ending in Ending
+    finally:
+        reader.close()
+
+
+def test_records_that_no_worker_writes_are_not_returned(ring: Ring) -> None:
+    for number in range(1, 6):
+        operate(ring, number)
+    lane = 4096
+    damaged(ring, lane + 8, b"\x09")  # The kind of the first, the code of the second,
+    damaged(ring, lane + 64 + 9, b"\xff")
+    damaged(ring, lane + 2 * 64 + 10, b"\xff")  # the data type of the third, a time.
+    damaged(ring, lane + 3 * 64 + 56, struct.pack("<d", float("inf")))
+    assert RingReader(ring.path).last(10)["number"].tolist() == [5]
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_ring_that_others_could_write_is_not_read(ring: Ring, mode: int) -> None:
+    ring.path.chmod(mode)
+    with pytest.raises(RingUnreadable, match="others could have written it"):
+        RingReader(ring.path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give files away")
+def test_rings_of_another_user_are_not_read(ring: Ring, caplog: pytest.LogCaptureFixture) -> None:
+    os.chown(ring.path, 12345, 12345)
+    with pytest.raises(RingUnreadable, match="owner 12345"):
+        RingReader(ring.path)
+    os.chown(ring.path, 0, 0)
+    os.chown(ring.path.parent, 12345, 12345)
+    assert JobRings(ring.path.parent).read(1).ranks == {}
+    assert "owner 12345" in caplog.text
+    assert recorded_jobs() == ()
+
+
+def test_directory_that_others_may_write_to_is_not_read_and_said_once(
+    ring: Ring, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = RingSource(ring.path.parent, keep_s=0.0)
+    base.chmod(0o777)
+    assert (source.read(), source.read()) == ([], [])
+    assert len(caplog.records) == 1
+    base.chmod(0o700)
+    assert len(source.read()) == 1
+
+
+def test_named_pipe_in_the_place_of_a_ring_is_refused_without_waiting(ring: Ring) -> None:
+    os.mkfifo(ring.path.with_name("rank-00009.ring"), 0o600)
+    with pytest.raises(RingUnreadable, match="no regular file"):
+        RingReader(ring.path.with_name("rank-00009.ring"))
+
+
 def test_new_worker_replaces_the_ring_and_readers_keep_the_old_one(ring: Ring) -> None:
     operate(ring, 41)
     old = RingReader(ring.path)
