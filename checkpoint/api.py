@@ -7,18 +7,22 @@ form no regular grid.
 
 from __future__ import annotations
 
-import logging
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from typing import TypeVar, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from keepstep.checkpoint.agreement import (
+    agreed_steps,
+    load_newest_intact,
+    on_all_ranks,
+    on_all_ranks_gathering,
+)
 from keepstep.checkpoint.collective import Bytes, all_gather_json, box_of, gather_chunks, rank
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, LayoutMismatch
+from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.live.capture import LiveStateReader
@@ -27,17 +31,13 @@ from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
-
-log = logging.getLogger("keepstep")
 
 _VALUES = "values"
 
 StateMapping = Mapping[str, object]
-
-_Result = TypeVar("_Result")
 
 
 def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
@@ -56,7 +56,7 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
         CheckpointError: a rank could not write; every rank raises.
     """
     # All ranks take the name that rank 0 gives the attempt.
-    live, gathered = _on_all_ranks_gathering(
+    live, gathered = on_all_ranks_gathering(
         lambda: _capture(state), lambda live: [uuid.uuid4().hex, _index_of(live).to_json()]
     )
     indexes = [ShardIndex.from_json(index) for _, index in gathered]
@@ -68,13 +68,13 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
     def read_box(key: str, box: Box) -> Bytes:
         return collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
 
-    _, gathered_parts = _on_all_ranks_gathering(
+    _, gathered_parts = on_all_ranks_gathering(
         lambda: write_part(storage, attempt, plan, [rank()], read_box, name=rank()),
         StoredObject.to_json,
     )
     parts = [StoredObject.from_json(part) for part in gathered_parts]
     documents = merged_documents(index.documents for index in indexes)
-    _on_all_ranks(
+    on_all_ranks(
         lambda: publish(storage, attempt, parts, plan.tensors, documents) if rank() == 0 else None
     )
 
@@ -109,21 +109,18 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
-    # Only rank 0 lists the steps, so that all ranks load the same one even if a new one appears.
-    steps = _on_all_ranks(lambda: list_steps(url) if rank() == 0 else ())
-    candidates = all_gather_json([[s.step, s.generation] for s in steps if step in (None, s.step)])[
-        0
-    ]
-    for position, chosen in enumerate(candidates or [[step, None]]):
-        try:
-            return _load(
-                url, state, *chosen, strict=strict, convert=convert, resize=frozenset(resize)
-            )
-        except CheckpointDamaged as error:
-            if not fallback or position == len(candidates) - 1:
-                raise
-            log.warning("%s: loading the checkpoint before it", error)
-    raise AssertionError("unreachable: the last candidate loads or raises")
+    candidates = [stored for stored in agreed_steps(url) if step in (None, stored.step)]
+
+    def load_one(step: int | None, generation: int | None) -> int:
+        return _load(
+            url, state, step, generation,
+            strict=strict, convert=convert, resize=frozenset(resize),
+        )  # fmt: skip
+
+    if not candidates:
+        return load_one(step, None)
+    tried = candidates if fallback else candidates[:1]
+    return load_newest_intact(url, tried, lambda s: load_one(s.step, s.generation)).result
 
 
 def _load(
@@ -145,7 +142,7 @@ def _load(
                 undo_allocations.callback(undo)
             return source, _capture(state)
 
-        source, live = _on_all_ranks(prepare)
+        source, live = on_all_ranks(prepare)
         loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
         # The load succeeded: the new slots stay.
         undo_allocations.pop_all()
@@ -182,57 +179,7 @@ def _fill(
         _fill_values(state, source.documents.get(_VALUES, {}))
         return source.step
 
-    return _on_all_ranks(fill)
-
-
-def _on_all_ranks(act: Callable[[], _Result]) -> _Result:
-    """Run a function on every rank; if it fails on any rank, all ranks raise, for the same reason.
-
-    See `_on_all_ranks_gathering`.
-    """
-    return _on_all_ranks_gathering(act, lambda _: None)[0]
-
-
-def _on_all_ranks_gathering(
-    act: Callable[[], _Result], share: Callable[[_Result], Json]
-) -> tuple[_Result, list[Json]]:
-    """Run a function on every rank, and gather what `share` returns for each rank's result.
-
-    Args:
-        act: the function to run.
-        share: returns the part of the result that every rank gets.
-
-    Returns:
-        This rank's result, and what all ranks share, in the order of ranks.
-
-    Raises:
-        CheckpointDamaged: the function failed because of damage on some ranks, and did not fail
-            otherwise on any. So all ranks decide alike whether to fall back.
-        CheckpointError: the function failed on some rank. A rank that failed in the reported way
-            raises its own error; the others raise that of the first such rank.
-    """
-    own_error: Exception | None = None
-    result: _Result | None = None
-    outcome: dict[str, Json] = {}
-    try:
-        result = act()
-        outcome = {"shared": share(result)}
-    except Exception as error:  # noqa: BLE001 - other ranks wait for this one's outcome
-        own_error = error
-        outcome = {"error": str(error), "damaged": isinstance(error, CheckpointDamaged)}
-    outcomes = all_gather_json(outcome)
-    failures = {failed: outcome for failed, outcome in enumerate(outcomes) if "error" in outcome}
-    if not failures:
-        return cast(_Result, result), [outcome["shared"] for outcome in outcomes]
-    is_damage = all(failure["damaged"] for failure in failures.values())
-    if own_error is not None and isinstance(own_error, CheckpointDamaged) == is_damage:
-        raise own_error
-    failed_rank, failure = next(
-        (failed, failure) for failed, failure in failures.items() if failure["damaged"] == is_damage
-    )
-    raise (CheckpointDamaged if is_damage else CheckpointError)(
-        f"rank {failed_rank}: {failure['error']}"
-    ) from own_error
+    return on_all_ranks(fill)
 
 
 def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:

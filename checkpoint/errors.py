@@ -26,6 +26,10 @@ class CheckpointExists(CheckpointError):
     """The step is committed already; committed steps are never overwritten."""
 
 
+class RankFailed(CheckpointError):
+    """Another rank could not do its share; the message is that of the first one."""
+
+
 class LayoutMismatch(CheckpointError):
     """The state to fill and the state to read differ in names, shapes or dtypes."""
 

@@ -450,6 +450,8 @@ def _log_action(action: actions.Action) -> None:
             )
         case actions.Close(closing):
             log.warning("generation %d ends: %s", closing.generation, closing.reason)
+        case actions.Publish(request=request):
+            log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
         case actions.CancelPersist(reason=reason):
             log.error("checkpoint not stored: %s", reason)
         case _:

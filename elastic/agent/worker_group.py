@@ -317,8 +317,15 @@ class WorkerGroup:
                 self._snapshot_intervals[worker.pid] = message
                 self._choose_snapshot_interval()
             case Ready() | Restored() | Stepped():
+                if isinstance(message, Restored) and worker.rank == 0:
+                    self._log_restored(message)
                 if worker.assignment is not None:
                     self._phases.add(worker.assignment.local_rank, message)
+
+    def _log_restored(self, restored: Restored) -> None:
+        url = f" ({self.checkpoint_url})" if "storage" in restored.source else ""
+        if restored.step:
+            log.info("goes on after step %d, from %s%s", restored.step, restored.source, url)
 
     def _choose_snapshot_interval(self) -> None:
         """Take the longest interval that a worker has chosen: it decides for all."""

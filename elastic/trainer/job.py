@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep import monitor
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.data import Batches, Dataset, Position
@@ -325,10 +325,12 @@ class Job:
             newer_than = assignment.generation
             try:
                 self._enter_generation(assignment)
-            except (RuntimeError, SnapshotUnavailable) as error:
+            except (RuntimeError, SnapshotUnavailable, RankFailed) as error:
                 # A node that holds the state may be lost while the state is restored from it.
-                is_node_loss = isinstance(error, SnapshotUnavailable) or is_peer_failure(error)
-                if not (is_node_loss or self._session.is_closing(newer_than)):
+                is_elsewhere = isinstance(error, SnapshotUnavailable | RankFailed)
+                if not (
+                    is_elsewhere or is_peer_failure(error) or self._session.is_closing(newer_than)
+                ):
                     raise
                 self._end_generation(newer_than, error)
             else:

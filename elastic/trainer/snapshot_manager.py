@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,14 +19,16 @@ import torch
 import torch.distributed as dist
 
 from keepstep import monitor
-from keepstep.checkpoint.errors import StateChanged
-from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
+from keepstep.checkpoint.collective import rank
+from keepstep.checkpoint.errors import CheckpointDamaged, StateChanged
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.rendezvous.records import Member, ShardRebuild
+from keepstep.elastic.rendezvous.records import Member, ShardRebuild, SnapshotCommit
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -106,13 +109,17 @@ class SnapshotManager:
         Returns:
             The position, and a description of the source ("start": none).
         """
-        source, name = self._source()
-        if source is None:
-            return self.training.start_fresh(seed), name
-        position = self.training.restore_from(source, seed)
-        if isinstance(source, MemorySource):
-            name = source.describe()
-            source.close()
+        resume = self._assignment.resume
+        if resume is None:
+            position, name = self._resume_without_memory(seed)
+        elif not resume.stored:
+            position, name = self._restore_from_memory(resume, seed)
+        else:
+            try:
+                position, name = on_all_ranks(lambda: self._restore_from_memory(resume, seed))
+            except CheckpointDamaged as error:
+                log.warning("%s: resuming from storage alone", error)
+                position, name = self._resume_without_memory(seed)
         self._completed_step = position.step
         return position, name
 
@@ -274,48 +281,50 @@ class SnapshotManager:
         self._snapshotter.close()
         self._client.close()
 
-    def _source(self) -> tuple[Source | None, str]:
-        resume = self._assignment.resume
-        if resume is not None:
-            holders = [
-                Holder(self._server(member), tuple(member.ranks)) for member in resume.holders
-            ]
-            # A later entry takes precedence: the node that rebuilds a lost rank's shard holds it.
-            holders += [
-                Holder(self._server(rebuild), (rebuild.rank,), rebuilds=True)
-                for rebuild in resume.shard_rebuilds
-            ]
-            snapshot = resume.snapshot
-            open_stored = partial(
-                StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation
+    def _restore_from_memory(self, resume: SnapshotCommit, seed: int) -> tuple[Position, str]:
+        holders = [Holder(self._server(member), tuple(member.ranks)) for member in resume.holders]
+        # A later entry takes precedence: the node that rebuilds a lost rank's shard holds it.
+        holders += [
+            Holder(self._server(rebuild), (rebuild.rank,), rebuilds=True)
+            for rebuild in resume.shard_rebuilds
+        ]
+        snapshot = resume.snapshot
+        open_stored = partial(
+            StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation
+        )
+        source = MemorySource(
+            snapshot,
+            holders,
+            bytes.fromhex(self._assignment.secret),
+            rank=self._assignment.rank,
+            open_fallback=open_stored if resume.stored else None,
+        )
+        with closing(source):
+            position = self.training.restore_from(source, seed)
+            return position, source.describe()
+
+    def _resume_without_memory(self, seed: int) -> tuple[Position, str]:
+        """Restore the newest stored checkpoint that no rank finds damaged, else initialize."""
+        url = self._checkpoint
+        if url is None:
+            return self.training.start_fresh(seed), "start"
+        # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
+        on_all_ranks(lambda: open_storage(url).probe_writable() if rank() == 0 else None)
+        steps = agreed_steps(url)
+        if not steps:
+            return self.training.start_fresh(seed), "start"
+
+        def restore(stored: StoredStep) -> Position:
+            return on_all_ranks(
+                lambda: self.training.restore_from(
+                    StoredCheckpoint.open(url, stored.step, stored.generation), seed
+                )
             )
-            return MemorySource(
-                snapshot,
-                holders,
-                bytes.fromhex(self._assignment.secret),
-                rank=self._assignment.rank,
-                world_size=self._assignment.world_size,
-                open_fallback=open_stored if resume.stored else None,
-            ), "memory"
-        if self._checkpoint is None:
-            return None, "start"
-        step = self._newest_stored(self._checkpoint)
-        if step < 0:
-            return None, "start"
-        return StoredCheckpoint.open(self._checkpoint, step), "storage"
+
+        loaded = load_newest_intact(url, steps, restore)
+        damaged = (f"step {stored.step} damaged" for stored in loaded.damaged)
+        return loaded.result, ", ".join(["storage", *damaged])
 
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
-
-    def _newest_stored(self, url: str) -> int:
-        """Return the newest stored step, -1 if there is none.
-
-        Only rank 0 reads storage: all ranks resume from one step even if a new one appears now.
-        """
-        newest = torch.tensor([-1])
-        if self._assignment.rank == 0:
-            open_storage(url).probe_writable()
-            newest[0] = next((stored.step for stored in list_steps(url)), -1)
-        dist.broadcast(newest, src=0)
-        return int(newest.item())

@@ -18,7 +18,7 @@ import threading
 import traceback
 from pathlib import Path
 
-from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
+from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
@@ -154,7 +154,9 @@ def _is_fatal(error: BaseException) -> bool:
     """Whether what the user gave is wrong, so that another attempt would end the same way."""
     if isinstance(error, UsageError):
         return True
-    return isinstance(error, CheckpointError) and not isinstance(error, SnapshotUnavailable)
+    # A rank that failed itself says whether that is for good.
+    is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)
+    return isinstance(error, CheckpointError) and not is_anothers
 
 
 if __name__ == "__main__":

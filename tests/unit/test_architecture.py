@@ -42,9 +42,12 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " checkpoint.stored processes transport"
         ),
         "checkpoint.collective": "checkpoint.layout checkpoint.live checkpoint.stored",
+        "checkpoint.agreement": (
+            "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
+        ),
         "checkpoint.api": (
-            "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.live"
-            " checkpoint.stored"
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
+            " checkpoint.live checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
@@ -101,8 +104,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " transport"
         ),
         "elastic.trainer": (
-            "checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
-            " checkpoint.stored elastic.errors elastic.rendezvous elastic.worker monitor"
+            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
+            " checkpoint.live checkpoint.memory checkpoint.stored elastic.errors"
+            " elastic.rendezvous elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
@@ -172,8 +176,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "CheckpointTooNew", "LayoutMismatch", "SnapshotInvariantViolated", "SnapshotUnavailable",
-        "StateChanged", "load", "save",
+        "CheckpointTooNew", "LayoutMismatch", "RankFailed", "SnapshotInvariantViolated",
+        "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from keepstep.checkpoint.stored.reader import list_steps
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.job.jobs import (
@@ -262,6 +263,34 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
         for line in (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
     ]
     assert runs == list(range(1, computed + 3))
+
+
+@pytest.mark.parametrize("damage", ["part", "tensor"])
+def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
+    tmp_path: Path, damage: str
+) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    with cluster(tmp_path, steps=10**6, every=3, checkpoint=str(checkpoint)) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        running.wait_until(
+            lambda view: view.checkpoint is not None and view.checkpoint.step >= 6, 60
+        )
+    *_, older, newest = list_steps(str(checkpoint))[::-1]
+    pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
+    # One rank alone may find the damage; all of them take the other checkpoint.
+    next(iter(sorted((checkpoint / newest.directory).glob(pattern)))).unlink()
+    with cluster(
+        tmp_path, steps=newest.step + 3, every=10**6, checkpoint=str(checkpoint)
+    ) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 1, 60)
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
+    first = view.history.recoveries[0]
+    assert first.source == f"step {newest.step} damaged, storage"
+    assert first.resumed_step == older.step
+    assert f"goes on after step {older.step}" in running.output()
 
 
 def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(
