@@ -225,11 +225,13 @@ class RankHolder:
 class PersistTask:
     """A snapshot to be written to the storage at a URL, and who holds its shards.
 
-    `attempt` names this attempt to write it; no other attempt ever has the name (FORMAT.md).
+    `generation` is the one that the checkpoint has in storage. `attempt` names this attempt to
+    write it; no other attempt ever has the name (FORMAT.md).
     """
 
     url: str
     snapshot: SnapshotId
+    generation: Count
     attempt: str
     holders: tuple[RankHolder, ...]
 

@@ -263,7 +263,7 @@ class Persistence:
 
 
 def _attempt_of(task: PersistTask) -> Attempt:
-    return Attempt(StoredStep(task.snapshot.step, task.snapshot.generation), task.attempt)
+    return Attempt(StoredStep(task.snapshot.step, task.generation), task.attempt)
 
 
 def _entries_by_key(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _EntriesByKey:

@@ -415,7 +415,11 @@ class Participation:
         if view.is_closing or has_failed:
             is_aborted = view.closing is not None and view.closing.abort
             await self._drain(generation.generation, abort=has_failed or is_aborted)
-        membership.update(times=worker_group.times(), restored_from=worker_group.restored_from)
+        membership.update(
+            times=worker_group.times(),
+            restored_from=worker_group.restored_from,
+            loaded=worker_group.loaded,
+        )
 
     def _update_record(self) -> None:
         """Bring the node's record up to date."""
@@ -487,6 +491,7 @@ class Participation:
             finishing=False,
             persisted=None,
             restored_from="",
+            loaded=None,
             times={},
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from keepstep.elastic.rendezvous.records import LoadedCheckpoint
 from keepstep.elastic.worker.messages import Ready, Restored, Stepped
 
 
@@ -36,6 +37,12 @@ class PhaseReports:
             source for report in self._restored.values() for source in report.source.split(", ")
         }
         return ", ".join(sorted(sources))
+
+    @property
+    def loaded(self) -> LoadedCheckpoint | None:
+        """What rank 0 has found in storage, if it runs here and has resumed from there."""
+        found = (report.loaded for report in self._restored.values())
+        return next((loaded for loaded in found if loaded is not None), None)
 
     def times(self, workers: int) -> Mapping[str, float]:
         """Return when the last of all workers reached each phase, as a node's record shows it.

@@ -286,6 +286,7 @@ class SnapshotProcess:
         return PersistTask(
             url=request.url,
             snapshot=request.commit.snapshot,
+            generation=request.stored_generation,
             attempt=attempt.name,
             holders=tuple(
                 RankHolder(

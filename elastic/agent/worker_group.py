@@ -21,7 +21,7 @@ from keepstep.elastic.agent.supervisor import (
     worker_environment,
 )
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Failure, FailureKind
+from keepstep.elastic.rendezvous.records import Failure, FailureKind, LoadedCheckpoint
 from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assignment,
@@ -138,6 +138,11 @@ class WorkerGroup:
     def restored_from(self) -> str:
         """Where the workers' state came from, comma-separated."""
         return self._phases.restored_from
+
+    @property
+    def loaded(self) -> LoadedCheckpoint | None:
+        """What rank 0 has found in storage, if it runs here and has resumed from there."""
+        return self._phases.loaded
 
     def times(self) -> Mapping[str, float]:
         """Return when the last worker reached each phase; see `PhaseReports.times`."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
     Closing,
     Generation,
     History,
@@ -64,6 +65,13 @@ class CancelPersist:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordLoaded:
+    """Record the checkpoint of an earlier launch from which the job has resumed."""
+
+    checkpoint: CheckpointRecord
+
+
+@dataclass(frozen=True, slots=True)
 class RecordRecovery:
     """Add a completed recovery to the history."""
 
@@ -77,4 +85,14 @@ class Finish:
     result: Result
 
 
-Action = Open | Close | Commit | Persist | Publish | CancelPersist | RecordRecovery | Finish
+Action = (
+    Open
+    | Close
+    | Commit
+    | Persist
+    | Publish
+    | CancelPersist
+    | RecordLoaded
+    | RecordRecovery
+    | Finish
+)

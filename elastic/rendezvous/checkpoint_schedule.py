@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.rendezvous.actions import Action, CancelPersist, Commit, Persist, Publish
+from keepstep.elastic.rendezvous.actions import (
+    Action,
+    CancelPersist,
+    Commit,
+    Persist,
+    Publish,
+    RecordLoaded,
+)
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s
 from keepstep.elastic.rendezvous.rank_assignment import absent_holders
 from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
     NodeRecord,
     PersistedPart,
     PersistRequest,
@@ -30,6 +38,8 @@ def begin_persist_if_due(
     """
     if view.snapshot is None or absent_holders(view, view.snapshot):
         return None
+    if not _is_storage_known(view):
+        return None
     urls = {record.checkpoint_url for record in present if record.checkpoint_url}
     if len(urls) != 1:
         return None
@@ -48,8 +58,51 @@ def begin_persist_if_due(
     else:
         is_due = every is not None and step // every > stored // every
     if step > stored and (is_due or finishing):
-        return Persist(PersistRequest(view.snapshot, urls.pop(), wall_s))
+        return Persist(PersistRequest(view.snapshot, urls.pop(), wall_s, _base(view)))
     return None
+
+
+def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
+    """Record the checkpoint of an earlier launch that the job has resumed from.
+
+    It need not be stored again, and numbers of generations in storage go on from there.
+    """
+    if view.checkpoint is not None or view.generation is None:
+        return None
+    for record in _of_generation(view):
+        if record.loaded is not None and record.checkpoint_url is not None:
+            return RecordLoaded(
+                CheckpointRecord(
+                    step=record.loaded.step,
+                    generation=0,
+                    url=record.checkpoint_url,
+                    at_s=wall_s,
+                    base=record.loaded.newest_generation,
+                )
+            )
+    return None
+
+
+def _is_storage_known(view: View) -> bool:
+    """Whether rank 0 has reported what it found in storage, if it has looked there."""
+    if view.checkpoint is not None or view.generation is None or view.generation.resume is not None:
+        return True
+    first = view.generation.members[0].node
+    return any(
+        record.node == first and "restored" in record.times for record in _of_generation(view)
+    )
+
+
+def _of_generation(view: View) -> Iterator[NodeRecord]:
+    """Return the records that describe members in the current generation."""
+    for member in view.generation.members if view.generation is not None else ():
+        joined = view.nodes.get(member.node)
+        if joined is not None and joined.record.generation == view.generation_number:
+            yield joined.record
+
+
+def _base(view: View) -> int:
+    return view.checkpoint.base if view.checkpoint is not None else 0
 
 
 def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPersist | None:
@@ -176,5 +229,5 @@ def persist_before_leaving(
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
-        return Persist(PersistRequest(resume, urls.pop(), wall_s))
+        return Persist(PersistRequest(resume, urls.pop(), wall_s, _base(view)))
     return None

@@ -125,6 +125,9 @@ def decide(
     record_recovery = _record_recovery(view, generation, present)
     if record_recovery is not None:
         return Decision(leader_state, record_recovery)
+    loaded = checkpoint_schedule.record_loaded(view, wall_s)
+    if loaded is not None:
+        return Decision(leader_state, loaded)
     current = _current(present, generation)
     if len(current) == len(generation.members) and all(r.phase is NodePhase.DONE for r in current):
         if view.persist is not None:

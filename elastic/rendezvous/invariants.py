@@ -123,6 +123,8 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             check_parts(view, request, parts)
         case actions.CancelPersist(request):
             _check_is_current_request(view, request)
+        case actions.RecordLoaded(checkpoint):
+            _check_loaded(view, checkpoint)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
             pass  # `check_transition` has all that there is to check.
 
@@ -337,11 +339,21 @@ def _check_storing(before: View, after: View) -> None:
             )
         if before.checkpoint is not None and _is_of(before.checkpoint, after.persist.commit):
             raise InvariantViolated("a snapshot is stored once", f"{before.checkpoint}")
-    if after.checkpoint != before.checkpoint and not (
-        request is not None
-        and after.persist is None
+    is_loaded = (
+        before.checkpoint is None
         and after.checkpoint is not None
-        and _is_of(after.checkpoint, request.commit)
+        and after.checkpoint.generation == 0
+        and after.persist == request
+    )
+    if (
+        after.checkpoint != before.checkpoint
+        and not is_loaded
+        and not (
+            request is not None
+            and after.persist is None
+            and after.checkpoint is not None
+            and _is_of(after.checkpoint, request.commit)
+        )
     ):
         raise InvariantViolated(
             "a checkpoint is recorded for the request that it answers",
@@ -356,6 +368,18 @@ def _check_storing(before: View, after: View) -> None:
         raise InvariantViolated(
             "a failure to store is recorded for the request that it answers",
             f"{after.store_failure} for {request}",
+        )
+
+
+def _check_loaded(view: View, checkpoint: CheckpointRecord) -> None:
+    found = [joined.record.loaded for joined in view.nodes.values() if joined.record.loaded]
+    if not any(
+        (loaded.step, loaded.newest_generation) == (checkpoint.step, checkpoint.base)
+        for loaded in found
+    ):
+        raise InvariantViolated(
+            "a checkpoint of an earlier launch is recorded as rank 0 found it",
+            f"{checkpoint}, found was {found}",
         )
 
 

@@ -118,7 +118,15 @@ def completed_by_storage(view: View) -> SnapshotCommit | None:
     absent = absent_holders(view, commit)
     holders = tuple(member for member in commit.holders if member not in absent)
     return (
-        replace(commit, holders=holders, shard_rebuilds=(), stored=stored.url) if holders else None
+        replace(
+            commit,
+            holders=holders,
+            shard_rebuilds=(),
+            stored=stored.url,
+            stored_generation=stored.base + stored.generation,
+        )
+        if holders
+        else None
     )
 
 

@@ -120,6 +120,19 @@ class PersistedPart(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedCheckpoint(Record):
+    """What a generation that resumed from storage found there.
+
+    Attributes:
+        step: the step that it resumed from.
+        newest_generation: the greatest generation of any checkpoint there, damaged ones included.
+    """
+
+    step: int
+    newest_generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord(Record):
     """A node as its agent describes it.
 
@@ -131,6 +144,7 @@ class NodeRecord(Record):
         store_port: open, and ready to serve the next generation's torch store.
         warm: the node's workers can start at once; nobody waits for a node that is not warm.
         domain: what it fails together with, such as a rack or a switch.
+        loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
@@ -164,6 +178,7 @@ class NodeRecord(Record):
     snapshot_cost_s: float = 0.0
     times: Mapping[str, float] = field(default_factory=dict)
     restored_from: str = ""
+    loaded: LoadedCheckpoint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +236,7 @@ class SnapshotCommit(Record):
         shard_rebuilds: who rebuilds the shards of lost holders, when a generation resumes from it.
         stored: URL of the checkpoint that has the shards of lost holders, if more were lost than
             parity gives back; `holders` are then those that are left.
+        stored_generation: the generation that the checkpoint has in storage.
     """
 
     snapshot: SnapshotId
@@ -228,6 +244,7 @@ class SnapshotCommit(Record):
     parity: int = 0
     shard_rebuilds: tuple[ShardRebuild, ...] = ()
     stored: str = ""
+    stored_generation: int = 0
 
     def group_of(self, node: str) -> tuple[Member, ...]:
         """Return the members of a holder's erasure group, by position."""
@@ -290,22 +307,36 @@ class Closing(Record):
 
 @dataclass(frozen=True, slots=True)
 class PersistRequest(Record):
-    """Asks the holders of a committed snapshot to write it to storage; `at_s` is when."""
+    """Asks the holders of a committed snapshot to write it to storage; `at_s` is when.
+
+    `base` is added to its generation in storage, so that no earlier launch has stored under it.
+    """
 
     commit: SnapshotCommit
     url: str
     at_s: float
+    base: int = 0
+
+    @property
+    def stored_generation(self) -> int:
+        """The generation that the checkpoint has in storage."""
+        return self.base + self.commit.snapshot.generation
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord(Record):
-    """The newest checkpoint in storage: when it was published, and how long storing it took."""
+    """The newest checkpoint in storage: when it was published, and how long storing it took.
+
+    `generation` is 0 if an earlier launch of the job has stored it. `base` is what this launch adds
+    to the numbers of its generations in storage.
+    """
 
     step: int
     generation: int
     url: str
     at_s: float
     took_s: float = 0.0
+    base: int = 0
 
 
 @dataclass(frozen=True, slots=True)

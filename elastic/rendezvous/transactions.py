@@ -166,11 +166,14 @@ def leader_operations(keys: Keys, action: actions.Action, wall_s: float) -> tupl
                 url=request.url,
                 at_s=wall_s,
                 took_s=max(0.0, wall_s - request.at_s),
+                base=request.base,
             )
             return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
         case actions.CancelPersist(request, reason):
             failure = StoreFailure(request.commit.snapshot.step, reason)
             return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
+        case actions.RecordLoaded(checkpoint):
+            return (Put(single("checkpoint"), checkpoint.encode()),)
         case actions.RecordRecovery(history):
             return (Put(single("history"), history.encode()),)
         case actions.Finish(result):

@@ -355,15 +355,17 @@ class Job:
             self._snapshot_interval,
             copies_synchronously=self._copies_synchronously,
         )
-        self._position, source = self._snapshot_manager.resume(self._seed)
+        resumed = self._snapshot_manager.resume(self._seed)
+        self._position = resumed.position
         self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
         self._session.report(
             Restored(
                 generation=assignment.generation,
                 at_s=wall_clock_s(),
-                source=source,
+                source=resumed.source,
                 step=self.steps,
+                loaded=resumed.loaded if assignment.rank == 0 else None,
             )
         )
         if self.steps > 0:

@@ -28,7 +28,12 @@ from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.stored.format import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.rendezvous.records import Member, ShardRebuild, SnapshotCommit
+from keepstep.elastic.rendezvous.records import (
+    LoadedCheckpoint,
+    Member,
+    ShardRebuild,
+    SnapshotCommit,
+)
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -56,6 +61,21 @@ class _Agreement:
     def is_worth_retrying(self) -> bool:
         """Whether a later agreement may have another result: the commit is still expected."""
         return self.is_wanted and not self.is_possible
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where the training goes on.
+
+    Attributes:
+        position: the position.
+        source: where the state came from, comma-separated; "start" if it was initialized.
+        loaded: what was found in storage, if it came from there alone.
+    """
+
+    position: Position
+    source: str
+    loaded: LoadedCheckpoint | None = None
 
 
 class SnapshotManager:
@@ -100,28 +120,27 @@ class SnapshotManager:
             state.model.register_forward_hook(lambda *_: self._after_forward()),
         )
 
-    def resume(self, seed: int) -> tuple[Position, str]:
+    def resume(self, seed: int) -> Resumed:
         """Restore the state from memory, else from storage, else initialize it.
 
         Args:
             seed: seed for random numbers of ranks that the source has no state of.
-
-        Returns:
-            The position, and a description of the source ("start": none).
         """
+        resumed = self._resume(seed)
+        self._completed_step = resumed.position.step
+        return resumed
+
+    def _resume(self, seed: int) -> Resumed:
         resume = self._assignment.resume
         if resume is None:
-            position, name = self._resume_without_memory(seed)
-        elif not resume.stored:
-            position, name = self._restore_from_memory(resume, seed)
-        else:
-            try:
-                position, name = on_all_ranks(lambda: self._restore_from_memory(resume, seed))
-            except CheckpointDamaged as error:
-                log.warning("%s: resuming from storage alone", error)
-                position, name = self._resume_without_memory(seed)
-        self._completed_step = position.step
-        return position, name
+            return self._resume_without_memory(seed)
+        if not resume.stored:
+            return self._restore_from_memory(resume, seed)
+        try:
+            return on_all_ranks(lambda: self._restore_from_memory(resume, seed))
+        except CheckpointDamaged as error:
+            log.warning("%s: resuming from storage alone", error)
+            return self._resume_without_memory(seed)
 
     def complete_step(self, position: Position) -> None:
         """Complete a step at `position`, and begin a snapshot if the ranks agreed on one.
@@ -281,19 +300,18 @@ class SnapshotManager:
         self._snapshotter.close()
         self._client.close()
 
-    def _restore_from_memory(self, resume: SnapshotCommit, seed: int) -> tuple[Position, str]:
+    def _restore_from_memory(self, resume: SnapshotCommit, seed: int) -> Resumed:
         holders = [Holder(self._server(member), tuple(member.ranks)) for member in resume.holders]
         # A later entry takes precedence: the node that rebuilds a lost rank's shard holds it.
         holders += [
             Holder(self._server(rebuild), (rebuild.rank,), rebuilds=True)
             for rebuild in resume.shard_rebuilds
         ]
-        snapshot = resume.snapshot
         open_stored = partial(
-            StoredCheckpoint.open, resume.stored, snapshot.step, snapshot.generation
+            StoredCheckpoint.open, resume.stored, resume.snapshot.step, resume.stored_generation
         )
         source = MemorySource(
-            snapshot,
+            resume.snapshot,
             holders,
             bytes.fromhex(self._assignment.secret),
             rank=self._assignment.rank,
@@ -301,18 +319,18 @@ class SnapshotManager:
         )
         with closing(source):
             position = self.training.restore_from(source, seed)
-            return position, source.describe()
+            return Resumed(position, source.describe())
 
-    def _resume_without_memory(self, seed: int) -> tuple[Position, str]:
+    def _resume_without_memory(self, seed: int) -> Resumed:
         """Restore the newest stored checkpoint that no rank finds damaged, else initialize."""
         url = self._checkpoint
         if url is None:
-            return self.training.start_fresh(seed), "start"
+            return Resumed(self.training.start_fresh(seed), "start")
         # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
         on_all_ranks(lambda: open_storage(url).probe_writable() if rank() == 0 else None)
         steps = agreed_steps(url)
         if not steps:
-            return self.training.start_fresh(seed), "start"
+            return Resumed(self.training.start_fresh(seed), "start")
 
         def restore(stored: StoredStep) -> Position:
             return on_all_ranks(
@@ -323,7 +341,11 @@ class SnapshotManager:
 
         loaded = load_newest_intact(url, steps, restore)
         damaged = (f"step {stored.step} damaged" for stored in loaded.damaged)
-        return loaded.result, ", ".join(["storage", *damaged])
+        return Resumed(
+            loaded.result,
+            ", ".join(["storage", *damaged]),
+            LoadedCheckpoint(loaded.stored.step, max(stored.generation for stored in steps)),
+        )
 
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""

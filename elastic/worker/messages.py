@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from keepstep.elastic.rendezvous.records import SnapshotCommit
+from keepstep.elastic.rendezvous.records import LoadedCheckpoint, SnapshotCommit
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
 _MAX_TEXT_CHARACTERS = 2**16
@@ -168,11 +168,14 @@ class Restored(GenerationReport, frozen=True, kw_only=True):
         at_s: when, by the wall clock.
         source: where the state came from, comma-separated.
         step: the step it goes on from.
+        loaded: what it has found in storage; only rank 0 sends it, and only if it resumed from
+            there.
     """
 
     at_s: float
     source: str
     step: int
+    loaded: LoadedCheckpoint | None = None
 
 
 class Stepped(GenerationReport, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from keepstep.checkpoint.stored.format import StoredStep
 from keepstep.checkpoint.stored.reader import list_steps
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
@@ -280,9 +281,7 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
     # One rank alone may find the damage; all of them take the other checkpoint.
     next(iter(sorted((checkpoint / newest.directory).glob(pattern)))).unlink()
-    with cluster(
-        tmp_path, steps=newest.step + 3, every=10**6, checkpoint=str(checkpoint)
-    ) as running:
+    with cluster(tmp_path, steps=newest.step, every=3, checkpoint=str(checkpoint)) as running:
         for node in ("a", "b"):
             running.start(node)
         view = running.wait_until(lambda view: len(view.history.recoveries) == 1, 60)
@@ -291,6 +290,22 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     assert first.source == f"step {newest.step} damaged, storage"
     assert first.resumed_step == older.step
     assert f"goes on after step {older.step}" in running.output()
+    # The damaged checkpoint is stored anew, under a generation that is greater than its own.
+    assert list_steps(str(checkpoint))[:2] == (
+        StoredStep(newest.step, newest.generation + 1), newest
+    )  # fmt: skip
+
+
+def test_job_that_is_done_ends_well_when_it_is_run_again(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    for steps in (9, 9, 6, 12):
+        with cluster(tmp_path, "1:1", steps=steps, every=3, checkpoint=str(checkpoint)) as running:
+            running.start("a")
+            assert running.wait("a", 120) == 0, running.output()
+            assert "not stored" not in running.output()
+    assert [stored.step for stored in list_steps(str(checkpoint))] == [12, 9, 6, 3]
+    lines = (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
 
 
 def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(

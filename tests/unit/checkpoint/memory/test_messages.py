@@ -65,7 +65,7 @@ SNAPSHOT = SnapshotId(3, 40)
 TABLE = (ShardLocation(rank=2, offset=0, nbytes=90, index_offset=80, crc=2**32 - 1),)
 GROUP = ErasureGroup(generation=3, addresses=("tcp:a:1", "tcp:b:2"), position=1, parity=1)
 TASK = PersistTask(
-    "s3://bucket/job", SNAPSHOT, "9-1a", (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,)))
+    "s3://bucket/job", SNAPSHOT, 13, "9-1a", (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,)))
 )
 HELD = (SealedRanks(SNAPSHOT, (0, 1)),)
 

@@ -60,7 +60,7 @@ class Node:
         self.persistence = Persistence(self.memory, Identity("node", b"s" * 32), 0, self.events.put)
 
     def task(self, attempt: str) -> PersistTask:
-        return PersistTask(self.url, FIRST, attempt, (RankHolder(None, (0,)),))
+        return PersistTask(self.url, FIRST, FIRST.generation, attempt, (RankHolder(None, (0,)),))
 
     def next_event(self) -> ServerEvent:
         return self.events.get(timeout=60)
