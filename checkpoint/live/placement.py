@@ -5,7 +5,9 @@ Pure (torch's placement types are values): it uses no device mesh and does no co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -24,8 +26,9 @@ def local_box(
     """Return the box of a sharded tensor that one rank holds.
 
     Each sharded dimension is split as `torch.chunk` does: pieces of ceil(n / parts), the last ones
-    smaller or empty. Mesh axes split from left to right, except that a strided shard (FSDP over
-    tensor parallelism) splits the pieces that the later axes made.
+    smaller or empty. Mesh axes split from left to right. A strided shard (FSDP over tensor
+    parallelism) splits each of the `split_factor` pieces of what it finds. If the axes to its right
+    make as many, it was applied after them, to the piece that each rank had then.
 
     Args:
         shape: global shape of the tensor.
@@ -34,24 +37,96 @@ def local_box(
         placements: one per mesh axis.
 
     Raises:
-        LayoutMismatch: a placement is not a box, such as a pending sum (`Partial`).
+        LayoutMismatch: what the rank holds is not one box, such as a pending sum (`Partial`).
     """
-    offset, extent = [0] * len(shape), list(shape)
-    # Strided shards were applied after the plain ones on their right, although they are listed to
-    # the left of them.
-    strided = [i for i, placement in enumerate(placements) if isinstance(placement, _StridedShard)]
-    plain = [i for i in range(len(placements)) if i not in strided]
-    for position in (*plain, *strided):
-        placement = placements[position]
+    splits: list[list[_Split]] = [[] for _ in shape]
+    for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if isinstance(placement, Replicate):
             continue
         if isinstance(placement, Partial) or not isinstance(placement, Shard | _StridedShard):
             raise LayoutMismatch(
                 f"a tensor placed as {placement} cannot be stored; redistribute it first"
             )
-        dim = placement.dim % len(shape)
-        piece = ceil_div(extent[dim], mesh_shape[position])
-        start = min(piece * coordinate[position], extent[dim])
-        offset[dim] += start
-        extent[dim] = min(piece, extent[dim] - start)
-    return Box(tuple(offset), tuple(extent))
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        splits[placement.dim % len(shape)].append(_Split(parts, number, factor))
+    ranges = []
+    for extent, of_dimension in zip(shape, splits, strict=True):
+        pieces = _pieces(range(extent), of_dimension)
+        if len(pieces) > 1:
+            raise LayoutMismatch(
+                f"a tensor of shape {tuple(shape)} placed as {tuple(placements)} over a mesh of "
+                f"{tuple(mesh_shape)} is held in several pieces per rank and cannot be stored; "
+                "redistribute it first"
+            )
+        ranges += pieces
+    return Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
+
+
+class _Split(NamedTuple):
+    """A mesh axis that splits a dimension into `parts`, and this rank's place along it.
+
+    `factor` is the number of pieces of which each is split; 1 for a plain shard.
+    """
+
+    parts: int
+    number: int
+    factor: int
+
+
+def _pieces(extent: range, splits: Sequence[_Split]) -> list[range]:
+    """Return what a rank holds of a dimension, in ascending order; one empty range for nothing."""
+    if _are_from_right_to_left(splits):
+        for split in _in_order_of_application(splits):
+            extent = _chunk(extent, split.parts, split.number)
+        return [extent]
+    pieces = [extent]
+    for split in splits:
+        size = sum(map(len, pieces))
+        chunks = [_chunk(range(size), split.factor, number) for number in range(split.factor)]
+        wanted = [_chunk(chunk, split.parts, split.number) for chunk in chunks]
+        pieces = [piece for chosen in wanted for piece in _select(pieces, chosen)]
+    return _merged(pieces) or [range(extent.stop, extent.stop)]
+
+
+def _are_from_right_to_left(splits: Sequence[_Split]) -> bool:
+    """Return whether each strided split finds the pieces that those to its right have made."""
+    return all(
+        split.factor in (1, math.prod(other.parts for other in splits[position + 1 :]))
+        for position, split in enumerate(splits)
+    )
+
+
+def _in_order_of_application(splits: Sequence[_Split]) -> list[_Split]:
+    if not splits:
+        return []
+    first, rest = splits[0], _in_order_of_application(splits[1:])
+    return [first, *rest] if first.factor == 1 else [*rest, first]
+
+
+def _chunk(extent: range, parts: int, number: int) -> range:
+    """Return one piece as `torch.chunk` makes them, an empty one behind the last."""
+    size = ceil_div(len(extent), parts)
+    start = min(extent.start + size * number, extent.stop)
+    return range(start, min(start + size, extent.stop))
+
+
+def _select(pieces: Sequence[range], chosen: range) -> Iterator[range]:
+    """Yield the parts of pieces, put one after the other, at the places that are chosen."""
+    begin = 0
+    for piece in pieces:
+        first = max(chosen.start - begin, 0)
+        last = min(chosen.stop - begin, len(piece))
+        if last > first:
+            yield piece[first:last]
+        begin += len(piece)
+
+
+def _merged(pieces: Sequence[range]) -> list[range]:
+    """Return pieces without those that only continue another."""
+    merged: list[range] = []
+    for piece in pieces:
+        if merged and merged[-1].stop == piece.start:
+            merged[-1] = range(merged[-1].start, piece.stop)
+        else:
+            merged.append(piece)
+    return merged

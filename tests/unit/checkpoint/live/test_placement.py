@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -48,6 +49,57 @@ def test_fsdp_over_tensor_parallelism_splits_the_tensor_parallel_shards(
         box = local_box((rows,), (fsdp_ranks, tp_ranks), (d, t), placements)
         shard = piece(piece(tensor, 0, tp_ranks, t), 0, fsdp_ranks, d)
         assert torch.equal(tensor[box.slices], shard)
+
+
+def torch_split(indices: torch.Tensor, placement: Shard | _StridedShard, parts: int, number: int):
+    """Split as the placements' definition does, from left to right."""
+    factor = getattr(placement, "split_factor", 1)
+    return torch.cat([piece(piece(indices, 0, factor, n), 0, parts, number) for n in range(factor)])
+
+
+one_axis = st.tuples(
+    st.one_of(
+        st.just(Shard(0)),
+        st.sampled_from([1, 2, 3, 4]).map(lambda factor: _StridedShard(0, split_factor=factor)),
+    ),
+    st.integers(1, 4),
+)
+
+
+@given(st.lists(one_axis, min_size=1, max_size=3), st.integers(0, 3), st.data())
+def test_any_split_factor_gives_the_rows_that_a_rank_holds_or_is_refused(
+    axes: list[tuple[Shard | _StridedShard, int]], multiple: int, data: st.DataObject
+) -> None:
+    """With sizes that every split divides: FSDP and the definition differ in others."""
+    rows = multiple * math.prod(n * getattr(p, "split_factor", 1) for p, n in axes)
+    mesh = [parts for _, parts in axes]
+    coordinate = [data.draw(st.integers(0, parts - 1)) for parts in mesh]
+    held = torch.arange(rows)
+    for (placement, parts), number in zip(axes, coordinate, strict=True):
+        held = torch_split(held, placement, parts, number)
+    expected = held.tolist()
+    placements = [placement for placement, _ in axes]
+    if expected != list(range(expected[0], expected[0] + len(expected)) if expected else ()):
+        with pytest.raises(LayoutMismatch, match="several pieces"):
+            local_box((rows,), mesh, coordinate, placements)
+        return
+    box = local_box((rows,), mesh, coordinate, placements)
+    assert torch.arange(rows)[box.slices].tolist() == expected
+
+
+def test_fsdp_over_two_axes_of_model_parallelism_splits_what_both_made() -> None:
+    """Tensor parallelism is applied first, then the axis beside it, then FSDP."""
+    placements = (_StridedShard(0, split_factor=4), _StridedShard(0, split_factor=2), Shard(0))
+    boxes = {
+        coordinate: local_box((16,), (2, 2, 2), coordinate, placements).offset[0]
+        for coordinate in itertools.product(range(2), repeat=3)
+    }
+    assert boxes == {(d, c, t): 8 * t + 4 * c + 2 * d for d, c, t in boxes}
+
+
+def test_a_strided_shard_whose_other_axis_was_gathered_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="several pieces"):
+        local_box((8,), (2, 2), (0, 1), (_StridedShard(0, split_factor=2), Replicate()))
 
 
 def test_every_rank_holds_all_of_a_scalar() -> None:
