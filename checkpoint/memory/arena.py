@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,21 @@ def contiguous_range(entry: Entry, box: Box) -> tuple[int, int] | None:
     strides = _strides(outer_shape)
     start = sum(offset * stride for offset, stride in zip(inner.offset, strides, strict=True))
     return entry.byte_offset + start * itemsize, inner.size * itemsize
+
+
+def contiguous_tiles(values: Bytes, nbytes: int) -> Iterator[memoryview]:
+    """Yield an array's bytes in C order; if they lie scattered, copied in tiles of `nbytes`."""
+    if values.flags.c_contiguous or values.nbytes <= nbytes or values.ndim < 2:
+        yield np.ascontiguousarray(values).reshape(-1).data
+        return
+    row_nbytes = max(1, values.nbytes // len(values))
+    if row_nbytes > nbytes:
+        for row in values:
+            yield from contiguous_tiles(row, nbytes)
+        return
+    rows = nbytes // row_nbytes
+    for first in range(0, len(values), rows):
+        yield np.ascontiguousarray(values[first : first + rows]).reshape(-1).data
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

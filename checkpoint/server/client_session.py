@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from keepstep.checkpoint.errors import CheckpointError, SnapshotInvariantViolated
-from keepstep.checkpoint.memory.arena import box_bytes, contiguous_range
+from keepstep.checkpoint.memory.arena import box_bytes, contiguous_range, contiguous_tiles
 from keepstep.checkpoint.memory.messages import (
     Begin,
     Begun,
@@ -34,6 +34,9 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, FileRange, MalformedMessage
+
+# Scattered boxes are copied in tiles of about this size, each sent before the next is copied.
+_COPIED_NBYTES = 4 * 2**20
 
 log = logging.getLogger("keepstep")
 
@@ -151,18 +154,22 @@ class ClientSession:
         """Send boxes; the kernel copies those that are contiguous in memory to the socket."""
         self._memory.pin(request.snapshot)
         try:
-            ranges: list[FileRange] = []
-            views = []
-            for wanted in request.boxes:
-                entry, arena = self._memory.find_box(request.snapshot, wanted)
-                views.append(box_bytes(entry, arena.bytes, wanted.box))
-                contiguous = contiguous_range(entry, wanted.box)
-                if contiguous is not None:
-                    ranges.append(arena.range(*contiguous))
-            if len(ranges) == len(views):
-                self._client.send_files(BoxBytes(), ranges)
-            else:
-                self._client.send(BoxBytes(), [view.tobytes() for view in views])
+            # All are found before the first is sent: half a reply cannot be taken back.
+            found = [
+                (*self._memory.find_box(request.snapshot, wanted), wanted.box)
+                for wanted in request.boxes
+            ]
+            views = [box_bytes(entry, arena.bytes, box) for entry, arena, box in found]
+
+            def pieces() -> Iterator[FileRange | memoryview]:
+                for (entry, arena, box), view in zip(found, views, strict=True):
+                    contiguous = contiguous_range(entry, box)
+                    if contiguous is not None:
+                        yield arena.range(*contiguous)
+                    else:
+                        yield from contiguous_tiles(view, _COPIED_NBYTES)
+
+            self._client.send_pieces(BoxBytes(), sum(view.nbytes for view in views), pieces())
         finally:
             self._memory.unpin(request.snapshot)
 

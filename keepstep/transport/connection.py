@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Self
@@ -110,13 +110,29 @@ class Connection(Generic[SentT, ReceivedT]):
 
         Raises as `send` does.
         """
-        with self._frame(message, sum(piece.view.nbytes for piece in ranges), None):
-            for piece in ranges:
-                offset = piece.offset
-                for tile in _tiles(piece.view.cast("B")):
+        self.send_pieces(message, sum(piece.view.nbytes for piece in ranges), ranges)
+
+    def send_pieces(
+        self, message: SentT, nbytes: int, pieces: Iterable[FileRange | memoryview]
+    ) -> None:
+        """Send one frame whose payload of `nbytes` is made piece by piece, as each is sent.
+
+        Byte ranges of files are copied by the kernel. Raises as `send` does.
+        """
+        with self._frame(message, nbytes, None):
+            left = nbytes
+            for piece in pieces:
+                view = piece.view if isinstance(piece, FileRange) else piece
+                left -= view.nbytes
+                offset = piece.offset if isinstance(piece, FileRange) else 0
+                for tile in _tiles(view.cast("B")):
                     self._sealer.cover(tile)
-                    self._socket.send_file(piece.descriptor, offset, tile.nbytes)
+                    if isinstance(piece, FileRange):
+                        self._socket.send_file(piece.descriptor, offset, tile.nbytes)
+                    else:
+                        self._socket.send_all([tile])
                     offset += tile.nbytes
+            assert left == 0, f"the pieces have {nbytes - left} bytes, {nbytes} were announced"
 
     def receive(
         self, into: Callable[[ReceivedT, int], Sequence[memoryview]] | None = None

@@ -93,6 +93,33 @@ def test_files_are_sent_as_payload(ends: Ends):
     assert received == content[100:2_400_000] + content[:7]
 
 
+def test_pieces_of_files_and_of_memory_are_sent_in_order_each_when_it_is_made(ends: Ends):
+    client, server = ends
+    content = os.urandom(2_500_000)
+    with tempfile.TemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        pieces = [
+            memoryview(b"first"),
+            FileRange(file.fileno(), 100, memoryview(content)[100:]),
+            memoryview(content),
+        ]
+        nbytes = 5 + 2_499_900 + 2_500_000
+        sent = in_thread(server.send_pieces, Tell(text="mixed"), nbytes, iter(pieces))
+        received = bytearray(nbytes)
+        client.receive(lambda _, __: [memoryview(received)])
+        sent.result(10)
+    assert received == b"first" + content[100:] + content
+
+
+def test_a_payload_of_another_size_than_announced_ends_the_connection(ends: Ends):
+    client, server = ends
+    with pytest.raises(AssertionError, match="3 bytes, 4 were announced"):
+        server.send_pieces(Tell(text="short"), 4, [memoryview(b"abc")])
+    with pytest.raises(ConnectionLost):
+        client.receive(lambda _, __: [memoryview(bytearray(4))])
+
+
 def test_a_payload_is_consumed_in_tiles(ends: Ends):
     client, server = ends
     content = os.urandom(100_000)
