@@ -291,6 +291,12 @@ def chunk_shape(
             power_of_two = 1 << (pieces - 1).bit_length()
             # Halves and quarters of the tensor then end where chunks end.
             chunk[axis] = ceil_div(extent, pieces if extent % power_of_two else power_of_two)
+    excess = math.prod(chunk) * itemsize / CHUNK_NBYTES
+    if excess > 1 and 0 not in shape:
+        # No dimension could be cut so that chunks end on shard edges. A chunk without limit would
+        # exceed what an object store takes at once (5 GiB), and the writers' memory.
+        axis = max(range(len(chunk)), key=lambda axis: chunk[axis])
+        chunk[axis] = _cut(chunk[axis], excess, itemsize * math.prod(chunk), within_shards)
     if shape and not is_split[0]:
         # A vocabulary's prime number of rows would be one indivisible cell; a chunk may reach over
         # the tensor's edge.
@@ -298,6 +304,25 @@ def chunk_shape(
         if cells * _CELLS_PER_CHUNK <= chunk[0]:
             chunk[0] = round_up(chunk[0], cells)
     return tuple(chunk)
+
+
+def _cut(extent: int, excess: float, nbytes: int, within_shards: bool) -> int:
+    """Return a chunk's extent, cut so that the chunk has `CHUNK_NBYTES` at most, if possible.
+
+    Args:
+        extent: the chunk's extent, which is that of a shard.
+        excess: how many times too large the chunk is.
+        nbytes: the chunk's size.
+        within_shards: only a divisor is possible: each chunk has to lie within a shard. It may be
+            smaller than wanted, but chunks are not made so small that they would be packed.
+    """
+    if within_shards:
+        pieces = range(math.ceil(excess), max(1, nbytes // PACKED_NBYTES) + 1)
+        return next((extent // n for n in pieces if extent % n == 0), extent)
+    # Chunks reach over shard edges: one of each shard is collected from two ranks. A multiple of a
+    # power of two can be cut into cells.
+    wanted = max(1, int(extent / excess))
+    return wanted // _CELLS_PER_CHUNK * _CELLS_PER_CHUNK or wanted
 
 
 def chunks_over(key: str, shape: Sequence[int], grid: Sequence[int], box: Box) -> Iterator[Chunk]:

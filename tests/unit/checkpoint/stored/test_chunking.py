@@ -215,6 +215,38 @@ def test_chunks_of_large_shards_end_on_shard_edges(shape: tuple[int, int], ranks
         assert boxes[0].shape[0] % chunk[0] == 0
 
 
+PRIME = 1_500_000_001
+
+
+@pytest.mark.parametrize("shape", [(PRIME * 2,), (PRIME * 2, 1), (2, PRIME * 2), (PRIME * 2, 2, 2)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_large_shard_without_divisors_is_cut_all_the_same(
+    shape: tuple[int, ...], axis: int
+) -> None:
+    """A chunk that is too large for one PUT could not be stored in an object store."""
+    axis = min(axis, len(shape) - 1)
+    half = -(-shape[axis] // 2)
+    boxes = [
+        Box(
+            tuple(start if a == axis else 0 for a in range(len(shape))),
+            tuple(stop - start if a == axis else n for a, n in enumerate(shape)),
+        )
+        for start, stop in ((0, half), (half, shape[axis]))
+    ]
+    chunk = chunk_shape(shape, boxes, 4)
+    assert CHUNK_NBYTES / 8 <= math.prod(chunk) * 4 <= CHUNK_NBYTES
+    tensor = stored_tensor("float32", shape, chunk)
+    assert tensor.cell_nbytes <= 4 * CELL_NBYTES[1]
+
+
+@pytest.mark.parametrize("extent", [1_000_003 * 1009, 2 * 1_000_003 * 1009])
+def test_chunks_within_shards_are_cut_at_their_divisors_only(extent: int) -> None:
+    boxes = [Box((0,), (extent,)), Box((extent,), (extent,))]
+    (chunk,) = chunk_shape((2 * extent,), boxes, 4, within_shards=True)
+    assert extent % chunk == 0
+    assert 2**20 <= chunk * 4 <= CHUNK_NBYTES
+
+
 def test_chunks_follow_a_tensor_parallel_split_of_columns() -> None:
     boxes = [Box((0, column), (6, 4)) for column in (0, 4)]
     assert chunk_shape((6, 8), boxes, 4) == (6, 4)
