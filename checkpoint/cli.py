@@ -22,6 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
 from keepstep.checkpoint.stored.housekeeping import (
@@ -91,11 +92,14 @@ def ls(url: str, as_json: bool) -> None:
             str(summary.tensors),
             f"{summary.elements:,}",
         )
-    Console().print(table if summaries else f"no checkpoint at {url}")
+    if summaries:
+        Console().print(table)
+    else:
+        _echo(f"no checkpoint at {url}")
     for message in damaged.values():
-        click.echo(f"damaged: {message}", err=True)
+        _echo(f"damaged: {message}", err=True)
     for message in too_new.values():
-        click.echo(f"too new: {message}", err=True)
+        _echo(f"too new: {message}", err=True)
 
 
 @ckpt.command()
@@ -136,7 +140,8 @@ def show(
     table = _table("tensor", "data type", "shape", "chunk", "stored in")
     for key, tensor in sorted(source.stored_tensors.items()):
         location = "packs" if tensor.is_packed else "own objects"
-        table.add_row(key, tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), location)
+        # `Text`: a name may look like Rich's markup.
+        table.add_row(Text(key), tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), location)
     console = Console()
     console.print(table)
     if documents:
@@ -175,7 +180,7 @@ def verify(
         except (CheckpointDamaged, CheckpointTooNew) as error:
             results[name] = str(error)
         if not as_json:
-            click.echo(f"{name}: {results[name] or 'intact'}")
+            _echo(f"{name}: {results[name] or 'intact'}")
     if as_json:
         _print_json({"checkpoints": results})
     if any(results.values()):
@@ -206,13 +211,13 @@ def diff(
         )
     else:
         for key in difference.only_first:
-            click.echo(f"- {key}")
+            _echo(f"- {key}")
         for key in difference.only_second:
-            click.echo(f"+ {key}")
+            _echo(f"+ {key}")
         for key, change in difference.changed.items():
-            click.echo(f"~ {key}: {change}")
+            _echo(f"~ {key}: {change}")
         for name in difference.documents:
-            click.echo(f"~ document {name}")
+            _echo(f"~ document {name}")
     if (
         difference.only_first
         or difference.only_second
@@ -372,6 +377,12 @@ def _table(*names: str) -> Table:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
+
+
+def _echo(line: str, *, err: bool = False) -> None:
+    """Print a line; what a terminal would obey, such as escapes in names, is shown instead."""
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    click.echo("".join(shown), err=err)
 
 
 def _print_json(content: Any) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import crc32c
 import pytest
 import torch
 from click.testing import CliRunner, Result
 
 from keepstep import checkpoint
 from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.elastic.cli.main import main
 
 
@@ -107,6 +110,37 @@ def test_a_nan_is_shown_as_json_and_equals_itself(tmp_path: Path) -> None:
     }
     assert keepstep("show", tmp_path, "--documents").exit_code == 0
     assert keepstep("diff", tmp_path, tmp_path).exit_code == 0
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path: Path) -> None:
+    root = tmp_path / "[" / "bold]"
+    state = {"[red]gone": torch.ones(1), "x[": {"bold]x": torch.ones(1)}}
+    assert "no checkpoint at" in keepstep("ls", root).output
+    checkpoint.save(str(root), state, step=1)
+    done = keepstep("show", root, "--documents")
+    assert done.exit_code == 0, done.output
+    for name in ("[red]gone", "x[/bold]x"):
+        assert name in done.output
+
+
+def test_escapes_in_names_never_reach_the_terminal(tmp_path: Path) -> None:
+    url, other = str(tmp_path / "a"), str(tmp_path / "b")
+    checkpoint.save(url, {"x": torch.ones(1)}, step=1)
+    checkpoint.save(other, {"x": torch.ones(1)}, step=1)
+    opened = StoredCheckpoint.open(other)
+    root = tmp_path / "b" / opened.directory
+    documents = json.dumps({"values": {}, "\x1b[2J\x07evil": 1}).encode()
+    (root / "documents.json").write_bytes(documents)
+    objects = tuple(
+        replace(item, nbytes=len(documents), crc32c=crc32c.crc32c(documents))
+        if item.name == "documents.json"
+        else item
+        for item in opened.manifest.objects
+    )
+    manifest = replace(opened.manifest, objects=objects)
+    (tmp_path / "b" / opened.stored.directory / "manifest.json").write_bytes(manifest.encode())
+    done = keepstep("diff", url, other)
+    assert done.output.splitlines() == ["~ document \\x1b[2J\\x07evil"]
 
 
 def test_rm_removes_by_policy_and_gc_deletes_the_data_later(run7: Path) -> None:
