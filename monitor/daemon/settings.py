@@ -18,7 +18,7 @@ from keepstep.monitor.contracts import (
 from keepstep.monitor.diagnosis.policy import EnforcementPolicy
 from keepstep.monitor.errors import MonitorError
 from keepstep.monitor.secret import is_loopback
-from keepstep.monitor.watch.watch import WatchLimits
+from keepstep.monitor.watch.rank_store import WatchLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

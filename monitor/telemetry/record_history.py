@@ -176,6 +176,8 @@ class RankHistory:
 
     def __init__(self, state: RankState, capacity: int) -> None:
         self.state = state
+        self.highest_step = 0
+        """Of all records so far."""
         self._operations = _RecordLane(capacity)
         self._marks = _RecordLane(capacity)
         self._sorted: np.ndarray | None = None
@@ -184,8 +186,7 @@ class RankHistory:
     def records(self) -> np.ndarray:
         """All records, by the time they began. Must not be written to."""
         if self._sorted is None:
-            both = joined([self._operations.records, self._marks.records])
-            self._sorted = both.take(np.argsort(both["enqueued_s"], kind="stable"))
+            self._sorted = _by_begin([self._operations.records, self._marks.records])
         return self._sorted
 
     def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
@@ -205,7 +206,31 @@ class RankHistory:
         )
         if len(changed):
             self._sorted = None
+            self.highest_step = max(self.highest_step, int(changed.records["step"].max()))
         return changed
+
+    def newest_operations(self, count: int) -> np.ndarray:
+        """Return a copy of the newest `count` operations, in the order in which they were called.
+
+        Like the next two it costs little, other than `records`, which sorts all.
+        """
+        newest: np.ndarray = self._operations.records[-count:].copy()
+        return newest
+
+    def open_records(self) -> np.ndarray:
+        """Return a copy of the records that have not ended, by begin."""
+        lanes = (self._operations.records, self._marks.records)
+        return _by_begin([records.compress(records["ended_s"] == 0) for records in lanes])
+
+    def of_step(self, step: int, *, include_later_open: bool) -> np.ndarray:
+        """Return a copy of the records of a step, by begin; also open ones of later steps."""
+        parts = []
+        for records in (self._operations.records, self._marks.records):
+            is_included = records["step"] == step
+            if include_later_open:
+                is_included |= (records["step"] > step) & (records["ended_s"] <= 0)
+            parts.append(records.compress(is_included))
+        return _by_begin(parts)
 
     def since(self, number: int) -> np.ndarray:
         """Return the records that changed after reading `number`."""
@@ -223,12 +248,20 @@ class RankHistory:
             lane.records.compress((lane.changed > number) | (lane.records["ended_s"] == 0))
             for lane in lanes
         ]
-        both = joined(parts)
-        return both.take(np.argsort(both["enqueued_s"], kind="stable"))
+        return _by_begin(parts)
+
+
+def _by_begin(parts: list[np.ndarray]) -> np.ndarray:
+    both = joined(parts)
+    return both.take(np.argsort(both["enqueued_s"], kind="stable"))
 
 
 class RecordHistory:
-    """All ranks' newest records, and the process groups that they name."""
+    """All ranks' newest records, and the process groups that they name.
+
+    Args:
+        capacity: operations kept of each rank, and as many phases and measures.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.number = _FIRST
@@ -243,15 +276,22 @@ class RecordHistory:
         self.number += 1
         return self.number
 
-    def merge(self, state: RankState, fresh: np.ndarray) -> ChangedRecords:
+    def merge(
+        self, state: RankState, fresh: np.ndarray, capacity: int | None = None
+    ) -> ChangedRecords:
         """Merge records of a rank; return those that are new or have changed.
 
         A new incarnation of a rank begins with an empty history: its positions, and perhaps its
         node and its clock, have changed.
+
+        Args:
+            state: of the rank.
+            fresh: its records.
+            capacity: to use for this rank if its history begins now; that of all if not given.
         """
         rank = self.ranks.get(state.rank)
         if rank is None or not _is_same_writer(rank.state, state):
-            rank = self.ranks[state.rank] = RankHistory(state, self._capacity)
+            rank = self.ranks[state.rank] = RankHistory(state, capacity or self._capacity)
         changed = rank.merge(fresh, self.number)
         progress_at_s = max(
             state.progress_at_s, state.read_at_s if len(changed) else rank.state.progress_at_s

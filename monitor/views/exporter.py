@@ -96,7 +96,7 @@ class _Collector(Collector):
             "Time since the rank's last progress of any kind.",
             labels=labels,
         )
-        for history in self._watch.ranks():
+        for history in self._watch.rank_views.ranks():
             state, records = history.state, history.records
             if state.node != self._watch.node:
                 continue
@@ -106,7 +106,7 @@ class _Collector(Collector):
             # A finished rank makes no progress, which is no problem.
             if state.ending != Ending.FINISHED:
                 silent.add_metric(names, max(0.0, state.read_at_s - state.progress_at_s))
-            table = self._watch.tables[state.rank]
+            table = self._watch.rank_views.tables[state.rank]
             if table.last_step:
                 took.add_metric(names, table.last_step_s)
         yield from (up, step, took, silent)
@@ -137,7 +137,7 @@ class _Collector(Collector):
         yield opened
 
     def _whole_job(self) -> Iterator[Metric]:
-        typical = self._watch.typical_step_s()
+        typical = self._watch.rank_views.typical_step_s()
         if typical is not None:
             yield _gauge(
                 "keepstep_job_step_duration_seconds",
@@ -145,8 +145,9 @@ class _Collector(Collector):
                 self._job,
                 typical,
             )
-        yield _gauge("keepstep_job_ranks", "Monitored ranks.", self._job, len(self._watch.ranks()))
-        job_status, status_json = self._job_status, job_status_json(self._watch, self._job_status)
+        count = len(self._watch.rank_views.ranks())
+        yield _gauge("keepstep_job_ranks", "Monitored ranks.", self._job, count)
+        job_status, status_json = self._job_status, job_status_json(self._job_status, typical)
         if job_status is None or status_json is None:
             return
         yield _gauge(

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from keepstep.monitor.contracts import JobStatus
-from keepstep.monitor.records import Kind, Operation, Phase
+from keepstep.monitor.records import Kind, Operation, Phase, RankRecords
 from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.watch.goodput import goodput
 from keepstep.monitor.watch.matrices import delays
@@ -32,6 +32,10 @@ _UNHEARD_S = 5.0
 does not answer."""
 _MOST_RANKS = 4096
 """An overview contains at most so many ranks, those without progress for the longest time."""
+_MOST_RANKS_IN_MATRICES = 1024
+"""If there are more, every second, third and so on: a row stands for several ranks anyway."""
+_NEWEST_IN_MATRICES, _MOST_IN_MATRICES = 512, 1 << 17
+"""Operations of each rank, and of all together: copying these takes some milliseconds."""
 
 
 def overview(
@@ -46,11 +50,13 @@ def overview(
         recorded: returns the jobs recorded on this node; called if no rank of this job is known.
     """
     now_s = time.time()
-    ranks = [_rank_json(watch, history) for history in watch.ranks()]
-    total = len(ranks)
+    histories = watch.rank_views.ranks()
+    total = len(histories)
     if total > _MOST_RANKS:
-        most_silent = sorted(ranks, key=lambda rank: -rank["silent_s"])[:_MOST_RANKS]
-        ranks = sorted(most_silent, key=lambda rank: rank["rank"])
+        most_silent = sorted(histories, key=_silent_s, reverse=True)[:_MOST_RANKS]
+        histories = sorted(most_silent, key=lambda history: history.state.rank)
+    ranks = [_rank_json(watch, history) for history in histories]
+    typical_step_s = watch.rank_views.typical_step_s()
     own_node = watch.nodes.get(watch.node)
     return {
         "job": job,
@@ -68,9 +74,9 @@ def overview(
             for facts in watch.nodes.values()
         ],
         "missing": dict(watch.child_registry.missing),
-        "typical_step_s": watch.typical_step_s(),
+        "typical_step_s": typical_step_s,
         "verdicts": [entry.to_json() for entry in reversed(watch.log.entries)],
-        "job_status": job_status_json(watch, job_status),
+        "job_status": job_status_json(job_status, typical_step_s),
     }
 
 
@@ -84,13 +90,13 @@ def no_ranks_text(job: str, recorded: Sequence[str]) -> str:
     return f"no rank of job {job} is known yet; {others}"
 
 
-def job_status_json(watch: Watch, job_status: JobStatus | None) -> dict[str, Any] | None:
+def job_status_json(
+    job_status: JobStatus | None, typical_step_s: float | None
+) -> dict[str, Any] | None:
     """Return the job's status with its goodput; None if keepstep does not run the job."""
     if job_status is None:
         return None
-    account = goodput(
-        job_status.recoveries, job_status.began_at_s, time.time(), watch.typical_step_s()
-    )
+    account = goodput(job_status.recoveries, job_status.began_at_s, time.time(), typical_step_s)
     return {
         **asdict(job_status),
         "goodput": {"wall_s": account.wall_s, "share": account.share, "parts": account.parts},
@@ -99,7 +105,7 @@ def job_status_json(watch: Watch, job_status: JobStatus | None) -> dict[str, Any
 
 def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
     """Return durations of steps or of one phase of them, ranks by steps, and their median."""
-    heat_map = watch.heat(columns, rows, phase)
+    heat_map = watch.rank_views.heat(columns, rows, phase)
     known = heat_map.seconds[np.isfinite(heat_map.seconds)]
     return {
         "steps": heat_map.steps,
@@ -109,9 +115,20 @@ def heat(watch: Watch, columns: int, rows: int, phase: Phase) -> dict[str, Any]:
     }
 
 
-def delay_matrices(watch: Watch, rows: int) -> dict[str, Any]:
-    """Return how long ranks wait for each other, and how long messages between them take."""
-    matrices = delays(watch.job().ranks, rows)
+def operations_for_matrices(watch: Watch) -> dict[int, RankRecords]:
+    """Return the operations that `delay_matrices` is computed from: copies, in bounded number."""
+    ranks = [history.state.rank for history in watch.rank_views.ranks()]
+    ranks = ranks[:: math.ceil(len(ranks) / _MOST_RANKS_IN_MATRICES) or 1]
+    newest = min(_NEWEST_IN_MATRICES, _MOST_IN_MATRICES // max(1, len(ranks)))
+    return watch.rank_views.newest_operations(ranks, newest)
+
+
+def delay_matrices(ranks: Mapping[int, RankRecords], rows: int) -> dict[str, Any]:
+    """Return how long ranks wait for each other, and how long messages between them take.
+
+    It takes long, and may be called on any thread.
+    """
+    matrices = delays(ranks, rows)
     return {
         "rows": matrices.rows,
         "waiting": _numbers(matrices.waiting),
@@ -130,16 +147,17 @@ def step_timeline(
         ranks: to include.
         limit: operations of each rank, at most.
     """
-    job = watch.job()
-    number = step if step is not None else newest_step(job.ranks) or 0
-    chosen = {rank: job.ranks[rank] for rank in ranks if rank in job.ranks}
+    progress = watch.rank_views.progress()
+    number = step if step is not None else newest_step(progress) or 0
+    include_later_open = stand_still_in(progress, number)
+    chosen = watch.rank_views.records_of_step(ranks, number, include_later_open=include_later_open)
     until_s = max((records.read_at_s + records.offset_s for records in chosen.values()), default=0)
     spans_of = timeline(
         chosen,
-        job.communicators,
+        watch.rank_views.communicators,
         number,
         limit,
-        include_later_open=stand_still_in(job.ranks, number),
+        include_later_open=include_later_open,
     )
     begin_s = min((span.begin_s for spans in spans_of.values() for span in spans), default=0.0)
     return {
@@ -164,20 +182,20 @@ def _span_json(span: TimelineSpan, begin_s: float) -> dict[str, Any]:
 
 def _rank_json(watch: Watch, history: RankHistory) -> dict[str, Any]:
     """Return a rank's state and current activity; ages are in seconds."""
-    state, records, table = history.state, history.records, watch.tables[history.state.rank]
-    open_records = records[records["ended_s"] == 0]
+    state, table = history.state, watch.rank_views.tables[history.state.rank]
+    open_records = history.open_records()
     is_phase = (open_records["kind"] == Kind.PHASE) & (open_records["code"] != Phase.STEP)
     phases = open_records[is_phase]
     operations = open_records[open_records["kind"] == Kind.OPERATION]
-    unheard_s = watch.silence_s(state.rank)
+    unheard_s = watch.rank_views.silence_s(state.rank)
     return {
         "rank": state.rank,
         "node": state.node,
         "pid": state.pid,
         "is_alive": state.is_alive,
         "ending": state.ending.name.lower(),
-        "step": int(records["step"].max()) if len(records) else 0,
-        "silent_s": max(0.0, state.read_at_s - state.progress_at_s),
+        "step": history.highest_step,
+        "silent_s": _silent_s(history),
         "phase": _phase_json(phases[-1], state.read_at_s) if len(phases) else None,
         "operation": (
             _operation_json(watch, operations[0], state.read_at_s) if len(operations) else None
@@ -187,6 +205,11 @@ def _rank_json(watch: Watch, history: RankHistory) -> dict[str, Any]:
         "unheard_s": unheard_s,
         "state": _state_name(state.is_alive, unheard_s),
     }
+
+
+def _silent_s(history: RankHistory) -> float:
+    """Return for how long a rank has made no progress."""
+    return max(0.0, history.state.read_at_s - history.state.progress_at_s)
 
 
 def _phase_json(record: np.void, now_s: float) -> dict[str, Any]:
@@ -199,7 +222,7 @@ def _phase_json(record: np.void, now_s: float) -> dict[str, Any]:
 def _operation_json(watch: Watch, record: np.void, now_s: float) -> dict[str, Any]:
     return {
         "name": display_name(Operation, int(record["code"])),
-        "group": watch.group_name(int(record["communicator"])),
+        "group": watch.rank_views.group_name(int(record["communicator"])),
         "number": int(record["number"]),
         "age_s": now_s - float(record["enqueued_s"]),
     }

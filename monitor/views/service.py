@@ -9,8 +9,10 @@ another site in the same browser cannot do.
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -25,13 +27,23 @@ from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.node_clocks import decode_clocks
 from keepstep.monitor.tree.summary import encode
 from keepstep.monitor.views.exporter import CONTENT_TYPE, exposition
-from keepstep.monitor.views.pages import delay_matrices, heat, overview, step_timeline
+from keepstep.monitor.views.pages import (
+    delay_matrices,
+    heat,
+    operations_for_matrices,
+    overview,
+    step_timeline,
+)
+from keepstep.monitor.views.shared_answers import SharedAnswers
 from keepstep.monitor.watch.watch import Watch
 
 DASHBOARD = Path(__file__).parent / "dashboard"
 _Result = TypeVar("_Result")
 
 _MOST_COLUMNS, _MOST_ROWS, _MOST_SPANS, _MOST_TIMELINES = 2000, 1024, 5000, 256
+_FRESH_S, _MATRICES_FRESH_S = 0.9, 3.0
+"""For so long an answer serves all pages: they ask once a second, and matrices are means over
+minutes."""
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -127,6 +139,7 @@ class _Handlers:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._answers = SharedAnswers()
 
     async def page(self, _: web.Request) -> web.FileResponse:
         return web.FileResponse(DASHBOARD / "index.html")
@@ -148,21 +161,28 @@ class _Handlers:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         return web.Response(status=204)
 
-    async def overview(self, _: web.Request) -> web.Response:
+    async def overview(self, request: web.Request) -> web.Response:
         backend = self._backend
         return await self._json(
-            lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded)
+            request,
+            lambda watch: overview(watch, backend.job, backend.job_status, backend.recorded),
         )
 
     async def heat(self, request: web.Request) -> web.Response:
         columns = max(1, _number(request, "columns", 240, _MOST_COLUMNS))
         rows = max(1, _number(request, "rows", 64, _MOST_ROWS))
         phase = _phase(request.query.get("phase", "step"))
-        return await self._json(lambda watch: heat(watch, columns, rows, phase))
+        return await self._json(request, lambda watch: heat(watch, columns, rows, phase))
 
     async def delays(self, request: web.Request) -> web.Response:
         rows = max(1, _number(request, "rows", 32, 128))
-        return await self._json(lambda watch: delay_matrices(watch, rows))
+
+        async def compute() -> dict[str, Any]:
+            operations = await self._backend.on_watch(operations_for_matrices)
+            # Takes too long for the thread that diagnoses.
+            return await asyncio.to_thread(delay_matrices, operations, rows)
+
+        return await self._shared(request, _MATRICES_FRESH_S, compute)
 
     async def step(self, request: web.Request) -> web.Response:
         name = request.match_info["step"]
@@ -172,13 +192,14 @@ class _Handlers:
         limit = _number(request, "limit", 400, _MOST_SPANS)
 
         def read_timeline(watch: Watch) -> dict[str, Any]:
-            ranks = [history.state.rank for history in watch.ranks()][first : first + count]
-            return step_timeline(watch, step, ranks, limit)
+            histories = watch.rank_views.ranks()[first : first + count]
+            return step_timeline(watch, step, [rank.state.rank for rank in histories], limit)
 
-        return await self._json(read_timeline)
+        return await self._json(request, read_timeline)
 
     async def stacks(self, request: web.Request) -> web.Response:
-        return _json_response(await self._backend.stacks(int(request.match_info["rank"])))
+        stacks = await self._backend.stacks(int(request.match_info["rank"]))
+        return _json_response(json.dumps(stacks))
 
     async def metrics(self, _: web.Request) -> web.Response:
         backend = self._backend
@@ -187,12 +208,25 @@ class _Handlers:
         )
         return web.Response(body=data, headers={"Content-Type": CONTENT_TYPE})
 
-    async def _json(self, function: Callable[[Watch], dict[str, Any]]) -> web.Response:
-        return _json_response(await self._backend.on_watch(function))
+    async def _json(
+        self, request: web.Request, function: Callable[[Watch], dict[str, Any]]
+    ) -> web.Response:
+        return await self._shared(request, _FRESH_S, lambda: self._backend.on_watch(function))
+
+    async def _shared(
+        self,
+        request: web.Request,
+        fresh_s: float,
+        compute: Callable[[], Awaitable[dict[str, Any]]],
+    ) -> web.Response:
+        async def encoded() -> str:
+            return json.dumps(await compute())
+
+        return _json_response(await self._answers.get(request.path_qs, fresh_s, encoded))
 
 
-def _json_response(value: dict[str, Any]) -> web.Response:
-    response = web.json_response(value)
+def _json_response(text: str) -> web.Response:
+    response = web.json_response(text=text)
     response.enable_compression()
     return response
 

@@ -103,21 +103,24 @@ def _waiting(table: np.ndarray, row_of: Mapping[int, int], rows: int) -> np.ndar
 
 def _transfer(table: np.ndarray, row_of: Mapping[int, int], rows: int) -> np.ndarray:
     total, count = np.zeros((rows, rows)), np.zeros((rows, rows))
-    send_began_s: dict[tuple[int, int, int, int], float] = {}
-    for send in table[table["code"] == Operation.SEND]:
-        source, target = int(send["rank"]), int(send["peer"])
-        key = (int(send["communicator"]), source, target, int(send["number"]))
-        send_began_s[key] = float(send["began_s"])
-    for receive in table[table["code"] == Operation.RECEIVE]:
-        source, target = int(receive["peer"]), int(receive["rank"])
-        key = (int(receive["communicator"]), source, target, int(receive["number"]))
-        began_s = send_began_s.get(key)
-        if began_s is None or source not in row_of:
-            continue
-        cell = row_of[source], row_of[target]
-        both_began_s = max(began_s, float(receive["began_s"]))
-        total[cell] += max(0.0, float(receive["ended_s"]) - both_began_s)
-        count[cell] += 1
+    is_receive = table["code"] == Operation.RECEIVE
+    messages = table[(table["code"] == Operation.SEND) | is_receive]
+    is_receive = messages["code"] == Operation.RECEIVE
+    source = np.where(is_receive, messages["peer"], messages["rank"])
+    target = np.where(is_receive, messages["rank"], messages["peer"])
+    # The two sides of a message become neighbours, the send before the receive.
+    keys = (messages["number"], target, source, messages["communicator"])
+    order = np.lexsort((is_receive, *keys))
+    is_pair = is_receive[order][1:] & ~is_receive[order][:-1]
+    for key in keys:
+        is_pair &= key[order][1:] == key[order][:-1]
+    sends, receives = order[:-1][is_pair], order[1:][is_pair]
+    both_began_s = np.maximum(messages["began_s"][sends], messages["began_s"][receives])
+    took_s = np.maximum(messages["ended_s"][receives] - both_began_s, 0.0)
+    row = np.array([row_of[rank] for rank in messages["rank"].tolist()], np.int64)
+    cells = row[sends], row[receives]
+    np.add.at(total, cells, took_s)
+    np.add.at(count, cells, 1)
     with np.errstate(invalid="ignore", divide="ignore"):
         mean: np.ndarray = total / count
     return mean

@@ -8,7 +8,7 @@ may be missing if nothing records them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,8 @@ class StepTable:
         self._seconds = np.zeros((capacity, _PHASES), np.float32)
         self.last_step = 0
         self.last_step_s = 0.0
+        self.last_ended_s = 0.0
+        """When the last step ended, by the node's clock."""
 
     def feed(self, changed: ChangedRecords) -> None:
         """Add records that are new or have changed.
@@ -74,13 +76,14 @@ class StepTable:
             self._seconds[slot, code] += ended_s - max(began_s, before_s)
             if code == Phase.STEP:
                 self.last_step, self.last_step_s = step, float(self._seconds[slot, code])
+                self.last_ended_s = ended_s
 
-    def seconds(self, steps: Sequence[int]) -> np.ndarray:
-        """Return seconds by step and phase, shape [steps, phases]; NaN if a step is not known."""
+    def seconds(self, steps: Sequence[int], phase: Phase) -> np.ndarray:
+        """Return seconds of a phase by step; NaN if a step is not known."""
         numbers = np.asarray(steps, np.int64)
         slots = numbers % len(self._step)
         known = (self._step[slots] == numbers) & (self._seconds[slots, Phase.STEP] > 0)
-        return np.where(known[:, None], self._seconds[slots], np.nan)
+        return np.where(known, self._seconds[slots, phase], np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ def heat_map(
     grouped = group_ranks(tables, rows)
     cells = np.full((len(grouped), len(steps)), np.nan)
     for row, members in enumerate(grouped):
-        cells[row] = np.fmax.reduce([tables[rank].seconds(steps)[:, phase] for rank in members])
+        cells[row] = np.fmax.reduce([tables[rank].seconds(steps, phase) for rank in members])
     if phase != Phase.STEP and not np.nanmax(cells, initial=0.0) > 0:
         cells[:] = np.nan  # Nothing records this phase: its duration is unknown, not zero.
     return HeatMap(steps, grouped, cells)
@@ -153,57 +156,64 @@ class TimelineSpan:
     facts: Mapping[str, str | int]
 
 
-def newest_step(ranks: Mapping[int, RankRecords]) -> int | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """How far a rank is.
+
+    Args:
+        step: highest step recorded.
+        last_step: newest step that it ended; 0 if none.
+        last_step_s: its duration.
+        last_ended_s: when it ended, by the node's clock.
+        read_at_s: when the rank was read, by the same clock.
+        is_alive: whether its process exists.
+        ending: how the process recorded that it ended.
+    """
+
+    step: int
+    last_step: int
+    last_step_s: float
+    last_ended_s: float
+    read_at_s: float
+    is_alive: bool = True
+    ending: Ending = Ending.NONE
+
+
+def newest_step(ranks: Collection[RankProgress]) -> int | None:
     """Return the newest step that every rank has ended.
 
     If there is none, or ranks stand still, return the step of the rank that is furthest behind.
     """
-    ended = [int(marks["step"].max()) for marks in map(_ended_steps, ranks.values()) if len(marks)]
+    ended = [rank.last_step for rank in ranks if rank.last_step]
     have_all_ended_one = bool(ended) and len(ended) == len(ranks)
     if have_all_ended_one and not _stand_still(ranks):
         return min(ended)
     return _furthest_behind(ranks)
 
 
-def stand_still_in(ranks: Mapping[int, RankRecords], step: int) -> bool:
+def stand_still_in(ranks: Collection[RankProgress], step: int) -> bool:
     """Return whether ranks stand still and the one furthest behind is in this step."""
     return _stand_still(ranks) and step == _furthest_behind(ranks)
 
 
-def _ended_steps(rank_records: RankRecords) -> np.ndarray:
-    records = rank_records.records
-    is_step = (records["kind"] == Kind.PHASE) & (records["code"] == Phase.STEP)
-    ended: np.ndarray = records[is_step & (records["ended_s"] > 0)]
-    return ended
-
-
-def _stand_still(ranks: Mapping[int, RankRecords]) -> bool:
+def _stand_still(ranks: Iterable[RankProgress]) -> bool:
     """Return whether some rank has not ended a step for far longer than its last step took."""
-    for rank_records in ranks.values():
-        marks = _ended_steps(rank_records)
-        if not len(marks):
-            continue
-        last = marks[-1]
-        since_s = rank_records.read_at_s - last["ended_s"]
-        if since_s > _STUCK * (last["ended_s"] - last["enqueued_s"]):
-            return True
-    return False
+    return any(
+        rank.last_step > 0 and rank.read_at_s - rank.last_ended_s > _STUCK * rank.last_step_s
+        for rank in ranks
+    )
 
 
-def _furthest_behind(ranks: Mapping[int, RankRecords]) -> int | None:
+def _furthest_behind(ranks: Iterable[RankProgress]) -> int | None:
     """Return the lowest of the ranks' newest steps.
 
     A dead rank counts only if its step is at most one before those of the living ranks.
     """
-    newest = {
-        rank: int(rank_records.records["step"].max(initial=0))
-        for rank, rank_records in ranks.items()
-        if rank_records.ending != Ending.FINISHED
-    }
-    living = [step for rank, step in newest.items() if step and ranks[rank].is_alive]
+    unfinished = [rank for rank in ranks if rank.ending != Ending.FINISHED]
+    living = [rank.step for rank in unfinished if rank.step and rank.is_alive]
     if not living:
-        return max(newest.values(), default=0) or None
-    return min([*living, *(step for step in newest.values() if step >= min(living) - 1 > 0)])
+        return max((rank.step for rank in unfinished), default=0) or None
+    return min([*living, *(rank.step for rank in unfinished if rank.step >= min(living) - 1 > 0)])
 
 
 def timeline(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -20,12 +19,10 @@ from keepstep.monitor.contracts import Diagnosis, JobReader, Probe, RingReading
 from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.node.node_series import metrics_from_json, metrics_to_json
-from keepstep.monitor.records import JobRecords, Phase
+from keepstep.monitor.records import JobRecords
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.telemetry.record_history import (
-    RankHistory,
     RankState,
-    RecordHistory,
     is_stale,
     newest_of,
 )
@@ -40,25 +37,9 @@ from keepstep.monitor.watch.diagnosis_rounds import (
     newest_generation,
 )
 from keepstep.monitor.watch.local_digests import LocalDigests
-from keepstep.monitor.watch.step_times import HeatMap, StepTable, heat_map, typical_step_s
+from keepstep.monitor.watch.rank_store import RankStore, WatchLimits
+from keepstep.monitor.watch.rank_views import RankViews
 from keepstep.monitor.watch.verdict_log import VerdictLog, advance
-
-
-@dataclass(frozen=True, slots=True)
-class WatchLimits:
-    """The limits of what a watch keeps.
-
-    Args:
-        records: newest records kept of each rank, 64 bytes each.
-        steps: newest steps whose times are kept of each rank, about 50 bytes each.
-        forget_s: seconds after which the ranks and nodes of a silent child daemon are dropped.
-        aligned_nodes: clocks of more nodes are not aligned: the cost is the square of their number.
-    """
-
-    records: int = 4096
-    steps: int = 1024
-    forget_s: float = 60.0
-    aligned_nodes: int = 512
 
 
 class Watch:
@@ -88,7 +69,6 @@ class Watch:
         self.incarnation = f"{node}-{time.time_ns()}"
         self.log = log or VerdictLog()
         self.component_faults = ComponentFaults()
-        self.tables: dict[int, StepTable] = {}
         self.nodes: dict[str, NodeFacts] = {}
         self.child_registry = ChildRegistry()
         self._limits = limits or WatchLimits()
@@ -98,14 +78,20 @@ class Watch:
             None if diagnosis is None else DiagnosisRunner(diagnosis, self.component_faults)
         )
         self._clocks = NodeClocks(node)
-        self._history = RecordHistory(self._limits.records)
-        self._received_at_s: dict[int, float] = {}
+        self._store = RankStore(node, self._limits)
+        self._history = self._store.history
+        self.rank_views = RankViews(self._store, self._clocks, now_s)
         self._local: tuple[int, ...] = ()
         self._local_digests = LocalDigests(node)
         self._inbox, self._outbox = Inbox(), Outbox()
         self._metrics: NodeMetrics | None = None
         self._metrics_json: dict[str, Any] = {}
         self._now_s = now_s
+
+    @property
+    def number(self) -> int:
+        """The number of the newest reading or summary: what pages show changes with it."""
+        return self._history.number
 
     @property
     def faults(self) -> Mapping[str, int]:
@@ -230,7 +216,7 @@ class Watch:
             changes=changes,
             generation=generation,
             nodes={state.rank: state.node for state in states if state.generation == generation},
-            step_s=self.typical_step_s() or 0.0,
+            step_s=self.rank_views.typical_step_s() or 0.0,
         )
 
     def record_stacks(self, number: int, rank: int, stacks: Mapping[str, Any]) -> None:
@@ -271,48 +257,11 @@ class Watch:
         """Set the offsets of the nodes' clocks."""
         self._clocks.update(clocks, self._now_s())
 
-    def job(self) -> JobRecords:
-        """Return all records, with clocks aligned as measured last."""
-        job = self._history.job()
-        now_s = self._now_s()
-        nodes = {records.node for records in job.ranks.values()}
-        clocks = {node: self._clocks.of(node, now_s) for node in nodes}
-        ranks = {
-            rank: replace(
-                records,
-                offset_s=clocks[records.node].offset_s,
-                offset_error_s=clocks[records.node].error_s,
-            )
-            for rank, records in job.ranks.items()
-        }
-        return JobRecords(ranks, job.communicators)
-
-    def ranks(self) -> list[RankHistory]:
-        """Return every rank's history, by rank."""
-        return [self._history.ranks[rank] for rank in sorted(self._history.ranks)]
-
-    def group_name(self, identity: int) -> str:
-        """Return the name of a process group; its identity if the name is not known."""
-        group = self._history.communicators.get(identity)
-        return group.name if group else f"{identity:08x}"
-
     def locate_rank(self, rank: int) -> tuple[int | None, str | None]:
         """Return the process id of a rank on this node, else the URL of the child that has it."""
         if rank in self._local:
             return self._history.ranks[rank].state.pid, None
         return None, self.child_registry.url_of_rank(rank)
-
-    def silence_s(self, rank: int) -> float:
-        """Return how many seconds ago a new reading of a rank's ring was received."""
-        return self._now_s() - self._received_at_s[rank]
-
-    def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
-        """Return times of steps or of one phase of them, ranks by steps."""
-        return heat_map(self.tables, columns, rows, phase)
-
-    def typical_step_s(self) -> float | None:
-        """Return the median duration of the newest steps."""
-        return typical_step_s(self.tables)
 
     def close(self) -> None:
         """Close the rings and the probe."""
@@ -338,18 +287,10 @@ class Watch:
     def _merge_rank(self, state: RankState, records: np.ndarray) -> None:
         if state.node != self.node:
             self._clocks.record_delay(state.node, self._now_s() - state.read_at_s)
-        before = self._history.ranks.get(state.rank)
-        if before is None or before.state.read_at_s != state.read_at_s:
-            self._received_at_s[state.rank] = self._now_s()
-        changed = self._history.merge(state, records)
-        is_same_writer = before is self._history.ranks[state.rank]
-        if before is not None and not is_same_writer:
-            # Its steps begin again, often with a new generation of the job. Digests of the previous
-            # writer would be attributed to it.
+        if self._store.merge(state, records, self._now_s()):
+            # A new writer: its steps begin again, often with a new generation of the job. Digests
+            # of the previous writer would be attributed to it.
             self._drop_digests()
-        if not is_same_writer or state.rank not in self.tables:
-            self.tables[state.rank] = StepTable(self._limits.steps)
-        self.tables[state.rank].feed(changed)
 
     def _state(self, reading: RingReading) -> RankState:
         return RankState(
@@ -409,11 +350,8 @@ class Watch:
             if rank not in ranks or is_stale(history.state, newest)
         }
         if dropped:
-            self._history.keep_only(self._history.ranks.keys() - dropped)
+            self._store.drop(dropped)
             self._local = tuple(rank for rank in self._local if rank not in dropped)
-            for rank in dropped:
-                self.tables.pop(rank, None)
-                self._received_at_s.pop(rank, None)
             # Their digests would be attributed to ranks that exist.
             self._drop_digests()
         for name in set(self.nodes) - nodes:

@@ -234,7 +234,8 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
             lambda view: members(view) == ["a", "c"] and step_of(view) > 2 * HANGS_AT, 120
         )
         assert view.evictions["b"].reason.startswith("non-communication hang")
-        assert view.history.recoveries[1].source == "memory"
+        # Node c, ready by then, gets the state from node a.
+        assert view.history.recoveries[1].source in ("memory", "memory, peers' memory")
         # The agent left as after SIGTERM, not because the job had ended.
         assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
         # The node may return because its check finds nothing; now it is a spare.

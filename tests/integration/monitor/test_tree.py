@@ -223,8 +223,8 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
         turn = root.diagnose()
         assert turn is not None
         assert turn.verdicts == ()
-        ranks = [history.state.rank for history in root.ranks()]
-        return ranks, root.heat(40, 64, Phase.STEP).steps[-1]
+        ranks = [history.state.rank for history in root.rank_views.ranks()]
+        return ranks, root.rank_views.heat(40, 64, Phase.STEP).steps[-1]
 
     ranks, newest = diagnosed(old, "ab")
     assert (ranks, newest > 100) == ([0, 1, 2, 3], True)
@@ -233,13 +233,13 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
     for order in ("ab", "ba"):
         ranks, newest = diagnosed([new], order)
         assert (ranks, newest < 300) == ([0, 1], True)
-        assert set(root.tables) == {0, 1}
+        assert set(root.rank_views.tables) == {0, 1}
     # They do not reappear when all ranks of the new launch have died.
     new.alive = False
     below["a"].read()
     root.receive("a", below["a"].summary(*root.child_registry.cursor("a"), 256))
     root.receive("b", below["b"].summary(*root.child_registry.cursor("b"), 256))
-    assert [history.state.rank for history in root.ranks()] == [0, 1]
+    assert [history.state.rank for history in root.rank_views.ranks()] == [0, 1]
 
 
 def test_rank_that_daemon_and_child_both_read_is_reported_with_the_remedy() -> None:

@@ -185,3 +185,38 @@ def test_damaged_summary_is_refused_without_another_error(
             decode(data)
         except ProtocolViolation:
             pass
+
+
+def test_parts_of_a_history_are_found_without_sorting_all_of_it() -> None:
+    history = RecordHistory(100)
+    history.begin()
+    both = np.concatenate([operations(5), phases(7)])
+    both["ended_s"] = np.where(both["stamp"] % 4 == 0, 99.0, 0.0)
+    history.merge(STATE, both)
+    rank = history.ranks[3]
+    records = rank.records
+    assert rank.highest_step == int(records["step"].max())
+    assert (rank.open_records() == records[records["ended_s"] == 0]).all()
+    assert rank.newest_operations(2)["number"].tolist() == [4, 5]
+    assert len(rank.newest_operations(99)) == 5
+    for step in range(9):
+        in_step = records["step"] == step
+        later = (records["step"] > step) & (records["ended_s"] == 0)
+        assert (rank.of_step(step, include_later_open=False) == records[in_step]).all()
+        assert (rank.of_step(step, include_later_open=True) == records[in_step | later]).all()
+
+
+def test_copied_records_do_not_change_with_the_history() -> None:
+    history = RecordHistory(100)
+    history.begin()
+    history.merge(STATE, operations(3, ended=False))
+    copies = [
+        history.ranks[3].newest_operations(3),
+        history.ranks[3].open_records(),
+        history.ranks[3].of_step(int(operations(1)["step"][0]), include_later_open=True),
+    ]
+    history.begin()
+    history.merge(STATE, operations(3))
+    for copy in copies:
+        assert len(copy)
+        assert (copy["ended_s"] == 0).all()

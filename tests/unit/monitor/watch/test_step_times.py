@@ -4,11 +4,14 @@ import math
 from dataclasses import replace
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keepstep.monitor.records import RECORD, Ending, Kind, Operation, Phase, RankRecords
 from keepstep.monitor.telemetry.record_history import ChangedRecords
 from keepstep.monitor.watch.matrices import delays
 from keepstep.monitor.watch.step_times import (
+    RankProgress,
     StepTable,
     heat_map,
     newest_step,
@@ -52,14 +55,14 @@ def test_step_that_is_done_again_has_the_duration_of_its_last_attempt() -> None:
     table = StepTable(8)
     feed(table, phase(Phase.STEP, 3, 10.0, 12.0))
     feed(table, phase(Phase.STEP, 3, 20.0, 20.5))
-    assert table.seconds([3])[0, Phase.STEP] == 0.5
+    assert table.seconds([3], Phase.STEP)[0] == 0.5
 
 
 def test_phase_that_is_prolonged_is_not_counted_twice() -> None:
     table = StepTable(8)
     feed(table, phase(Phase.STEP, 1, 10.0, 11.0))
     feed(table, phase(Phase.STEP, 1, 10.0, 11.5), ended_before_s=11.0)
-    assert table.seconds([1])[0, Phase.STEP] == 1.5
+    assert table.seconds([1], Phase.STEP)[0] == 1.5
 
 
 def test_table_keeps_the_newest_steps_and_has_no_values_of_others() -> None:
@@ -67,7 +70,7 @@ def test_table_keeps_the_newest_steps_and_has_no_values_of_others() -> None:
     for step in range(1, 8):
         feed(table, phase(Phase.STEP, step, step, step + 0.25))
     feed(table, phase(Phase.FORWARD, 2, 2.0, 2.1))  # Too late: its slot was reused.
-    seconds = table.seconds([2, 4, 7, 9])[:, Phase.STEP]
+    seconds = table.seconds([2, 4, 7, 9], Phase.STEP)
     assert [math.isnan(value) for value in seconds] == [True, False, False, True]
 
 
@@ -91,13 +94,26 @@ def rank_records(
     return RankRecords(rank, "node-a", np.concatenate(records), read_at_s, offset_s=offset_s)
 
 
+def progress(rank_records: RankRecords) -> RankProgress:
+    """Return how far a rank is, as its step table says."""
+    table = StepTable(64)
+    table.feed(ChangedRecords(rank_records.records, np.zeros(len(rank_records.records))))
+    return RankProgress(
+        step=int(rank_records.records["step"].max()),
+        last_step=table.last_step,
+        last_step_s=table.last_step_s,
+        last_ended_s=table.last_ended_s,
+        read_at_s=rank_records.read_at_s,
+    )
+
+
 def test_step_to_show_has_ended_unless_the_next_is_stuck() -> None:
     steps = [phase(Phase.STEP, 4, 9.0, 10.0), phase(Phase.STEP, 5, 10.0, 0.0)]
-    ranks = {rank: rank_records(rank, *steps, read_at_s=11.0) for rank in range(2)}
+    ranks = [progress(rank_records(rank, *steps, read_at_s=11.0)) for rank in range(2)]
     assert newest_step(ranks) == 4
-    stuck = {rank: rank_records(rank, *steps, read_at_s=30.0) for rank in range(2)}
+    stuck = [progress(rank_records(rank, *steps, read_at_s=30.0)) for rank in range(2)]
     assert newest_step(stuck) == 5
-    assert newest_step({}) is None
+    assert newest_step([]) is None
 
 
 def test_step_of_a_stopped_rank_is_shown_with_the_open_operations_of_others() -> None:
@@ -116,8 +132,9 @@ def test_step_of_a_stopped_rank_is_shown_with_the_open_operations_of_others() ->
         1: culprit,
         2: rank_records(2, *done, waiting, read_at_s=30.0),
     }
-    assert newest_step(ranks) == 43
-    assert stand_still_in(ranks, 43)
+    living = [progress(ranks[0]), progress(ranks[2])]
+    assert newest_step([*living, progress(culprit)]) == 43
+    assert stand_still_in([*living, progress(culprit)], 43)
     spans = timeline(ranks, {}, 43, limit=9, include_later_open=True)
     assert [(span.name, span.end_s) for span in spans[0]] == [
         ("step", 11.0),
@@ -126,10 +143,13 @@ def test_step_of_a_stopped_rank_is_shown_with_the_open_operations_of_others() ->
     ]
     assert [(span.name, span.end_s) for span in spans[1]] == [("step", None)]
     # A rank that ended normally, or died long ago, is not the cause; one that just died may be.
-    ended = rank_records(3, phase(Phase.STEP, 7, 1.0, 2.0))
-    assert newest_step({**ranks, 3: replace(ended, ending=Ending.FINISHED, is_alive=False)}) == 43
-    assert newest_step({**ranks, 3: replace(ended, is_alive=False)}) == 43
-    assert newest_step({**ranks, 1: replace(culprit, is_alive=False)}) == 43
+    ended = progress(rank_records(3, phase(Phase.STEP, 7, 1.0, 2.0)))
+    for last in (
+        replace(ended, ending=Ending.FINISHED, is_alive=False),
+        replace(ended, is_alive=False),
+    ):
+        assert newest_step([*living, progress(culprit), last]) == 43
+    assert newest_step([*living, replace(progress(culprit), is_alive=False)]) == 43
 
 
 def test_timeline_keeps_the_longest_operations_and_shifts_clocks() -> None:
@@ -159,3 +179,40 @@ def test_late_rank_is_a_column_of_waiting_times_and_a_slow_message_is_a_cell() -
     assert math.isclose(matrices.transfer[0, 1], 0.3)
     assert np.isnan(matrices.transfer).sum() == 8
     assert delays({}, 8).waiting.shape == (0, 0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2), st.integers(0, 2), st.integers(1, 4), st.booleans(),
+            st.floats(1.0, 9.0),
+        ),
+        max_size=40,
+        unique_by=lambda message: message[:4],
+    )
+)  # fmt: skip
+def test_messages_are_paired_by_their_number(
+    messages: list[tuple[int, int, int, bool, float]],
+) -> None:
+    records: dict[int, list[np.ndarray]] = {rank: [] for rank in range(3)}
+    began_s: dict[tuple[int, int, int], dict[bool, float]] = {}
+    for source, target, number, is_receive, at_s in messages:
+        code = Operation.RECEIVE if is_receive else Operation.SEND
+        rank, peer = (target, source) if is_receive else (source, target)
+        records[rank].append(operation(number, at_s, 10.0, code, peer))
+        began_s.setdefault((source, target, number), {})[is_receive] = at_s
+    took_s: dict[tuple[int, int], list[float]] = {}
+    for (source, target, _), sides in began_s.items():
+        if len(sides) == 2:
+            took_s.setdefault((source, target), []).append(10.0 - max(sides.values()))
+    ranks = {
+        rank: rank_records(rank, *rows) if rows else RankRecords(rank, "a", np.zeros(0, RECORD), 1)
+        for rank, rows in records.items()
+    }
+    transfer = delays(ranks, rows=8).transfer
+    for source in range(3):
+        for target in range(3):
+            expected = took_s.get((source, target))
+            assert np.isclose(
+                transfer[source, target], np.mean(expected) if expected else np.nan, equal_nan=True
+            )

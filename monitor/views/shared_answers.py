@@ -1,0 +1,68 @@
+"""Shares answers between pages: equal questions asked within a moment are answered once.
+
+Every open page asks for the same data once a second, and answering takes time of the thread that
+diagnoses. So an answer serves all who ask while it is fresh, and those who ask while it is computed
+wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+_MOST_ANSWERS = 64
+"""At most so many are kept, the newest: questions have parameters, and anyone may invent some."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One answer, perhaps still being computed."""
+
+    asked_at_s: float
+    task: asyncio.Task[str]
+
+
+class SharedAnswers:
+    """Answers to questions, by the question. For one event loop.
+
+    Args:
+        now_s: monotonic clock.
+    """
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._answers: dict[str, _Answer] = {}
+        self._now_s = now_s
+
+    async def get(
+        self, question: str, fresh_s: float, compute: Callable[[], Awaitable[str]]
+    ) -> str:
+        """Return the answer to a question: a fresh one, or that of `compute`.
+
+        A failure is raised to all who wait for it, and not kept.
+
+        Args:
+            question: identifies it.
+            fresh_s: seconds for which an answer serves others too.
+            compute: returns the answer.
+        """
+        now_s = self._now_s()
+        answer = self._answers.get(question)
+        if answer is None or now_s - answer.asked_at_s >= fresh_s or _has_failed(answer.task):
+            answer = _Answer(now_s, asyncio.ensure_future(_run(compute)))
+            # At the end of the dictionary, which is in the order of asking.
+            self._answers.pop(question, None)
+            self._answers[question] = answer
+            while len(self._answers) > _MOST_ANSWERS:
+                del self._answers[next(iter(self._answers))]
+        # One who asked may go away; the others still want the answer.
+        return await asyncio.shield(answer.task)
+
+
+async def _run(compute: Callable[[], Awaitable[str]]) -> str:
+    return await compute()
+
+
+def _has_failed(task: asyncio.Task[str]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
