@@ -34,7 +34,8 @@ because different code writes them: operations are written from any thread, with
 of records begun so far. Record p (from 0) lies in slot p mod capacity. Its stamp is 2p + 1 while it
 is written and 2p + 2 when it is complete. A reader that reads 2p + 2 before and after copying has
 all of record p and nothing of another (a seqlock: Lameter, "Effective synchronization on Linux/NUMA
-systems", 2005).
+systems", 2005). Where the processor does not keep the order of loads and stores, see
+`keepstep.monitor.telemetry.fences`.
 
 A complete record may still change in one way, once: an open record has `ended_s` 0.0, and when the
 operation ends, the writer sets `flags` and then `ended_s` (and before these `started_s`, if a
@@ -60,6 +61,7 @@ from pathlib import Path
 
 from keepstep.monitor.errors import RingUnwritable
 from keepstep.monitor.records import RECORD, Communicator, Ending
+from keepstep.monitor.telemetry.fences import register_writer
 
 VERSION = 1
 MAGIC = b"keepstep-ring\0\0\0"
@@ -230,6 +232,7 @@ class Ring:
             RingUnwritable: no space in shared memory, or no permission to write there.
         """
         sizes = sizes or RingSizes()
+        register_writer()
         try:
             memory = _new_file(path, sizes.nbytes)
         except OSError as error:

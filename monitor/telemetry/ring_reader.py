@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from keepstep.monitor.errors import RingUnreadable
 from keepstep.monitor.records import RECORD, Communicator, Ending, has_meaning, joined
+from keepstep.monitor.telemetry.fences import order_loads
 from keepstep.monitor.telemetry.ring import (
     FIXED,
     HEADER_NBYTES,
@@ -167,6 +168,7 @@ class RingReader:
             RingUnreadable: the table is damaged.
         """
         used = self._file.read_number(self._table.counter_offset)
+        order_loads()
         if not self._table_read <= used <= self._table.capacity:
             raise RingUnreadable(f"{self.path} is damaged: its table has {used} bytes")
         lines = self._file.read(self._table.offset + self._table_read, used - self._table_read)
@@ -246,25 +248,31 @@ class LaneReader:
         if first >= end:
             return LaneRecords(np.empty(0, RECORD), end, 0)
         expected = 2 * np.arange(first, end, dtype=np.uint64) + 2
-        before = self._copy(first, end)["stamp"]
-        records = self._copy(first, end)
-        after = self._copy(first, end)["stamp"]
+        before = self._copy("stamp", first, end)
+        order_loads()
+        ended_s = self._copy("ended_s", first, end)
+        order_loads()
+        records = self._copy(None, first, end)
+        order_loads()
+        after = self._copy("stamp", first, end)
         is_complete = (before == expected) & (records["stamp"] == expected) & (after == expected)
+        # A record may be completed while it is copied. What its writer sets before `ended_s` is in
+        # the copy if that was set before copying began; otherwise the record is still open here.
+        records["ended_s"] = ended_s
         missed = end - max(position, 0) - int(np.count_nonzero(is_complete))
         return LaneRecords(records.compress(is_complete & has_meaning(records)), end, missed)
 
-    def _copy(self, first: int, end: int) -> Records:
-        """Return a copy of the slots of positions [first, end)."""
+    def _copy(self, field: str | None, first: int, end: int) -> Records:
+        """Return a copy of the slots of positions [first, end), or of one of their fields."""
         capacity, nbytes = self._region.capacity, RECORD.itemsize
         start, stop = first % capacity, (end - 1) % capacity + 1
         parts = ((start, stop),) if start < stop else ((start, capacity), (0, stop))
-        return np.frombuffer(
-            b"".join(
-                self._file.read(self._region.offset + begin * nbytes, (until - begin) * nbytes)
-                for begin, until in parts
-            ),
-            RECORD,
+        copied = bytearray().join(
+            self._file.read(self._region.offset + begin * nbytes, (until - begin) * nbytes)
+            for begin, until in parts
         )
+        slots: Records = np.frombuffer(copied, RECORD)
+        return slots if field is None else slots[field]
 
 
 class _RingFile:

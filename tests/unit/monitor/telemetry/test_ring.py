@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from keepstep.monitor.errors import RingUnreadable, RingUnwritable
 from keepstep.monitor.node.ring_source import RingSource
 from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
+from keepstep.monitor.telemetry import fences
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import (
     MAGIC,
@@ -37,7 +38,7 @@ from keepstep.monitor.telemetry.ring_files import (
     recorded_jobs,
     ring_paths,
 )
-from keepstep.monitor.telemetry.ring_reader import RingReader
+from keepstep.monitor.telemetry.ring_reader import LaneReader, RingReader
 
 SMALL = RingSizes(operations=256, marks=256, table_nbytes=512)
 IDENTITY = WorkerIdentity("job", 3, "node-a", generation=2, world_size=8)
@@ -207,6 +208,48 @@ def test_reader_never_returns_a_torn_record_of_a_busy_writer(ring: Ring) -> None
         seen += len(records)
     stop.set()
     writer.join()
+
+
+def test_record_that_ends_while_it_is_copied_is_not_read_without_its_flags(ring: Ring) -> None:
+    position = ring.marks.begin(Kind.OPERATION, 1, number=1, step=1, enqueued_s=1.0)
+
+    class SlowReader(LaneReader):
+        """Copies the beginning of a record, then lets the writer end it, then copies the rest."""
+
+        def _copy(self, field: str | None, first: int, end: int) -> np.ndarray:
+            copy = super()._copy(field, first, end)
+            if field is None:
+                ring.marks.end(position, 2.0, flags=Flag.FAILED)
+                copy["ended_s"] = super()._copy("ended_s", first, end)
+            return copy
+
+    file, region = RingReader(ring.path)._file, SMALL.regions[1]
+    (record,) = SlowReader(file, region).last(1)
+    assert (record["ended_s"] > 0) == bool(record["flags"] & Flag.FAILED)
+    (record,) = LaneReader(file, region).last(1)
+    assert (record["ended_s"], record["flags"]) == (2.0, Flag.FAILED)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="membarrier is Linux's")
+def test_rings_are_read_where_the_processor_keeps_no_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = []
+    membarrier = fences._membarrier
+
+    def counted(command: int) -> bool:
+        calls.append(membarrier(command))
+        return calls[-1]
+
+    monkeypatch.setattr(fences, "KEEPS_ORDER", False)
+    monkeypatch.setattr(fences, "_membarrier", counted)
+    ring = Ring.create(tmp_path / "ring", WorkerIdentity("job", 0, "a"), SMALL)
+    ring.marks.begin(Kind.PHASE, 1, number=7, step=1, enqueued_s=1.0, ended_s=2.0)
+    assert RingReader(ring.path).last(9)["number"].tolist() == [7]
+    # The writer registered, and the reader ordered its loads, which this kernel allows.
+    assert len(calls) == 4
+    assert all(calls)
+    assert caplog.records == []
 
 
 def test_communicators_are_read_completely_or_not_at_all(ring: Ring) -> None:
