@@ -74,6 +74,7 @@ _COLUMNS = (
 @click.option(
     "--secret-file",
     type=click.Path(path_type=Path),
+    envvar="KEEPSTEP_SECRET_FILE",
     help="File with the secret, the same for all doctors.",
 )
 @click.option(

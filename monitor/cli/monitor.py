@@ -169,17 +169,26 @@ def analyze(dumps: tuple[Path, ...], as_json: bool) -> None:
     metavar="URL",
     default=f"http://127.0.0.1:{PORT}",
     show_default=True,
-    help="The daemon's address, or the whole URL that it printed, which contains the token.",
+    help="The daemon's address.",
 )
 @_JOB
 @_SECRET
-@click.option("--once", is_flag=True, help="Print once instead of following.")
+@click.option(
+    "--once",
+    is_flag=True,
+    help="Print once instead of following, as without a terminal.",
+)
 def top(url: str, job: str, secret_file: Path | None, once: bool) -> None:
     """Show live ranks, steps, step times and verdicts in the terminal."""
-    from keepstep.monitor.cli.top import address_and_token, show
+    from keepstep.monitor.cli.top import show
 
-    address, token = address_and_token(url)
-    show(address, token or bearer_token(job_secret(job, secret_file)), once=once)
+    address, _, fragment = url.partition("#")
+    if fragment:
+        raise click.UsageError(
+            "--url has a token, which every user of this machine can see in the list of processes; "
+            "leave it out from the # on: top derives it from the secret (--job, --secret-file)"
+        )
+    show(address, job_secret(job, secret_file), once=once)
 
 
 def _run(
@@ -252,8 +261,10 @@ def _run(
         started_or_failed: list[asyncio.Future[Any]] = [running, daemon.address]
         await asyncio.wait(started_or_failed, return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            # Browsers do not send the fragment, so the token is in no server's log.
-            fragment = "" if open_page else f"#token={bearer_token(secret)}"
+            # Browsers do not send the fragment, so the token is in no server's log; it is in no log
+            # of a service manager either.
+            is_shown = not open_page and sys.stdout.isatty()
+            fragment = f"#token={bearer_token(secret)}" if is_shown else ""
             click.echo(f"watching job {job}: {daemon.address.result()}/{fragment}")
         await running
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qs
 
-import aiohttp
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
-from keepstep.monitor.tree.children import parse_object
+from keepstep.monitor.tree.monitor_client import MonitorClient
 
 _EVERY_S = 1.0
 _TIMEOUT_S = 5.0
@@ -40,22 +39,21 @@ _BLOCKS = (
 _TALLEST = ("█", "bold red")
 
 
-def show(url: str, token: str, *, once: bool) -> None:
+def show(url: str, secret: bytes, *, once: bool) -> None:
     """Show the state of the daemon at `url`, once or until interrupted.
 
+    Args:
+        url: of the daemon.
+        secret: the job's.
+        once: print the state once and return, as it is done where the output is no terminal.
+
     Raises:
-        MonitorUnreachable: it does not answer, or refuses the token.
+        MonitorUnreachable: it does not answer, refuses, or does not know the secret.
     """
     try:
-        asyncio.run(_show(url, token, once))
+        asyncio.run(_show(url.rstrip("/"), secret, once or not sys.stdout.isatty()))
     except KeyboardInterrupt:
         return
-
-
-def address_and_token(url: str) -> tuple[str, str]:
-    """Return the address and the token of a URL that a daemon printed; the token may be empty."""
-    address, _, fragment = url.partition("#")
-    return address.rstrip("/"), parse_qs(fragment).get("token", [""])[0]
 
 
 def render(overview: Mapping[str, Any], heat: Mapping[str, Any], now_s: float) -> RenderableType:
@@ -193,48 +191,32 @@ def _seconds(value: float | None) -> str:
     return f"{value:.1f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
-async def _show(url: str, token: str, once: bool) -> None:
-    async with aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {token}"}, timeout=aiohttp.ClientTimeout(_TIMEOUT_S)
-    ) as session:
-        if once:
-            Console().print(await _request(session, url))
-            return
+async def _show(url: str, secret: bytes, once: bool) -> None:
+    client = MonitorClient(secret)
+    try:
         # The first failure is an error; later ones are shown, because the daemon may restart.
-        shown = await _request(session, url)
+        shown = await _request(client, url)
+        if once:
+            Console().print(shown)
+            return
         with Live(shown, refresh_per_second=4, screen=True) as live:
             while True:
                 await asyncio.sleep(_EVERY_S)
                 try:
-                    shown = await _request(session, url)
+                    shown = await _request(client, url)
                     live.update(shown)
                 except MonitorUnreachable as error:
                     live.update(Group(Text(escape(str(error)), style="bold red"), shown))
+    finally:
+        await client.close()
 
 
-async def _request(session: aiohttp.ClientSession, url: str) -> RenderableType:
-    overview = await _get(session, f"{url}/v1/overview")
-    heat = await _get(session, f"{url}/v1/heat?columns={_STEPS}&rows={_ROWS}")
+async def _request(client: MonitorClient, url: str) -> RenderableType:
     try:
+        overview = await client.ask_object(f"{url}/v1/overview", _TIMEOUT_S)
+        heat = await client.ask_object(f"{url}/v1/heat?columns={_STEPS}&rows={_ROWS}", _TIMEOUT_S)
         return render(overview, heat, time.time())
-    except (KeyError, TypeError, ValueError) as error:
+    except (ProtocolViolation, KeyError, TypeError, ValueError) as error:
         raise MonitorUnreachable(
             f"{url} is not a keepstep monitor of this version: {error}"
-        ) from error
-
-
-async def _get(session: aiohttp.ClientSession, address: str) -> dict[str, Any]:
-    try:
-        async with session.get(address) as response:
-            if response.status == 401:
-                raise MonitorUnreachable(
-                    f"{address}: the token was refused; pass --job and --secret-file of the job "
-                    "that it monitors"
-                )
-            if response.status != 200:
-                raise MonitorUnreachable(f"{address} answered status {response.status}")
-            return parse_object(await response.read())
-    except (aiohttp.ClientError, TimeoutError, ProtocolViolation) as error:
-        raise MonitorUnreachable(
-            f"no monitor answers at {address}: {error or 'no answer in time'}"
         ) from error

@@ -29,7 +29,7 @@ from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.daemon.threads import BlockingThread, WatchThread
 from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
-from keepstep.monitor.node.stacks import dump
+from keepstep.monitor.node.stacks import StackDumps
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.children import Children
 from keepstep.monitor.views.events import EventFile
@@ -72,6 +72,7 @@ class Daemon:
             self.job, components, saved.policy, self._blocking_thread, self._record_action
         )
         self._dumps: set[asyncio.Task[None]] = set()
+        self._stack_dumps = StackDumps()
         self._stopped = asyncio.Event()
         self._events: EventFile | None = None
 
@@ -90,6 +91,7 @@ class Daemon:
                 owned.callback(self._events.close)
             self._children = Children(self._settings.secret)
             owned.push_async_callback(self._children.close)
+            owned.push_async_callback(self._stack_dumps.close)
             await self.on_watch(Watch.read)
             self.address.set_result(await self._serve(owned))
             await self._log_if_no_ranks()
@@ -121,7 +123,7 @@ class Daemon:
         """Return the stacks of a rank on this node, or from the child that has it."""
         pid, url = await self.on_watch(lambda watch: watch.locate_rank(rank))
         if pid is not None:
-            return await dump(pid)
+            return await self._stack_dumps.dump(pid)
         if url is not None:
             return await self._children.stacks(url, rank)
         return {"error": f"rank {rank} is not known to this daemon or its children"}
@@ -139,8 +141,8 @@ class Daemon:
         """Return what the daemon does at intervals."""
         settings, components = self._settings, self._components
         loops = [
-            _every(settings.read_every_s, self._read),
-            _every(settings.diagnose_every_s, self._diagnose),
+            _every(settings.read_every_s, self._guarded("reading", self._read)),
+            _every(settings.diagnose_every_s, self._guarded("diagnosis", self._diagnose)),
             _every(settings.poll_every_s, self._poll_children),
         ]
         if components.alignment is not None and components.diagnosis is not None:
@@ -176,6 +178,19 @@ class Daemon:
     async def _log_if_no_ranks(self) -> None:
         if self._components.reader is not None and not await self.on_watch(Watch.nodes_of_ranks):
             _LOG.info(no_ranks_text(self.job, self.recorded()))
+
+    def _guarded(
+        self, component: str, work: Callable[[], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]]:
+        """Return the work, but so that a failure is recorded and the next turn is taken."""
+
+        async def guarded() -> None:
+            try:
+                await work()
+            except Exception as error:  # noqa: BLE001 - the other components must go on
+                self._faults.record(component, error)
+
+        return guarded
 
     async def _read(self) -> None:
         await self.on_watch(Watch.read)
@@ -222,11 +237,15 @@ class Daemon:
         incarnation, since = await self.on_watch(lambda watch: watch.child_registry.cursor(url))
         try:
             summary = await self._children.summary(url, incarnation, since, self._settings.budget)
+            await self.on_watch(lambda watch: watch.receive(url, summary))
         except (MonitorUnreachable, ProtocolViolation) as error:
             reason = str(error)
             await self.on_watch(lambda watch: watch.record_failure(url, reason))
-        else:
-            await self.on_watch(lambda watch: watch.receive(url, summary))
+        except Exception as error:  # noqa: BLE001 - one child's summary must not end the tree
+            self._faults.record(f"child at {url}", error)
+            await self.on_watch(
+                lambda watch: watch.record_failure(url, "its summary could not be merged; see log")
+            )
 
     async def _send_clocks(self, url: str, clocks: Mapping[str, ClockOffset]) -> None:
         try:

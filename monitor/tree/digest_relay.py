@@ -15,10 +15,17 @@ import numpy as np
 
 from keepstep.monitor.diagnosis.tables import EMPTY, Digest, merge
 from keepstep.monitor.errors import ProtocolViolation
-from keepstep.monitor.records import Communicator
+from keepstep.monitor.records import Communicator, Ending, Measure, Phase
 
 _KEPT = 128
 _TABLES = tuple(field.name for field in fields(Digest))
+_ALLOWED = {
+    "ending": [ending.value for ending in Ending],
+    "phase": [-1, *(phase.value for phase in Phase)],
+    "code": [measure.value for measure in Measure],
+}
+_MEASURED = "value"
+"""A number that a worker reported, such as a loss: it may be no number."""
 _DTYPES = {name: getattr(EMPTY, name).dtype for name in _TABLES}
 
 
@@ -102,13 +109,32 @@ def from_bytes(data: bytes, offset: int, rows: Sequence[int]) -> tuple[Digest, i
         rows: number of rows of each table, in order.
 
     Raises:
-        ProtocolViolation: there are fewer bytes than the rows need.
+        ProtocolViolation: there are fewer bytes than the rows need, or rows that no monitor makes.
     """
     tables: dict[str, np.ndarray] = {}
+    if len(rows) != len(_TABLES):
+        raise ProtocolViolation(f"a digest has {len(_TABLES)} tables, not {len(rows)}")
     for name, count in zip(_TABLES, rows, strict=True):
         nbytes = count * _DTYPES[name].itemsize if isinstance(count, int) else -1
         if nbytes < 0 or offset + nbytes > len(data):
             raise ProtocolViolation("the summary announces more digest rows than it contains")
         tables[name] = np.frombuffer(data, _DTYPES[name], count, offset)
+        _check(name, tables[name])
         offset += nbytes
     return Digest(**tables), offset
+
+
+def _check(name: str, rows: np.ndarray) -> None:
+    """Raise ProtocolViolation if a rank, a code or a time cannot be one."""
+    for field in rows.dtype.names or ():
+        column = rows[field]
+        if field in _ALLOWED:
+            is_valid = np.isin(column, _ALLOWED[field])
+        elif field == "rank":
+            is_valid = column >= 0
+        elif column.dtype.kind == "f" and field != _MEASURED:
+            is_valid = ~np.isnan(column)
+        else:
+            continue
+        if not is_valid.all():
+            raise ProtocolViolation(f"the summary has rows of {name} whose {field} is not valid")

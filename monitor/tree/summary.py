@@ -11,15 +11,24 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
+from keepstep.monitor.diagnosis.metrics import NodeMetrics
 from keepstep.monitor.diagnosis.tables import Digest
 from keepstep.monitor.errors import ProtocolViolation
-from keepstep.monitor.records import RECORD, VERSION, Communicator, Ending
+from keepstep.monitor.node.node_series import metrics_to_json
+from keepstep.monitor.records import RECORD, VERSION, Communicator, Ending, has_meaning
 from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
 from keepstep.monitor.tree.digest_relay import Outbox, as_bytes, counts, from_bytes
+
+_Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Identity = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+# Seconds of any clock: finite, and small enough to be calculated with.
+_Seconds = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 _HEAD = struct.Struct(">4sI")
 _MAGIC = b"KSM4"
@@ -69,6 +78,60 @@ class Summary:
     nodes: tuple[NodeFacts, ...]
     digests: tuple[Digest, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+
+
+class _VersionOnly(msgspec.Struct):
+    version: int
+
+
+class _RankEntry(msgspec.Struct):
+    """A `RankState`, and how many of its records follow."""
+
+    rank: _Rank
+    node: str
+    pid: _Count
+    incarnation: str
+    is_alive: bool
+    ending: Ending
+    read_at_s: _Seconds
+    progress_at_s: _Seconds
+    generation: _Count
+    world_size: _Count
+    created_at_s: _Seconds
+    count: _Count
+
+    def state(self) -> RankState:
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "count"}
+        return RankState(**fields)
+
+
+class _NodeEntry(msgspec.Struct):
+    """`NodeFacts`; the metrics are empty, or those of a `NodeMetrics`."""
+
+    node: str
+    metrics: dict[str, Any]
+    wall_s: _Seconds
+    monotonic_s: _Seconds
+    monitor_cpu_s: _Seconds
+
+    def facts(self) -> NodeFacts:
+        metrics: dict[str, Any] = {}
+        if self.metrics:
+            metrics = metrics_to_json(msgspec.convert(self.metrics, NodeMetrics))
+        return NodeFacts(self.node, metrics, self.wall_s, self.monotonic_s, self.monitor_cpu_s)
+
+
+class _Header(msgspec.Struct):
+    """What `encode` writes as JSON."""
+
+    incarnation: str
+    number: _Count
+    present: tuple[_Rank, ...]
+    ranks: tuple[_RankEntry, ...]
+    communicators: tuple[tuple[_Identity, str, tuple[_Rank, ...]], ...]
+    nodes: tuple[_NodeEntry, ...]
+    digests: tuple[tuple[_Count, ...], ...]
+    missing: dict[str, str]
 
 
 def summarize(
@@ -131,49 +194,50 @@ def encode(summary: Summary) -> bytes:
 def decode(data: bytes) -> Summary:
     """Return the summary that `encode` encoded.
 
+    Fields that a newer monitor has added are ignored, records whose meaning is not known left out.
+
     Raises:
-        ProtocolViolation: the bytes are not a summary, are cut short, or have another version.
+        ProtocolViolation: the bytes are not a summary, are cut short, or have another version; or
+            numbers in them are out of range. Nothing else is raised, whatever the bytes are.
     """
     try:
         magic, length = _HEAD.unpack_from(data)
         if magic != _MAGIC or _HEAD.size + length > len(data):
             raise ProtocolViolation("this is no monitor's summary")
-        header = json.loads(data[_HEAD.size : _HEAD.size + length])
-        if header["version"] != VERSION:
+        encoded = memoryview(data)[_HEAD.size : _HEAD.size + length]
+        version = msgspec.json.decode(encoded, type=_VersionOnly).version
+        if version != VERSION:
             raise ProtocolViolation(
-                f"the other monitor has protocol version {header['version']}, this one {VERSION}; "
+                f"the other monitor has protocol version {version}, this one {VERSION}; "
                 "install the same keepstep on all nodes"
             )
+        header = msgspec.json.decode(encoded, type=_Header)
         ranks, offset = [], _HEAD.size + length
-        for entry in header["ranks"]:
-            count = entry.pop("count")
-            if (
-                not isinstance(count, int)
-                or count < 0
-                or offset + count * RECORD.itemsize > len(data)
-            ):
+        for entry in header.ranks:
+            if offset + entry.count * RECORD.itemsize > len(data):
                 raise ProtocolViolation("the summary announces more records than it contains")
-            records = np.frombuffer(data, RECORD, count, offset)
-            offset += count * RECORD.itemsize
-            ranks.append((RankState(**{**entry, "ending": Ending(entry["ending"])}), records))
+            records = np.frombuffer(data, RECORD, entry.count, offset)
+            offset += entry.count * RECORD.itemsize
+            ranks.append((entry.state(), records.compress(has_meaning(records))))
         digests = []
-        for rows in header["digests"]:
+        for rows in header.digests:
             digest, offset = from_bytes(data, offset, rows)
             digests.append(digest)
         if offset != len(data):
             raise ProtocolViolation("the summary contains more records than it announces")
         return Summary(
-            incarnation=str(header["incarnation"]),
-            number=int(header["number"]),
-            present=tuple(header["present"]),
+            incarnation=header.incarnation,
+            number=header.number,
+            present=header.present,
             ranks=tuple(ranks),
             communicators=tuple(
-                Communicator(identity, name, tuple(members))
-                for identity, name, members in header["communicators"]
+                Communicator(identity, name, ranks)
+                for identity, name, ranks in header.communicators
             ),
-            nodes=tuple(NodeFacts(**node) for node in header["nodes"]),
+            nodes=tuple(node.facts() for node in header.nodes),
             digests=tuple(digests),
-            missing=header["missing"],
+            missing=header.missing,
         )
-    except (struct.error, ValueError, TypeError, KeyError, AttributeError) as error:
+    # RecursionError: nesting deeper than the interpreter's stack allows.
+    except (struct.error, msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise ProtocolViolation(f"this is no monitor's summary: {error}") from error

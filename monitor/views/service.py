@@ -1,10 +1,11 @@
 """Serves the daemon over HTTP.
 
 It serves summaries for the parent daemon, JSON for the page and the terminal, `/metrics` for
-Prometheus, and the page itself. Every request for the job's data requires the bearer token; the
-page's own files contain no data of the job and do not. If the daemon is configured so, requests
-from loopback need no token, provided that they also name loopback as their host, which a page of
-another site in the same browser cannot do.
+Prometheus, and the page itself. Every request for the job's data requires a signature, by which
+other daemons ask (`keepstep.monitor.signing`), or the bearer token, which the page and Prometheus
+have; the page's own files contain no data of the job and require neither. If the daemon is
+configured so, requests from loopback need none, provided that they also name loopback as their
+host, and that no page of another site has made the browser send them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,6 +25,13 @@ from keepstep.monitor.contracts import JobStatus
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import is_authorized, is_loopback
+from keepstep.monitor.signing import (
+    CHALLENGE_HEADER,
+    SIGNATURE_HEADER,
+    Request,
+    RequestVerifier,
+    sign_answer,
+)
 from keepstep.monitor.telemetry.clocks import ClockOffset
 from keepstep.monitor.tree.node_clocks import decode_clocks
 from keepstep.monitor.tree.summary import encode
@@ -104,21 +113,35 @@ def application(backend: Backend, secret: bytes, *, opens_to_loopback: bool) -> 
 
 
 def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
-    """Return the middleware that requires the token and adds the security headers."""
+    """Return the middleware that requires authorization, signs answers and adds headers."""
+    verifier = RequestVerifier(secret)
 
     @web.middleware
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_signed = False
         if request.path.startswith(("/v1/", "/metrics")):
+            authorization = request.headers.get("Authorization")
+            signed = Request(request.method, request.raw_path, await request.read())
+            is_signed = verifier.accepts(authorization, signed, time.monotonic())
             is_open = opens_to_loopback and _is_local_read(request)
-            if not is_open and not is_authorized(request.headers.get("Authorization"), secret):
+            if not is_signed and not is_open and not is_authorized(authorization, secret):
                 raise web.HTTPUnauthorized(
                     text="this job's token is required: Authorization: Bearer TOKEN; "
                     "`keepstep monitor --print-token` prints it, "
                     "with the --job and --secret-file of this daemon\n",
-                    headers={"WWW-Authenticate": "Bearer"},
+                    headers={
+                        "WWW-Authenticate": "Bearer",
+                        CHALLENGE_HEADER: verifier.challenge(time.monotonic()),
+                    },
                 )
         response = await handler(request)
         response.headers.update(_HEADERS)
+        if is_signed:
+            assert isinstance(response, web.Response), "only the page's own files are streamed"
+            body = bytes(response.body) if isinstance(response.body, bytes | bytearray) else b""
+            response.headers[SIGNATURE_HEADER] = sign_answer(
+                secret, request.headers["Authorization"], response.status, body
+            )
         return response
 
     return authorize
@@ -127,11 +150,22 @@ def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
 def _is_local_read(request: web.Request) -> bool:
     """Return whether a request reads from this machine, addressed to its loopback.
 
-    Only GET: a page of another site, open in a browser here, can post to this machine, though it
-    cannot read the answer.
+    Only GET, and not what a page of another site makes a browser send: the page cannot read the
+    answer, but the request would cause work, such as a dump of stacks. Browsers say so in these
+    headers, which a page cannot change; other programs send neither.
     """
     is_from_loopback = is_loopback(request.remote or "")
-    return is_from_loopback and is_loopback(request.host) and request.method == "GET"
+    origin = request.headers.get("Origin")
+    is_of_other_site = request.headers.get("Sec-Fetch-Site", "none") not in (
+        "same-origin",
+        "none",
+    ) or origin not in (None, f"{request.scheme}://{request.host}")
+    return (
+        is_from_loopback
+        and is_loopback(request.host)
+        and request.method == "GET"
+        and not is_of_other_site
+    )
 
 
 class _Handlers:

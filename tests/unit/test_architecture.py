@@ -59,6 +59,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.verdicts": "",
         "monitor.progress": "",
         "monitor.secret": "monitor.errors private_files",
+        "monitor.signing": "",
         "monitor.telemetry": "monitor.errors monitor.records",
         "monitor.diagnosis": "monitor.records monitor.verdicts",
         "monitor.contracts": "monitor.diagnosis monitor.records monitor.verdicts",
@@ -66,7 +67,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "monitor.contracts monitor.diagnosis monitor.errors monitor.records monitor.telemetry"
         ),
         "monitor.tree": (
-            "monitor.diagnosis monitor.errors monitor.node monitor.records monitor.secret"
+            "monitor.diagnosis monitor.errors monitor.node monitor.records monitor.signing"
             " monitor.telemetry"
         ),
         "monitor.watch": (
@@ -75,7 +76,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "monitor.views": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"
-            " monitor.secret monitor.telemetry monitor.tree monitor.verdicts monitor.watch"
+            " monitor.secret monitor.signing monitor.telemetry monitor.tree monitor.verdicts"
+            " monitor.watch"
         ),
         "monitor.daemon": (
             "monitor.contracts monitor.diagnosis monitor.errors monitor.node monitor.records"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from keepstep.monitor.contracts import JobStatus, RingReading
@@ -31,6 +33,7 @@ from tests.integration.monitor.parts import (
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleJobStatus, SampleReader, verdict
 
+ROOT = Path(__file__).parents[3]
 RESTARTING = EnforcementPolicy(Mode.RESTART, sustained_s=0.0)
 
 
@@ -136,6 +139,59 @@ def test_access_without_a_token_requires_loopback_as_client_and_as_host() -> Non
                 pass
 
     asyncio.run(check())
+
+
+def test_page_of_another_site_cannot_ask_through_a_browser_on_this_machine() -> None:
+    """It could not read the answer, but have stacks dumped."""
+
+    async def check() -> None:
+        async with (
+            running(settings(opens_to_loopback=True), DaemonComponents(probe=Probe())) as url,
+            aiohttp.ClientSession() as session,
+        ):
+            for path in ("/v1/overview", "/v1/stacks/0", "/metrics"):
+                for headers, expected in (
+                    ({}, 200),
+                    ({"Sec-Fetch-Site": "none"}, 200),
+                    ({"Sec-Fetch-Site": "same-origin", "Origin": url}, 200),
+                    ({"Sec-Fetch-Site": "cross-site"}, 401),
+                    # A page of another program of this machine.
+                    ({"Sec-Fetch-Site": "same-site"}, 401),
+                    ({"Origin": "http://127.0.0.1:1"}, 401),
+                    ({"Origin": "null"}, 401),
+                ):
+                    async with session.get(url + path, headers=headers) as answer:
+                        assert answer.status == expected, (path, headers)
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("has_terminal", [False, True])
+def test_token_is_printed_to_a_terminal_only(tmp_path: Path, has_terminal: bool) -> None:
+    """A service manager keeps what a daemon prints."""
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "KEEPSTEP_SECRET": "x" * 32}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "keepstep", "monitor", "--job", "run7", "--port", "0"],
+        cwd=ROOT,
+        env=environment,
+        stdout=terminal if has_terminal else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as daemon:
+        os.close(terminal)
+        try:
+            if has_terminal:
+                line = b""
+                while b"\n" not in line:
+                    line += os.read(controller, 4096)
+            else:
+                assert daemon.stdout is not None
+                line = daemon.stdout.readline()
+        finally:
+            daemon.terminate()
+            os.close(controller)
+    assert b"watching job run7: http://127.0.0.1:" in line
+    assert (bearer_token(b"x" * 32).encode() in line) == has_terminal
 
 
 def test_policy_acts_only_on_the_generation_that_the_verdict_is_about(

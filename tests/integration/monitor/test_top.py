@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from keepstep.monitor.cli.top import address_and_token, render, show, strip
+from keepstep.monitor.cli.top import render, show, strip
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
-from keepstep.monitor.secret import bearer_token
+from keepstep.monitor.errors import MonitorUnreachable
 from keepstep.monitor.views.pages import overview
 from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import settings
@@ -98,11 +98,11 @@ def test_top_once_prints_and_without_a_daemon_is_an_error() -> None:
             diagnosis=FixedDiagnosis(),
         )
         async with running(Settings(job="run7", node="node-a", secret=SECRET), parts) as url:
-            # The URL that `keepstep monitor` prints.
-            address, token = address_and_token(f"{url}/#token={bearer_token(SECRET)}")
-            await asyncio.get_running_loop().run_in_executor(
-                None, lambda: show(address, token, once=True)
-            )
+            # Following a daemon ends at once where the output is no terminal.
+            for once in (True, False):
+                await asyncio.to_thread(show, f"{url}/", SECRET, once=once)
+            with pytest.raises(MonitorUnreachable, match="--secret-file"):
+                await asyncio.to_thread(show, url, b"the secret of another job", once=True)
 
     asyncio.run(ask())
     done = subprocess.run(

@@ -1,11 +1,12 @@
 """Claims about trees of real daemons over HTTP: summaries, digests, stacks and clock offsets."""
 
 import asyncio
+import gzip
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,11 +18,14 @@ from aiohttp import web
 
 from keepstep.monitor.daemon.assembly import diagnose
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
+from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.telemetry.clocks import ClockOffset, align
+from keepstep.monitor.tree.monitor_client import MonitorClient
 from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.verdicts import Syndrome
+from keepstep.monitor.views.service import _authorization
 from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import SECRET, get, running, until
@@ -292,7 +296,7 @@ def test_child_that_is_gone_is_listed_as_missing_and_one_of_another_job_refuses(
 
                 async def has_ranks() -> bool:
                     overview = await (await get(root, "/v1/overview")).json()
-                    return overview["ranks_total"] == 2 and "refused our token" in overview[
+                    return overview["ranks_total"] == 2 and "another secret" in overview[
                         "missing"
                     ].get(n1, "")
 
@@ -434,12 +438,167 @@ def test_root_survives_a_child_that_is_another_program() -> None:
                 async def is_polled_further() -> bool:
                     nonlocal rounds
                     overview = await (await get(root, "/v1/overview")).json()
-                    rounds += "no monitor's summary" in overview["missing"].get(below[0], "")
+                    rounds += "does not know this job's secret" in overview["missing"].get(
+                        below[0], ""
+                    )
                     return rounds >= 10
 
                 await until(is_polled_further)
         finally:
             await runner.cleanup()
+
+    asyncio.run(check())
+
+
+@asynccontextmanager
+async def answering(
+    answer: Callable[[web.Request], Awaitable[web.StreamResponse]], secret: bytes | None
+) -> AsyncIterator[str]:
+    """Serve one answer to everything; with a secret, signed as a daemon's."""
+    middlewares = [] if secret is None else [_authorization(secret, False)]
+    served = web.Application(middlewares=middlewares)
+    served.router.add_route("*", "/{any:.*}", answer)
+    runner = web.AppRunner(served, access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def test_what_listens_at_a_childs_address_learns_nothing_that_another_daemon_accepts() -> None:
+    seen: list[str] = []
+
+    async def check() -> None:
+        async with running(settings("n1"), DaemonComponents(probe=Probe())) as real:
+            async with aiohttp.ClientSession() as session, session.get(f"{real}/v1/heat") as first:
+                challenge = first.headers["Keepstep-Challenge"]
+
+            async def record(request: web.Request) -> web.Response:
+                # It passes on the real daemon's challenge, to be given what that one accepts.
+                seen.append(request.headers["Authorization"])
+                return web.Response(status=401, headers={"Keepstep-Challenge": challenge})
+
+            async with (
+                answering(record, None) as impostor,
+                running(
+                    settings("root"),
+                    DaemonComponents(
+                        probe=Probe(), diagnosis=FixedDiagnosis(), children=lambda: (impostor,)
+                    ),
+                ),
+            ):
+
+                async def is_asked() -> bool:
+                    return len(seen) >= 3
+
+                await until(is_asked)
+            async with aiohttp.ClientSession() as session:
+                for header in seen:
+                    for path in ("/v1/overview", "/v1/stacks/0", "/metrics"):
+                        async with session.get(
+                            real + path, headers={"Authorization": header}
+                        ) as answer:
+                            assert answer.status == 401
+
+    asyncio.run(check())
+    assert not any(bearer_token(SECRET) in header for header in seen)
+
+
+def test_unsigned_summary_is_not_believed() -> None:
+    """Nobody can forge verdicts by listening at a child's address."""
+
+    async def check() -> None:
+        reader = SampleReader(PLAN, time.monotonic() - 5, "n1", [1])
+        async with running(settings("n1"), DaemonComponents(probe=Probe(), reader=reader)) as real:
+            client = MonitorClient(SECRET)
+            stolen = await client.ask("GET", f"{real}/v1/summary?since=0", 5.0, 1 << 24)
+            await client.close()
+
+            async def forge(_: web.Request) -> web.Response:
+                return web.Response(body=stolen)
+
+            async with (
+                answering(forge, None) as impostor,
+                running(
+                    settings("root"),
+                    DaemonComponents(
+                        probe=Probe(), diagnosis=FixedDiagnosis(), children=lambda: (impostor,)
+                    ),
+                ) as root,
+            ):
+
+                async def is_refused() -> bool:
+                    overview = await (await get(root, "/v1/overview")).json()
+                    assert overview["ranks_total"] == 0
+                    return "does not know this job's secret" in overview["missing"].get(
+                        impostor, ""
+                    )
+
+                await until(is_refused)
+
+    asyncio.run(check())
+
+
+def test_compressed_answers_are_refused_before_they_are_expanded() -> None:
+    async def bomb(_: web.Request) -> web.Response:
+        data = gzip.compress(bytes(1 << 26))
+        return web.Response(body=data, headers={"Content-Encoding": "gzip"})
+
+    async def check() -> None:
+        async with answering(bomb, SECRET) as url:
+            client = MonitorClient(SECRET)
+            with pytest.raises(ProtocolViolation, match="compresses"):
+                await client.ask("GET", f"{url}/v1/summary", 5.0, 1 << 30)
+            await client.close()
+
+    asyncio.run(check())
+
+
+def test_root_goes_on_when_a_childs_summary_cannot_be_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoding refuses what it can; a defect in merging must not end the tree either."""
+    merge = Watch.receive
+
+    def fail_for_n0(watch: Watch, url: str, summary: Any) -> None:
+        if summary.incarnation.startswith("n0"):
+            raise KeyError("a defect")
+        merge(watch, url, summary)
+
+    monkeypatch.setattr(Watch, "receive", fail_for_n0)
+
+    async def check() -> None:
+        async with AsyncExitStack() as stack:
+            urls = [
+                await stack.enter_async_context(
+                    running(
+                        settings(f"n{node}"),
+                        DaemonComponents(
+                            probe=Probe(),
+                            reader=SampleReader(PLAN, time.monotonic() - 5, f"n{node}", [node]),
+                        ),
+                    )
+                )
+                for node in range(2)
+            ]
+            root = await stack.enter_async_context(
+                running(
+                    settings("root"),
+                    DaemonComponents(
+                        probe=Probe(), diagnosis=FixedDiagnosis(), children=lambda: tuple(urls)
+                    ),
+                )
+            )
+
+            async def shows_the_other() -> bool:
+                overview = await (await get(root, "/v1/overview")).json()
+                return overview["ranks_total"] == 1 and "could not be merged" in overview[
+                    "missing"
+                ].get(urls[0], "")
+
+            await until(shows_the_other)
 
     asyncio.run(check())
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from keepstep.monitor.errors import ProtocolViolation
+from keepstep.monitor.node.node_series import metrics_to_json
 from keepstep.monitor.records import RECORD, Communicator, Ending, Kind, Operation, Phase
 from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
 from keepstep.monitor.tree.digest_relay import Outbox
@@ -152,8 +154,13 @@ def test_summary_survives_encoding() -> None:
     history.begin()
     history.merge(STATE, np.concatenate([operations(9), phases(2)]))
     history.learn([Communicator(7, "world", (3, 4))])
+    metrics = NodeMetrics("node-a", 10.0, load=1.5, gpus=(GpuMetrics(0, xids=(48,)),))
     facts = NodeFacts(
-        node="node-a", metrics={"load": 1.5}, wall_s=1000.0, monotonic_s=10.0, monitor_cpu_s=0.25
+        node="node-a",
+        metrics=metrics_to_json(metrics),
+        wall_s=1000.0,
+        monotonic_s=10.0,
+        monitor_cpu_s=0.25,
     )
     summary = decode(
         encode(
