@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, CheckpointTooNew
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
@@ -60,7 +60,7 @@ def ckpt() -> None:
 @click.argument("url")
 @_JSON
 def ls(url: str, as_json: bool) -> None:
-    """List the checkpoints at URL, newest first."""
+    """List the checkpoints at URL, newest first. Exit status 1 if there is none."""
     summaries: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
     too_new: dict[str, str] = {}
@@ -81,6 +81,8 @@ def ls(url: str, as_json: bool) -> None:
             for summary in summaries
         ]
         _print_json({"checkpoints": listed, "damaged": damaged, "too_new": too_new})
+        if not summaries:
+            sys.exit(1)
         return
     table = _table("step", "generation", "size", "objects", "tensors", "elements")
     for summary in summaries:
@@ -94,12 +96,13 @@ def ls(url: str, as_json: bool) -> None:
         )
     if summaries:
         Console().print(table)
-    else:
-        _echo(f"no checkpoint at {url}")
     for message in damaged.values():
         _echo(f"damaged: {message}", err=True)
     for message in too_new.values():
         _echo(f"too new: {message}", err=True)
+    if not summaries:
+        kind = "readable " if damaged or too_new else ""
+        raise CheckpointMissing(f"there is no {kind}checkpoint at {url}")
 
 
 @ckpt.command()

@@ -31,6 +31,13 @@ _TIMEOUT_FACTORS = (1, 4, 16)
 # An operation that is many requests is given as much time as a request of so many bytes.
 _MANY_NBYTES = 2**26
 
+_SETTINGS = {
+    "s3": "bucket, endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials",
+    "gs": "bucket and credentials (GOOGLE_APPLICATION_CREDENTIALS)",
+    "memory": "the URL",
+}
+"""What to check when requests fail, by scheme."""
+
 _MEMORY = tensorstore.Context()
 """This process's memory: all storages of one memory:// URL have the same objects."""
 
@@ -196,8 +203,8 @@ class ObjectStorage:
 
     def _translate_error(self, operation: str, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.url}: could not {operation}: {_reason(error)}; check bucket, "
-            "endpoint (AWS_ENDPOINT_URL), region (AWS_REGION) and credentials"
+            f"{self.url}: could not {operation}: {_reason(error)}; check "
+            f"{_SETTINGS[self.url.partition('://')[0]]}"
         )
 
 

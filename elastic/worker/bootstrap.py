@@ -14,12 +14,14 @@ import os
 import runpy
 import subprocess
 import sys
+import sysconfig
 import threading
 import traceback
 from pathlib import Path
 
+import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import ElasticError, UsageError
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -32,6 +34,11 @@ from keepstep.elastic.worker.messages import (
 from keepstep.elastic.worker.session import Session, open_session
 from keepstep.processes import die_with_parent
 
+# Keepstep, and what it calls on the way to its errors, such as contextlib.
+_NOT_THE_USERS = (
+    str(Path(keepstep.__file__).parent) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+)
 # By name: what a script will import is loaded early, and nothing here uses it.
 _WARM_MODULES = (
     "torch.distributed.fsdp",
@@ -141,12 +148,19 @@ def _run(session: Session, command: Command) -> None:
 
 
 def _script_frames(error: BaseException) -> str:
-    """Return the traceback without the frames of runpy and of this module."""
+    """Return the traceback without the frames of runpy and of this module.
+
+    Errors that keepstep raises on purpose explain themselves: where in the script they came from is
+    shown, but not where in keepstep.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__ and not frame.filename.startswith("<frozen runpy")
     ]
+    if isinstance(error, CheckpointError | ElasticError):
+        while frames and frames[-1].filename.startswith(_NOT_THE_USERS):
+            frames.pop()
     return "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
 
 

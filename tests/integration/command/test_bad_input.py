@@ -130,6 +130,9 @@ def test_checkpoint_location_that_cannot_be_written_ends_the_job_at_once(tmp_pat
     assert completed.returncode == 1
     assert str(tmp_path / "file") in completed.stderr
     assert "generation 2" not in completed.stderr
+    # The line of the script, and no frame of keepstep's own.
+    assert "examples/train.py" in completed.stderr
+    assert "snapshot_manager.py" not in completed.stderr
 
 
 def test_second_job_with_the_same_name_is_rejected(

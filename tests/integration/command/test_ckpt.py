@@ -64,6 +64,11 @@ def test_ls_lists_checkpoints_and_show_shows_one(run7: Path) -> None:
     assert "tensors" in keepstep("ls", run7).output
 
 
+def test_listing_nothing_fails_in_json_too(tmp_path: Path) -> None:
+    done = keepstep("ls", tmp_path, "--json")
+    assert (done.exit_code, json.loads(done.stdout)["checkpoints"]) == (1, [])
+
+
 def test_verify_names_the_damaged_checkpoint_and_fails(run7: Path) -> None:
     assert keepstep("verify", run7, "--all").exit_code == 0
     bad = run7 / directory_of(run7, 30) / "large/c.0.0"
@@ -191,6 +196,7 @@ def test_cp_copies_a_checkpoint_completely_or_fails(run7: Path, tmp_path: Path) 
     ("arguments", "message"),
     [
         (("show", "{nothing}"), "there is no checkpoint"),
+        (("ls", "{nothing}"), "there is no checkpoint at"),
         (("show", "{run7}", "--step", "11"), "steps there: 50, 40"),
         (("rm", "{run7}"), "give either --step or --keep-last"),
         (("rm", "{run7}", "--step", "11"), "has no checkpoint of step 11"),
