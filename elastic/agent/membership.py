@@ -43,7 +43,12 @@ from keepstep.elastic.rendezvous.invariants import (
     check_transition,
     check_view,
 )
-from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport, RestartRequest
+from keepstep.elastic.rendezvous.records import (
+    NodeRecord,
+    NodeReport,
+    RestartRequest,
+    decode_secret,
+)
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
@@ -141,7 +146,7 @@ class Membership:
                 case Join() if await self._claim_name(view):
                     break
         assert self.view.secret is not None, "nobody joins without writing or reading the secret"
-        return bytes.fromhex(self.view.secret.decode())
+        return decode_secret(self.view.secret)
 
     async def _await_predecessor(self, predecessor: NodeRecord, waited_s: float) -> None:
         """Revoke the lease of a dead agent of this node's name, or wait for it to end."""

@@ -7,6 +7,7 @@ Node records carry the node's lease and die with it; everything else lives until
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -15,6 +16,8 @@ import msgspec
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import UsageError
+
+_SECRET_NBYTES = 32
 
 
 class Record:
@@ -44,20 +47,47 @@ class Record:
         try:
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
-            raise _unreadable(cls, error) from error
+            raise _unreadable(cls.__name__, error) from error
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Parse what `encode` returned. Raises as `from_json` does."""
         try:
             return msgspec.json.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _unreadable(cls, error) from error
+        # RecursionError: nesting deeper than the interpreter's stack allows.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _unreadable(cls.__name__, error) from error
 
 
-def _unreadable(cls: type, error: Exception) -> UsageError:
+def decode_secret(data: bytes) -> bytes:
+    """Parse the job's secret, 32 bytes or more in hexadecimal.
+
+    Raises:
+        UsageError: the data has another form.
+    """
+    try:
+        secret = bytes.fromhex(data.decode())
+    except ValueError as error:
+        raise _unreadable("secret", error) from error
+    if len(secret) < _SECRET_NBYTES:
+        raise _unreadable("secret", ValueError(f"it has {len(secret)} bytes"))
+    return secret
+
+
+def decode_rank(text: str) -> int:
+    """Parse the rank in a key.
+
+    Raises:
+        UsageError: the text is not a rank.
+    """
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise _unreadable("key", ValueError(f"{text!r:.40} is not a rank"))
+    return int(text)
+
+
+def _unreadable(name: str, error: Exception) -> UsageError:
     return UsageError(
-        f"the coordinator holds a {cls.__name__} that this version of keepstep cannot read "
+        f"the coordinator holds a {name} that this version of keepstep cannot read "
         f"({error}); run one version of keepstep on all nodes, or choose another --job name"
     )
 

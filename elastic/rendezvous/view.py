@@ -26,6 +26,7 @@ from keepstep.elastic.rendezvous.records import (
     Result,
     SnapshotCommit,
     StoreFailure,
+    decode_rank,
 )
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
 
@@ -193,9 +194,10 @@ def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[st
             evictions[rest] = Eviction.decode(item.value)
         return {"evictions": evictions}
     if section == "restarts":
-        restarts = {rank: request for rank, request in view.restarts.items() if rank != int(rest)}
+        asked = decode_rank(rest)
+        restarts = {rank: request for rank, request in view.restarts.items() if rank != asked}
         if item is not None:
-            restarts[int(rest)] = RestartRequest.decode(item.value)
+            restarts[asked] = RestartRequest.decode(item.value)
         return {"restarts": restarts}
     updates: dict[str, Any] = {}
     if name in _SINGLE:

@@ -361,7 +361,7 @@ def _prefix_end(prefix: str) -> bytes:
 
 def _key_value(item: Any) -> KeyValue:
     return KeyValue(
-        key=item.key.decode(),
+        key=item.key.decode(errors="replace"),
         value=item.value,
         created=item.create_revision,
         modified=item.mod_revision,
@@ -400,7 +400,11 @@ def _by_revision(events: Sequence[Any]) -> list[tuple[Change, ...]]:
     for event in events:
         deleted = event.type == kv_pb2.Event.DELETE
         revision = event.kv.mod_revision
-        change = Change(event.kv.key.decode(), None if deleted else _key_value(event.kv), revision)
+        change = Change(
+            event.kv.key.decode(errors="replace"),
+            None if deleted else _key_value(event.kv),
+            revision,
+        )
         if grouped and grouped[-1][0].revision == revision:
             grouped[-1].append(change)
         else:

@@ -1,0 +1,96 @@
+"""Claims about reading the coordinator: its keys are a view, or an error that says what to do."""
+
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous import records
+from keepstep.elastic.rendezvous.records import Record, RestartRequest, decode_secret
+from keepstep.elastic.rendezvous.view import Keys, apply, from_listing
+from keepstep.elastic.store.contract import Change, KeyValue, Listing
+
+RECORDS = [
+    kind
+    for kind in vars(records).values()
+    if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record
+]
+KEYS = Keys("run7")
+NAMES = [
+    "generation", "closing", "snapshot", "persist", "checkpoint", "store_failure", "history",
+    "result", "verdicts", "secret", "last_join", "nodes/a", "nodes/", "evictions/a", "restarts/3",
+    "restarts/x", "restarts/", "restarts/-1", "restarts/" + 5000 * "9", "nodes", "", "unknown/x",
+]  # fmt: skip
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+FIELDS = sorted({name for kind in RECORDS for name in kind.__dataclass_fields__})
+OBJECTS = st.dictionaries(st.sampled_from(FIELDS), JSON)
+VALUES = (
+    st.binary(max_size=100)
+    | JSON.map(lambda value: msgspec.json.encode(value))
+    | OBJECTS.map(lambda value: msgspec.json.encode(value))
+)
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+@given(data=VALUES)
+def test_arbitrary_bytes_are_a_record_or_a_usage_error(kind: type[Record], data: bytes) -> None:
+    try:
+        decoded = kind.decode(data)
+    except UsageError:
+        return
+    assert kind.decode(decoded.encode()) == decoded
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_deep_nesting_is_a_usage_error_and_takes_little_memory(kind: type[Record]) -> None:
+    for data in (b"[" * 100_000, b'{"new":' + b"[" * 100_000, b'{"a":' * 100_000):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UsageError):
+                kind.decode(data)
+            assert tracemalloc.get_traced_memory()[1] < 2**20
+        finally:
+            tracemalloc.stop()
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), VALUES), max_size=3))
+def test_arbitrary_keys_are_a_view_or_a_usage_error(items: list[tuple[str, bytes]]) -> None:
+    found = [KeyValue(f"{KEYS.prefix}{name}", value, 1, 1) for name, value in items]
+    attempts: list[Any] = [
+        lambda: from_listing(KEYS, Listing(1, tuple(found))),
+        lambda: apply(
+            KEYS, from_listing(KEYS, Listing(0, ())), [Change(item.key, item, 1) for item in found]
+        ),
+    ]
+    for attempt in attempts:
+        try:
+            attempt()
+        except UsageError:
+            pass
+
+
+def test_restart_of_what_is_no_rank_is_a_usage_error() -> None:
+    request = RestartRequest(generation=1, rank=3, reason="hangs").encode()
+    for name, is_rank in (("3", True), ("x", False), ("-1", False), ("9" * 5000, False)):
+        listing = Listing(1, (KeyValue(KEYS.single(f"restarts/{name}"), request, 1, 1),))
+        if is_rank:
+            assert set(from_listing(KEYS, listing).restarts) == {3}
+        else:
+            with pytest.raises(UsageError, match="is not a rank"):
+                from_listing(KEYS, listing)
+
+
+@pytest.mark.parametrize("secret", [b"", b"no hexadecimal", b"\xff", b"ab"])
+def test_secret_of_another_form_is_a_usage_error(secret: bytes) -> None:
+    with pytest.raises(UsageError, match="run one version of keepstep"):
+        decode_secret(secret)
+    assert decode_secret(64 * b"a") == 32 * b"\xaa"
