@@ -7,13 +7,14 @@ import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.monitor.errors import RingUnreadable, RingUnwritable
@@ -453,6 +454,41 @@ def read_all(path: Path) -> None:
         assert reader.ending in Ending
     finally:
         reader.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 36864 + 512), st.binary(min_size=1, max_size=40)), max_size=4)
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ring_with_arbitrary_bytes_in_any_place_is_read_or_refused(
+    base: Path, writes: list[tuple[int, bytes]]
+) -> None:
+    made = create_ring(IDENTITY, SMALL)
+    made.add_communicator(Communicator.of("world", range(8)))
+    for number in range(1, 5):
+        operate(made, number)
+    made.close()
+    for at, data in writes:
+        damaged(made, at, data)
+    tracemalloc.start()
+    try:
+        read_all(made.path)
+    except RingUnreadable:
+        pass
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 2**20
+
+
+@given(st.binary(max_size=200), st.integers(0, 8192))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_arbitrary_files_are_no_rings(base: Path, content: bytes, nbytes: int) -> None:
+    base.mkdir(mode=0o700, exist_ok=True)
+    path = base / "rank-00000.ring"
+    path.write_bytes(content.ljust(nbytes, b"x"))
+    with pytest.raises(RingUnreadable):
+        RingReader(path)
 
 
 def test_records_that_no_worker_writes_are_not_returned(ring: Ring) -> None:

@@ -1,8 +1,11 @@
 """Claims about the offsets of nodes' clocks at the root, and their encoding."""
 
+import json
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.telemetry.clocks import DRIFT, ClockOffset
@@ -116,3 +119,33 @@ def test_offsets_survive_encoding() -> None:
 def test_invalid_offsets_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         decode_clocks(data)
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=6,
+)
+
+
+@given(st.binary(max_size=50) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_arbitrary_bytes_are_clock_offsets_or_refused(data: bytes) -> None:
+    try:
+        decoded = decode_clocks(data)
+    except ProtocolViolation:
+        return
+    assert all(math.isfinite(clock.offset_s) and clock.error_s >= 0 for clock in decoded.values())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b'{"n": [1' + 400 * b"0" + b", 0]}", b'{"n": [0, "x"]}', b'{"n": [0, -1]}'],
+)
+def test_numbers_and_depths_beyond_all_bounds_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_clocks(data)
+
+
+def test_clock_offsets_survive() -> None:
+    offsets = {"a": ClockOffset(-1.5, 0.25), "b": ClockOffset(2.0, math.inf)}
+    assert decode_clocks(encode_clocks(offsets)) == offsets
