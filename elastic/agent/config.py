@@ -46,7 +46,7 @@ class AgentConfig:
     digest: str
     domain: str = ""
     lease_ttl_s: float = 5.0
-    drain_timeout_s: float = 60.0
+    drain_timeout_s: float = 300.0
     abort_timeout_s: float = 5.0
     grace_s: float = 30.0
     spares: int = 1

@@ -202,9 +202,9 @@ _SECRET_FILE = click.option(
 )
 @click.option(
     "--drain-timeout",
-    default=60.0,
+    default=300.0,
     show_default=True,
-    help="Seconds for a worker to reach the end of its step.",
+    help="Seconds for all workers to end a step together, evaluations included.",
 )
 @click.option(
     "--abort-timeout",

@@ -248,7 +248,7 @@ class Job:
                 before = self._position
                 self._loss_scale = batches.loss_scale(self.world.data_rank, self.world.data_size)
                 yield batch
-                if self.world.generation == generation and self._session.is_closing(generation):
+                if self.world.generation == generation and self._entered_snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
                     self._recover(None)
                 if self.world.generation != generation:
@@ -352,6 +352,7 @@ class Job:
             assignment,
             self._checkpoint,
             self._session.is_committed,
+            partial(self._session.is_closing, assignment.generation),
             self._snapshot_interval,
             copies_synchronously=self._copies_synchronously,
         )
@@ -382,11 +383,13 @@ class Job:
     def _end_generation(self, generation: int, error: BaseException | None) -> None:
         """Seal a last snapshot if possible, drop the live state, and report "drained" to the agent.
 
-        After "drained" this worker writes nothing more in this generation.
+        After "drained" this worker writes nothing more in this generation. If it ends by an error,
+        inside a step, then the state may be half that of the next step, and is not sealed.
         """
-        if error is not None and not self._session.is_closing(generation):
-            cause = str(error).partition("\n")[0] or type(error).__name__
-            self._session.report(Broken(generation=generation, error=cause))
+        if error is not None:
+            if not self._session.is_closing(generation):
+                cause = str(error).partition("\n")[0] or type(error).__name__
+                self._session.report(Broken(generation=generation, error=cause))
         elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
             self._snapshot_manager.seal_before_closing(
                 self._position,

@@ -46,11 +46,15 @@ log = logging.getLogger("keepstep")
 
 @dataclass(frozen=True, slots=True)
 class _Agreement:
-    """What holds on all ranks: the next snapshot is wanted, the last is committed, is not torn."""
+    """What holds on all ranks.
+
+    The next snapshot is wanted; the last one is committed; it is not torn; the generation goes on.
+    """
 
     is_wanted: bool
     is_committed: bool
     is_complete: bool
+    goes_on: bool
 
     @property
     def is_possible(self) -> bool:
@@ -88,6 +92,7 @@ class SnapshotManager:
         assignment: Assignment,
         checkpoint: str | None,
         is_committed: Callable[[int], bool],
+        is_closing: Callable[[], bool],
         interval: SnapshotInterval,
         *,
         copies_synchronously: bool = False,
@@ -110,6 +115,9 @@ class SnapshotManager:
         self.copies_synchronously = copies_synchronously
         """Whether training waits for each copy, because the state was written to during one."""
         self._is_committed = is_committed
+        self._is_closing = is_closing
+        self.is_ending = False
+        """Whether all ranks have agreed that the generation ends after the step just completed."""
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
         self._in_step = False
         self._hooks = (
@@ -150,12 +158,17 @@ class SnapshotManager:
         committed, or any knows that it is torn and never will be. They agree by a reduction of
         three numbers that runs beside the backward pass; if the commit was not known then, by
         another one beside the optimizer.
+
+        By the same reduction they learn whether any of them knows that the generation closes. If
+        so, all of them end it after this step, and none is inside the next one: what a step has
+        begun to change besides the parameters (random numbers, statistics, `extra`) is not sealed.
         """
         self._in_step = False
         self._completed_step = position.step
         if self._pending_agreement is not None:
             agreement, self._pending_agreement = self._finish_agreement(), None
             self._is_intact = True
+            self.is_ending = not agreement.goes_on
             if agreement.is_wanted and agreement.is_possible:
                 began_s = time.monotonic()
                 self.snapshot(position)
@@ -165,9 +178,7 @@ class SnapshotManager:
     def seal_before_closing(
         self, position: Position, wait_for_commit: Callable[[int], bool]
     ) -> None:
-        """Seal a snapshot at `position` before an orderly end of the generation.
-
-        Does nothing if an optimizer has already begun to write the next step.
+        """Seal a snapshot at `position` before an orderly end of the generation; between steps.
 
         Args:
             position: position of the state.
@@ -212,6 +223,7 @@ class SnapshotManager:
                 int(is_wanted),
                 int(self._is_committed(self._last_snapshot_step)),
                 int(not self._is_torn),
+                int(not self._is_closing()),
             ]
         )
         work = (

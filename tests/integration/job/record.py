@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,22 @@ def two_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 average: Average | None = None
 
+
+class Entered:
+    """The step that was entered last: a value that training code changes before it computes."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+entered = Entered()
+
 state_written = threading.Event()
 if options.get("write_between_steps"):
     begin = SnapshotClient.begin
@@ -88,7 +105,7 @@ def build(world: keepstep.World) -> keepstep.State:
         (lambda _: two_optimizers(model))
         if options.get("two")
         else functools.partial(AdamW, lr=1e-3),
-        extra={"average": average} if average else {},
+        extra={"entered": entered, **({"average": average} if average else {})},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
         initialize=initialize,
     )
@@ -106,6 +123,7 @@ with keepstep.join(
         Windows(standard_library(), 32), global_batch=8, steps=options["steps"]
     ):
         with job.step() as step:
+            entered_before, entered.step = entered.step, job.steps + 1
             loss = job.model(batch) * step.loss_scale
             loss.backward()
             for optimizer, scheduler in zip(job.optimizers, job.schedulers, strict=True):
@@ -123,10 +141,13 @@ with keepstep.join(
                 "generation": world.generation,
                 "loss": loss.item().hex(),
                 "average": average.checksum() if average else None,
+                "entered_before": entered_before,
                 "samples": [zlib.crc32(sample.numpy().tobytes()) for sample in batch[0]],
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
+        if options.get("one_rank_is_late") and job.world.rank == 1:
+            time.sleep(0.3)
         if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)

@@ -308,6 +308,25 @@ def test_job_that_is_done_ends_well_when_it_is_run_again(tmp_path: Path) -> None
     assert [json.loads(line)["step"] for line in lines] == list(range(1, 13))
 
 
+def test_generation_that_ends_in_good_order_leaves_no_state_of_a_step_that_was_begun(
+    tmp_path: Path,
+) -> None:
+    """Rank 1 is late between two steps: it knows of the end when others are inside the next one."""
+    with cluster(tmp_path, snapshots=10**6, one_rank_is_late=True) as running:
+        for node in ("a", "b"):
+            running.start(node)
+        running.wait_until(lambda view: step_of(view) >= 5, 60)
+        running.terminate("b")
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        assert running.wait("a", 120) == 0, running.output()
+    assert view.history.recoveries[1].lost_steps == 0
+    lines = last_run_of_each_step(tmp_path)
+    assert lines.keys() == set(range(1, STEPS + 1))
+    assert {
+        (step, line["entered_before"]) for step, of in lines.items() for line in of.values()
+    } == {(step, step - 1) for step in lines}
+
+
 def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(
     tmp_path: Path, without_dropout: Lines
 ) -> None:
