@@ -41,10 +41,11 @@ class ActingStorage:
             act, self._act = self._act, None
             if act is not None and not self._after:
                 act()
-            result = attribute(*arguments, **options)
-            if act is not None and self._after:
-                act()
-            return result
+            try:
+                return attribute(*arguments, **options)
+            finally:
+                if act is not None and self._after:
+                    act()
 
         return call
 
@@ -125,6 +126,33 @@ def test_a_step_that_is_committed_after_gc_listed_an_older_attempt_stays(
         collect_garbage(url, now=NOW_S + hour * GRACE_S, grace_s=grace_s)
         if saves:
             break
+    assert_holds(url, 2.0)
+
+
+def test_an_attempt_that_is_committed_between_listing_and_deleting_stays(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage collection looks for a manifest just before it is created."""
+
+    def collect() -> None:
+        collecting.start()
+        assert has_listed.wait(60)
+
+    def wait_for_commit() -> None:
+        has_listed.set()
+        assert is_committed.wait(60)
+
+    has_listed, is_committed = threading.Event(), threading.Event()
+    listing = ActingStorage(open_storage(url), "read", wait_for_commit, after=True)
+    collecting = threading.Thread(
+        target=lambda: collect_garbage(url, now=NOW_S, grace_s=0), daemon=True
+    )
+    creating = ActingStorage(open_storage(url), "create", collect, after=False)
+    monkeypatch.setattr(housekeeping, "open_storage", lambda url: listing)
+    monkeypatch.setattr(api, "open_storage", lambda url: creating)
+    checkpoint.save(url, state(2.0), step=1)
+    is_committed.set()
+    collecting.join(60)
     assert_holds(url, 2.0)
 
 

@@ -15,7 +15,7 @@ from keepstep.checkpoint.memory.arena import Bytes
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup, ShardLocation
 from keepstep.checkpoint.memory.messages import StripeBytes, Table
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.server import rebuilding
+from keepstep.checkpoint.server import rebuilding, snapshot_memory
 from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Identity
@@ -32,10 +32,10 @@ TABLE = (
 
 
 class Peers:
-    """Stands for the connections to the group's nodes: blocks arrive when they are let go."""
+    """Stands for the connections to the group's nodes: each block arrives when it is let go."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_receiving, self.let_go = threading.Event(), threading.Event()
+        self.receiving, self.let_go = threading.Semaphore(0), threading.Semaphore(0)
         self.interrupted = threading.Event()
         monkeypatch.setattr(rebuilding, "ServerConnections", lambda identity: self)
         monkeypatch.setattr(rebuilding, "send_request", lambda source, request: None)
@@ -50,7 +50,6 @@ class Peers:
 
     def interrupt(self) -> None:
         self.interrupted.set()
-        self.let_go.set()
 
     def _receive_head(self, source: str, expected: type) -> tuple[Any, int]:
         if expected is Table:
@@ -60,8 +59,8 @@ class Peers:
     def _combine(
         self, row: object, sources: object, counts: object, target: Bytes, stop: threading.Event
     ) -> None:
-        self.is_receiving.set()
-        assert self.let_go.wait(60)
+        self.receiving.release()
+        assert self.let_go.acquire(timeout=60)
         if self.interrupted.is_set():
             raise SnapshotUnavailable("the connection was ended")
         target[...] = 5
@@ -84,6 +83,7 @@ def memory(peers: Peers) -> Iterator[SnapshotMemory]:
 def rebuilder(peers: Peers, memory: SnapshotMemory) -> Iterator[Rebuilder]:
     rebuilder = Rebuilder(memory, Identity("node", b"s" * 32), lambda snapshot: None)
     yield rebuilder
+    peers.let_go.release(9)
     rebuilder.close()
 
 
@@ -99,14 +99,21 @@ def rebuilt(memory: SnapshotMemory) -> Bytes:
 
 
 def test_a_rebuild_that_a_new_generation_stopped_can_be_begun_again(
-    peers: Peers, memory: SnapshotMemory, rebuilder: Rebuilder
+    peers: Peers,
+    memory: SnapshotMemory,
+    rebuilder: Rebuilder,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(snapshot_memory, "_PENDING_POLL_S", 0.001)
     begin(memory, rebuilder)
-    assert peers.is_receiving.wait(60)
-    peers.is_receiving.clear()
+    assert peers.receiving.acquire(timeout=60)
     rebuilder.stop()
     memory.open_generation(3)
     begin(memory, rebuilder)
+    peers.let_go.release()  # The first one fails now; readers wait for the second one already.
+    assert peers.receiving.acquire(timeout=60)
+    assert memory.is_pending(LOST, RANK)
+    peers.let_go.release(9)
     assert (rebuilt(memory) == CONTENT).all()
 
 
@@ -114,10 +121,10 @@ def test_a_worker_gets_other_memory_than_a_rebuild_that_was_stopped_still_writes
     peers: Peers, memory: SnapshotMemory, rebuilder: Rebuilder
 ) -> None:
     begin(memory, rebuilder)
-    assert peers.is_receiving.wait(60)
+    assert peers.receiving.acquire(timeout=60)
     memory.open_generation(3)
     seal(memory, SnapshotId(3, 5), 0, {"w": 9}, commit=False)
-    peers.let_go.set()
+    peers.let_go.release(9)
     assert (rebuilt(memory) == CONTENT).all()
     assert (memory.memory(SnapshotId(3, 5), 0).bytes[:NBYTES] == 9).all()
 
@@ -125,11 +132,11 @@ def test_a_worker_gets_other_memory_than_a_rebuild_that_was_stopped_still_writes
 def test_a_shard_that_an_earlier_generation_rebuilt_is_not_refused(
     peers: Peers, memory: SnapshotMemory, rebuilder: Rebuilder
 ) -> None:
-    peers.let_go.set()
+    peers.let_go.release(9)
     begin(memory, rebuilder)
     assert (rebuilt(memory) == CONTENT).all()
     rebuilder.stop()
     memory.open_generation(3)
     begin(memory, rebuilder)
-    rebuilder.close()
+    rebuilder._thread.submit(lambda: None).result(60)  # It is through with the rebuild.
     assert (rebuilt(memory) == CONTENT).all()

@@ -119,10 +119,10 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "cells beyond any array": (
         ROOT, array("small", shape=(2**62, 2**62), chunk=(2**62, 2**62), cell=(2**62, 2**62))
     ),
-    "very many chunks": (ROOT, array("large", shape=(HUGE, 64), chunk=(1, 64), cell=(1, 64))),
-    "very many packed cells": (ROOT, array("small", shape=(HUGE,), chunk=(1,), cell=(1,))),
+    "very many chunks": (ROOT, array("large", shape=(HUGE, 64))),
+    "very many packed cells": (ROOT, array("small", shape=(HUGE,))),
     "very many cells in a chunk": (
-        ROOT, array("large", shape=(HUGE, 64), chunk=(HUGE, 64), cell=(1, 64))
+        ROOT, array("large", shape=(HUGE, 64), chunk=(HUGE, 64))
     ),
     "a name with a null byte": (PART, name_of_chunk("large/c.0\0")),
     "a very long name": (PART, name_of_chunk("large/" + "c" * 300)),
@@ -175,6 +175,14 @@ def test_a_hostile_checkpoint_is_refused_as_damaged(root: Path, name: str) -> No
         assert text.startswith(("CheckpointDamaged", "read", "AssertionError other documents")), (
             text
         )
+
+
+def test_cells_of_any_size_that_the_listing_confirms_are_refused(root: Path) -> None:
+    tamper(root, ROOT, array("small", shape=(HUGE,), chunk=(HUGE,), cell=(HUGE,)))
+    size = 4 * HUGE + 4
+    tamper(root, PART, listing(lambda item: "/c." in item[0] or item.__setitem__(1, size)))
+    for how in ("verify", "read"):
+        assert outcome(root, how).startswith("CheckpointDamaged"), how
 
 
 def test_the_untouched_checkpoint_is_read(root: Path) -> None:
