@@ -144,7 +144,7 @@ class FileStorage:
                 # Unlike a rename, a link fails if the name is taken.
                 os.link(unfinished, path)
             except FileExistsError:
-                if path.read_bytes() != data:
+                if self.read(name) != data:
                     raise CheckpointExists(
                         f"{self.url}: {name} exists already; committed steps are never overwritten"
                     ) from None

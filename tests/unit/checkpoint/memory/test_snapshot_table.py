@@ -75,6 +75,16 @@ def test_an_adopted_shard_is_no_part_of_what_the_node_sealed_and_its_memory_is_g
     assert table.nbytes == 200
 
 
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_a_buffer_is_used_again_only_for_a_shard_that_fits_it(first: int, second: int) -> None:
+    table, old = begin(open_generation(SnapshotTable(), 1), SnapshotId(1, 1), 0, first, PLENTY)
+    table = open_generation(table, 2)
+    assert table.free == {old.buffer: first}
+    _, new = begin(table, SnapshotId(2, 2), 0, second, PLENTY)
+    assert new.capacity >= second
+    assert (new.buffer == old.buffer) == (second <= first)
+
+
 def test_a_shard_that_is_being_rebuilt_keeps_its_buffer_whatever_is_freed() -> None:
     lost = SnapshotId(1, 4)
     table = commit(taken(open_generation(SnapshotTable(), 1), 4), lost)

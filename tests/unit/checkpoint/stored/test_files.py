@@ -1,0 +1,71 @@
+"""Claims about checkpoints in a file system: bytes are in order, and a commit survives a crash."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.stored import files
+from keepstep.checkpoint.stored.files import FileStorage
+
+BLOCK = mmap.PAGESIZE
+
+
+def test_a_commit_is_flushed_with_all_directories_above_it_after_it_was_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it may vanish when power is lost, though `save` has returned."""
+    events: list[tuple[str, Path]] = []
+    flush, link = files._flush, os.link
+
+    def note_flush(path: Path) -> None:
+        flush(path)
+        events.append(("flush", path))
+
+    def note_link(source: Path, path: Path) -> None:
+        link(source, path)
+        events.append(("link", path))
+
+    monkeypatch.setattr(files, "_flush", note_flush)
+    monkeypatch.setattr(files.os, "link", note_link)
+    root = tmp_path / "run"
+    FileStorage(str(root), root).create("step/manifest.json", b"{}")
+    manifest = root / "step" / "manifest.json"
+    after_link = {path for kind, path in events[events.index(("link", manifest)) :]}
+    assert {manifest, manifest.parent, root, *root.parents} <= after_link
+
+
+sizes = st.one_of(
+    st.integers(0, 40),
+    st.integers(0, 3).map(lambda blocks: blocks * BLOCK),
+    st.integers(-3, 3).map(lambda more: 2**20 + more * 7),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(sizes, st.sampled_from([0, 1, 64])), min_size=1, max_size=5))
+def test_pieces_of_any_size_and_alignment_are_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[int, int]]
+) -> None:
+    """Pieces that lie on a page go straight to the device, others by way of staged memory."""
+    # Any flag that is not zero has the same code run where the file system lacks direct writes.
+    monkeypatch.setattr(files, "_O_DIRECT", os.O_NOFOLLOW)
+    rng = np.random.default_rng(len(pieces))
+    views, expected = [], b""
+    assume(any(nbytes for nbytes, _ in pieces))
+    for nbytes, misplaced in pieces:
+        memory = np.frombuffer(mmap.mmap(-1, nbytes + misplaced + 1), np.uint8)
+        piece = memory[misplaced : misplaced + nbytes]
+        piece[...] = rng.integers(0, 256, nbytes, np.uint8)
+        views.append(piece.data)
+        expected += piece.tobytes()
+    path = tmp_path / "file"
+    path.unlink(missing_ok=True)
+    assert files._write_direct(path, views)
+    assert path.read_bytes() == expected
