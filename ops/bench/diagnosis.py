@@ -18,6 +18,10 @@ rank's own time grows by a smaller factor. Four ranks on two cores compute twice
 `seconds` and `steps` count from the injection; a fault within a rank acts up to one step later.
 `beside` are further verdicts within `SETTLE_S` about subjects without a fault.
 
+`lumpy` are healthy jobs with a habit that may be taken for a fault: uneven stages, busy experts,
+slow batches, long saves, recompiles and so on. Verdicts may be shown of them; `alerts` of each
+should be one at most, and `evictions` none.
+
 `false_verdicts` counts verdicts before an injection and all verdicts of healthy jobs, and
 `healthy_steps` the steps that these cover; a process keeps one core busy beside healthy jobs.
 `false_evictions` counts restarts and replacements of ranks without a fault. `overhead` is a step's
@@ -66,7 +70,7 @@ from keepstep.monitor.telemetry.job_rings import JobRings  # noqa: E402
 from keepstep.monitor.verdicts import Subject, Syndrome, Verdict  # noqa: E402
 
 sys.path.insert(1, HERE)
-from diagnosis_worker import Control, Defect, Specification  # noqa: E402
+from diagnosis_worker import Control, Defect, Habit, Specification  # noqa: E402
 from switched_network import DEVICE, Network, address, is_possible  # noqa: E402
 
 sys.path.remove(HERE)
@@ -172,6 +176,7 @@ class Monitor:
         )
         self.nodes = {rank: f"node-{rank}" for rank in range(ranks)}
         self.action_ranks: list[tuple[int, ...]] = []
+        self.alerts: list[str] = []
         self.step = 0
         self._due_s = 0.0
         self._ranks = ranks
@@ -199,7 +204,9 @@ class Monitor:
         step_s = self.diagnosis_state.window.step_s()
         self.state, actions = decide(self.policy, self.state, verdicts, self.nodes, step_s, now_s)
         for action in actions:
-            if action.kind is not ActionKind.ALERT:
+            if action.kind is ActionKind.ALERT:
+                self.alerts.append(str(action))
+            else:
                 node_ranks = tuple(int(node.removeprefix("node-")) for node in action.nodes)
                 self.action_ranks.append(action.ranks or node_ranks)
         return verdicts
@@ -212,7 +219,11 @@ class Monitor:
 
 @contextmanager
 def running(
-    setup: Setup, kind: str, with_network: bool = False, overhead: int = 0
+    setup: Setup,
+    kind: str,
+    with_network: bool = False,
+    overhead: int = 0,
+    habit: Habit = Habit.NONE,
 ) -> Iterator[Job]:
     """Run a job while the context lasts; its end removes the job and its network."""
     with ExitStack() as stack:
@@ -222,7 +233,14 @@ def running(
         network = stack.enter_context(Network(setup.ranks)) if with_network else None
         port = stack.enter_context(ReservedPort()).number
         specification = Specification(
-            kind, setup.ranks, directory, setup.disk, setup.compute_s, port=port, overhead=overhead
+            kind,
+            setup.ranks,
+            directory,
+            setup.disk,
+            setup.compute_s,
+            port=port,
+            overhead=overhead,
+            habit=habit,
         )
         if network is not None:
             specification = replace(
@@ -322,11 +340,18 @@ def attempt(fault: Fault, setup: Setup) -> dict[str, Any]:
         }
 
 
-def healthy(kind: str, setup: Setup, steps: int, seconds: float, busy: bool) -> dict[str, Any]:
+def healthy(
+    kind: str,
+    setup: Setup,
+    steps: int,
+    seconds: float,
+    busy: bool,
+    habit: Habit = Habit.NONE,
+) -> dict[str, Any]:
     """Train without an injected fault, and return the verdicts."""
     burners = []
     try:
-        with running(setup, kind) as job:
+        with running(setup, kind, habit=habit) as job:
             if busy:
                 core = next(iter(os.sched_getaffinity(0)))
                 code = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
@@ -336,11 +361,12 @@ def healthy(kind: str, setup: Setup, steps: int, seconds: float, busy: bool) -> 
             while job.monitor.step < steps and time.monotonic() < until_s:
                 verdicts |= by_identity(job.monitor.diagnose())
             return {
-                "job": kind,
+                "job": f"{kind}, {habit}" if habit else kind,
                 "busy": busy,
                 "steps": job.monitor.step,
                 "step_s": round(job.monitor.diagnosis_state.window.step_s(), 4),
                 "verdicts": [describe(verdict) for verdict in verdicts.values()],
+                "alerts": job.monitor.alerts,
                 "evictions": len(job.monitor.action_ranks),
             }
     finally:
@@ -544,6 +570,16 @@ def main(
                         file=sys.stderr if as_json else sys.stdout,
                         flush=True,
                     )
+        lumpy_jobs = []
+        for habit in Habit:
+            if habit and wanted("healthy", f"healthy/{habit}"):
+                seconds = 90.0 if quick else 240.0
+                lumpy_jobs.append(healthy(habit.job, setup, 3000, seconds, False, habit))
+                print(
+                    json.dumps(lumpy_jobs[-1], indent=1),
+                    file=sys.stderr if as_json else sys.stdout,
+                    flush=True,
+                )
         overheads = overhead(setup, 8 if quick else 30) if wanted("overhead") else None
     result = {
         "faults": entries,
@@ -551,12 +587,14 @@ def main(
         "right_syndrome": f"{sum(entry['syndrome_ok'] for entry in entries)}/{len(entries)}",
         "right_culprit": f"{sum(entry['culprit_ok'] for entry in entries)}/{len(entries)}",
         "healthy": healthy_jobs,
+        "lumpy": lumpy_jobs,
+        "lumpy_most_alerts": max((len(job["alerts"]) for job in lumpy_jobs), default=0),
         "false_verdicts": sum(len(entry["before"]) for entry in entries)
         + sum(len(job["verdicts"]) for job in healthy_jobs),
         "healthy_steps": sum(entry["baseline_steps"] for entry in entries)
         + sum(job["steps"] for job in healthy_jobs),
         "false_evictions": sum(entry["evicted_innocent"] for entry in entries)
-        + sum(job["evictions"] for job in healthy_jobs),
+        + sum(job["evictions"] for job in (*healthy_jobs, *lumpy_jobs)),
         "overhead": overheads["processor"][1] if overheads else None,
         "overhead_detail": overheads,
         "left_out": left_out,

@@ -7,7 +7,7 @@ rank continues until its work has taken the factor of the normal time. A step co
 a `DataLoader`, forward, backward, the gradient's norm over all ranks, and the optimizer; after
 every fifth step all ranks save a file to a disk. After every two hundredth step rank 0 of a
 replicated job evaluates alone for some seconds while the others wait; all ranks of a sharded job
-evaluate together.
+evaluate together. A job may also have a habit that is healthy and looks like a fault (`Habit`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import io
 import json
 import mmap
 import os
+import random
 import signal
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ MICROBATCHES = 4
 EVALUATE_EVERY = 200
 EVALUATION_S = 4.0
 _SET_PARENT_DEATH_SIGNAL = 1
+HABIT_EVERY = 60
+"""Steps from one long pause of a habit to the next."""
 
 
 class Defect(IntEnum):
@@ -53,6 +56,29 @@ class Defect(IntEnum):
     MISMATCH_ORDER = 8
     SLOW_DISK = 9
     ERROR = 10
+
+
+class Habit(StrEnum):
+    """What healthy jobs do that may be taken for a fault."""
+
+    NONE = ""
+    UNEVEN_STAGES = "uneven stages"
+    """One stage has 13 layers, the others 10."""
+    BUSY_EXPERT = "busy expert"
+    """From step 60 on an expert gets 1.35 times the tokens."""
+    SLOW_BATCHES = "slow first batches"
+    LONG_SAVES = "long saves"
+    """Of rank 0, while the others wait."""
+    RECOMPILES = "recompiles"
+    """Of all ranks, which take different times for it."""
+    LONG_EVALUATIONS = "evaluations on one rank"
+    VARIABLE_LENGTHS = "variable lengths"
+    ACCUMULATION = "accumulation with no_sync"
+
+    @property
+    def job(self) -> str:
+        """The kind of job that has it."""
+        return "pipeline" if self is Habit.UNEVEN_STAGES else "ddp"
 
 
 class Control:
@@ -87,6 +113,7 @@ class Specification:
         master: address of rank 0.
         port: port of the process group's store.
         overhead: number of windows with and without recording; 0: train until killed.
+        habit: of the job.
     """
 
     job: str
@@ -99,6 +126,7 @@ class Specification:
     master: str = "127.0.0.1"
     port: int = 29500
     overhead: int = 0
+    habit: Habit = Habit.NONE
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -180,7 +208,12 @@ def _run_rank(rank: int, specification: Specification, products: int) -> None:
     torch.manual_seed(rank)
     dist.init_process_group("gloo")
     monitor.attach()
-    work = Work(products, rank, Control(Path(specification.directory) / "control"))
+    work = Work(
+        products,
+        rank,
+        Control(Path(specification.directory) / "control"),
+        Habit(specification.habit),
+    )
     step = {"ddp": _replicated, "fsdp": _sharded, "pipeline": _pipeline}[specification.job](
         rank, specification, work
     )
@@ -191,6 +224,7 @@ def _run_rank(rank: int, specification: Specification, products: int) -> None:
         nonlocal number
         number += 1
         work.read_defect()
+        work.begin_step(number)
         step()
         if number % SAVE_EVERY == 0:
             _save(path, work)
@@ -205,16 +239,39 @@ def _run_rank(rank: int, specification: Specification, products: int) -> None:
 class Work:
     """The compute of a rank, with its defect."""
 
-    def __init__(self, products: int, rank: int, control: Control) -> None:
+    def __init__(self, products: int, rank: int, control: Control, habit: Habit) -> None:
         import torch
 
         self.products, self.rank, self.control = products, rank, control
+        self.habit, self.number, self.load = habit, 0, 1.0
+        self._random = random.Random(rank)
         self.defect, self.value = Defect.NONE, 0.0
         self._matrix = torch.rand(96, 96)
 
     def read_defect(self) -> None:
         """Read this rank's defect for the next step."""
         self.defect, self.value = self.control.read(self.rank)
+
+    def begin_step(self, number: int) -> None:
+        """Set this rank's load in the next step; compile if that is due."""
+        self.number = number
+        match self.habit:
+            case Habit.UNEVEN_STAGES:
+                self.load = 1.3 if self.rank == 2 else 1.0
+            case Habit.BUSY_EXPERT:
+                self.load = 1.35 if self.rank == 3 and number >= HABIT_EVERY else 1.0
+            case Habit.VARIABLE_LENGTHS:
+                self.load = self._random.lognormvariate(0.0, 0.4)
+            case Habit.RECOMPILES if self.is_pause_due():
+                until_s = time.monotonic() + 6.0 + 2.0 * self.rank
+                while time.monotonic() < until_s:
+                    self._matrix @ self._matrix
+            case _:
+                pass
+
+    def is_pause_due(self) -> bool:
+        """Return whether a habit's long pause is in this step."""
+        return self.number % HABIT_EVERY == 0
 
     def do(self, share: float) -> None:
         """Do a share of the step's compute, or show the defect."""
@@ -226,7 +283,7 @@ class Work:
         if self.defect is Defect.ERROR:
             raise ValueError("an unexpected batch")
         began_s = time.monotonic()
-        for _ in range(max(1, int(self.products * share))):
+        for _ in range(max(1, int(self.products * share * self.load))):
             self._matrix @ self._matrix
         if self.defect is Defect.SLOW:
             until_s = began_s + self.value * (time.monotonic() - began_s)
@@ -240,7 +297,12 @@ def _batches(work: Work) -> Iterator[Any]:
 
     class Samples(IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
+            paused_in = 0
             while True:
+                is_slow = work.habit is Habit.SLOW_BATCHES and work.rank == 1
+                if is_slow and work.is_pause_due() and paused_in != work.number:
+                    paused_in = work.number
+                    time.sleep(5.5)
                 if work.defect is Defect.DATA_SLOW:
                     time.sleep(work.value)
                 if work.defect is Defect.DATA_STALL:
@@ -264,6 +326,20 @@ def _norm(work: Work, parameters: list[Any]) -> None:
     dist.all_reduce(values)
 
 
+def _route(work: Work) -> None:
+    """Send tokens to experts and back: the last rank's expert gets as many more as its load."""
+    import torch
+    import torch.distributed as dist
+
+    ranks, tokens = dist.get_world_size(), 64
+    hot = int(tokens * (1.35 if work.number >= HABIT_EVERY else 1.0))
+    sent = [hot if rank == ranks - 1 else tokens for rank in range(ranks)]
+    received = [sent[work.rank]] * ranks
+    at_experts = torch.empty(sum(received), 64)
+    dist.all_to_all_single(at_experts, torch.rand(sum(sent), 64), received, sent)
+    dist.all_to_all_single(torch.empty(sum(sent), 64), at_experts, sent, received)
+
+
 def _blocks() -> Any:
     from torch import nn
 
@@ -280,7 +356,8 @@ def _replicated(rank: int, specification: Specification, work: Work) -> Callable
     def evaluate() -> None:
         # When steps are timed, nothing is evaluated.
         evaluates = rank == 0 and not specification.overhead
-        until_s = time.monotonic() + (EVALUATION_S if evaluates else 0.0)
+        evaluation_s = 20.0 if work.habit is Habit.LONG_EVALUATIONS else EVALUATION_S
+        until_s = time.monotonic() + (evaluation_s if evaluates else 0.0)
         while time.monotonic() < until_s:
             _evaluate(model.module, work)
 
@@ -316,10 +393,18 @@ def _training(model: Any, work: Work, evaluate: Callable[[], None]) -> Callable[
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     batches = _batches(work)
     number = 0
+    evaluate_every = HABIT_EVERY if work.habit is Habit.LONG_EVALUATIONS else EVALUATE_EVERY
 
     def step() -> None:
         nonlocal number
         batch = next(batches)
+        if work.habit is Habit.ACCUMULATION:
+            for _ in range(MICROBATCHES - 1):
+                with model.no_sync():
+                    model(batch).square().mean().backward()
+                work.do(0.5)
+        if work.habit is Habit.BUSY_EXPERT:
+            _route(work)
         loss = model(batch).square().mean()
         work.do(1.0)
         loss.backward()
@@ -327,7 +412,7 @@ def _training(model: Any, work: Work, evaluate: Callable[[], None]) -> Callable[
         optimizer.step()
         optimizer.zero_grad()
         number += 1
-        if number % EVALUATE_EVERY == 0:
+        if number % evaluate_every == 0:
             evaluate()
 
     return step
@@ -387,11 +472,27 @@ class _SlowFile(io.FileIO):
         return len(view)
 
 
+class _PausingFile(io.FileIO):
+    """A file whose first write takes long, as on a busy store."""
+
+    _PAUSE_S = 20.0
+    _has_paused = False
+
+    def write(self, content: Any) -> int:
+        if not self._has_paused:
+            self._has_paused = True
+            time.sleep(self._PAUSE_S)
+        return super().write(content) or 0
+
+
 def _save(path: Path, work: Work) -> None:
     import torch
 
     state = {"weights": torch.zeros(2**16)}
-    if work.defect is Defect.SLOW_DISK:
+    if work.habit is Habit.LONG_SAVES and work.is_pause_due() and work.rank == 0:
+        with _PausingFile(path, "wb") as file:
+            torch.save(state, file)
+    elif work.defect is Defect.SLOW_DISK:
         with _SlowFile(path, "wb") as file:
             torch.save(state, file)
     else:
