@@ -195,7 +195,13 @@ def _stuck_operations(analysis: Standstill, waits: Waits) -> list[Verdict]:
         members = [rank for rank in operation.waiting if rank in waited_s]
         if not members:
             continue
-        patience_s = max(analysis.patience_of_s(rank) for rank in members)
+        # A process that a signal has stopped needs no patience for what it might be doing.
+        is_stopped = not analysis.job.stopped.isdisjoint(members)
+        patience_s = (
+            analysis.base_patience_s
+            if is_stopped
+            else max(analysis.patience_of_s(rank) for rank in members)
+        )
         if (
             min(waited_s.values()) < patience_s
             or max(analysis.idle_s[rank] for rank in members) < patience_s

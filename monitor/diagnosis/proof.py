@@ -75,6 +75,8 @@ def needs_alert(pause: Pause, thresholds: HangThresholds) -> bool:
 
 def describe_process(pause: Pause) -> str:
     """Return for people what is known of the process."""
+    if pause.stopped:
+        return "a signal has stopped its process"
     if pause.quiet_s is None:
         return "what its process does is not known"
     if pause.is_busy:

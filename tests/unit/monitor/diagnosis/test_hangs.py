@@ -196,6 +196,21 @@ def test_stopped_process_is_named_if_all_have_begun_the_operation() -> None:
     assert summarize(verdicts) == ["non-communication hang: rank 1 on a"]
 
 
+@pytest.mark.parametrize("last", ["0.31-?", "."])
+def test_stopped_process_is_named_in_seconds_also_in_the_first_step(last: str) -> None:
+    text = f"""
+node a: 0 1
+communicator world: 0 1
+step 1 at 1.0
+world all_reduce 4k  0.10-0.20  0.10-0.20
+world all_reduce 4k  0.30-?     {last}
+read 10.0
+"""
+    metrics = {"a": NodeMetrics("a", 5.0, stopped_ranks=(1,))}
+    _, verdicts = diagnose(parse(text).job(5.0), metrics, NO_DIAGNOSIS_STATE, 5.0, Thresholds())
+    assert summarize(verdicts) == ["non-communication hang: rank 1 on a"]
+
+
 def test_rank_with_the_fewest_launches_is_named_if_all_have_begun_the_operation() -> None:
     traced = trace(
         "world all_reduce 4k async  0.30-?  0.31-?  0.32-?  0.33-?\n"

@@ -67,3 +67,4 @@ def test_what_is_known_of_the_process_is_said() -> None:
     assert "30 s" in describe_process(HANG)
     assert "busy" in describe_process(replace(HANG, quiet_s=0.0))
     assert "not known" in describe_process(replace(HANG, quiet_s=None))
+    assert "stopped" in describe_process(replace(HANG, quiet_s=0.0, stopped=True))
