@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.monitor.contracts import RingReading
-from keepstep.monitor.errors import RingUnreadable
 from keepstep.monitor.records import JobRecords, Kind
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import OPERATIONS
@@ -50,9 +49,8 @@ class RingSource:
             self._sweep_due_s = now_s + _SWEEP_EVERY_S
             try:
                 self._sweeper.sweep([self._directory], now_s)
-            except (OSError, RingUnreadable) as error:
-                # For example, the directory is mounted read-only. `JobRings` logs that it is not
-                # this user's.
+            except OSError as error:
+                # For example, the directory is mounted read-only.
                 _LOG.debug("rings of dead processes stay in %s: %s", self._directory, error)
         job = self._rings.read(self._count)
         lanes = _lanes(job, self._rings.incarnations())

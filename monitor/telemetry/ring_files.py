@@ -157,15 +157,18 @@ class Sweeper:
         self._dead_since: dict[tuple[Path, int], float] = {}
 
     def sweep(self, directories: Iterable[Path], now_s: float) -> list[Path]:
-        """Check all rings once; return those that were removed. Other files are left alone.
+        """Check all rings once; return those that were removed.
 
-        Raises:
-            RingUnreadable: others may write to a directory.
+        Other files are left alone, and so are directories that others may write to.
         """
         removed = []
         dead: dict[tuple[Path, int], float] = {}
         for directory in directories:
-            for path in ring_paths(directory):
+            try:
+                paths = ring_paths(directory)
+            except RingUnreadable:
+                continue
+            for path in paths:
                 inode = _dead_ring(path)
                 if inode is None:
                     continue

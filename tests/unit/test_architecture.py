@@ -63,9 +63,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "monitor.telemetry": "monitor.errors monitor.records",
         "monitor.diagnosis": "monitor.records monitor.verdicts",
         "monitor.contracts": "monitor.diagnosis monitor.records monitor.verdicts",
-        "monitor.node": (
-            "monitor.contracts monitor.diagnosis monitor.errors monitor.records monitor.telemetry"
-        ),
+        "monitor.node": ("monitor.contracts monitor.diagnosis monitor.records monitor.telemetry"),
         "monitor.tree": (
             "monitor.diagnosis monitor.errors monitor.node monitor.records monitor.signing"
             " monitor.telemetry"

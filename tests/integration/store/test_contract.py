@@ -12,11 +12,12 @@ import pytest
 from keepstep.elastic.errors import LeaseLost, StoreUnavailable, UsageError
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.contract import Change, Created, Delete, Modified, Put, Reset, Store
+from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.memory import MemoryStore
-from tests.integration.store.cluster import EtcdCluster
 
+SECRET = b"the secret of this test"
 Scenario = Callable[[Store], Awaitable[None]]
 
 
@@ -25,8 +26,10 @@ async def opened(kind: str) -> AsyncIterator[Store]:
     if kind == "memory":
         yield MemoryStore()
         return
-    with EtcdCluster(members=1) as server:
-        store = await EtcdStore.connect(parse_address(server.url))
+    with EmbeddedEtcd(SECRET) as server:
+        store = await EtcdStore.connect(
+            parse_address(server.url), credentials=Credentials.from_secret(SECRET)
+        )
         try:
             yield store
         finally:

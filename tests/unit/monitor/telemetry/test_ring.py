@@ -711,6 +711,15 @@ def test_ring_that_was_replaced_meanwhile_is_kept_for_its_own_time() -> None:
     assert sweeper.sweep([path.parent], 160.0) == [path]
 
 
+def test_directory_that_others_may_write_to_is_not_swept(base: Path) -> None:
+    path = dead_ring(0)
+    base.chmod(0o777)
+    sweeper = Sweeper(keep_s=0.0)
+    assert sweeper.sweep([path.parent], 1.0) == []
+    base.chmod(0o700)
+    assert sweeper.sweep([path.parent], 2.0) == [path]
+
+
 def test_new_workers_ring_survives_a_sweep_of_the_old_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
