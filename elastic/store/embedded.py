@@ -28,6 +28,7 @@ from keepstep.elastic.errors import StoreUnavailable, UsageError
 from keepstep.elastic.store.address import Access, Address
 from keepstep.elastic.store.certificates import SERVER_NAME, Certificates, issue
 from keepstep.elastic.store.ports import ReservedPort
+from keepstep.private_files import write_file
 from keepstep.processes import module_command
 
 _START_S = 20.0
@@ -191,7 +192,7 @@ def _write(certificates: Certificates, directory: Path) -> None:
         (_CERTIFICATE, certificates.certificate),
         (_KEY, certificates.key),
     ):
-        (directory / name).write_bytes(content)
+        write_file(directory / name, content)
 
 
 def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[str]:

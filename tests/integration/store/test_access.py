@@ -192,6 +192,20 @@ def test_no_port_of_a_jobs_etcd_answers_a_browser_or_another_user(tmp_path: Path
                     assert b"Access-Control-Allow-Origin" not in answer
 
 
+def test_browser_with_the_users_certificate_may_not_ask_for_another_site(tmp_path: Path) -> None:
+    with EmbeddedEtcd(SECRET, parent=tmp_path) as server:
+        port = int(server.url.rpartition(":")[2])
+        # The certificate verifies a name, not the address; `ask` does not care.
+        context = server._client_context()
+        context.check_hostname = False
+        for path, is_served in (("/version", True), ("/v3/kv/range", False)):
+            request = f"GET {path} HTTP/1.0\r\nOrigin: http://evil.example\r\n\r\n"
+            answer = ask(port, request.encode(), context)
+            assert (b" 200 OK" in answer) == is_served
+            assert b"Access-Control-Allow-Origin: http://evil" not in answer
+            assert b"Access-Control-Allow-Origin: *" not in answer
+
+
 def ask(port: int, request: bytes, context: ssl.SSLContext | None) -> bytes:
     """Return what a server answers; nothing if it ends the connection."""
     try:
@@ -207,6 +221,7 @@ def test_files_of_a_jobs_etcd_are_private_and_removed_with_it(tmp_path: Path) ->
     with EmbeddedEtcd(SECRET, parent=tmp_path):
         (directory,) = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o077 == 0
+        assert (directory / "member.key").stat().st_mode & 0o077 == 0
     assert list(tmp_path.iterdir()) == []
 
 
