@@ -154,7 +154,8 @@ class Daemon:
                 blocking=self._blocking_thread,
                 update=self.update_clocks,
             )
-            loops.append(_every(settings.poll_every_s, aligner.run_if_due))
+            align = self._guarded("clocks", aligner.run_if_due)
+            loops.append(_every(settings.poll_every_s, align))
         if components.job_status_source is not None:
             loops.append(_every(_JOB_STATUS_EVERY_S, self._runtime.refresh_status))
         return loops

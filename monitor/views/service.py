@@ -27,6 +27,7 @@ from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import is_authorized, is_loopback
 from keepstep.monitor.signing import (
     CHALLENGE_HEADER,
+    SCHEME,
     SIGNATURE_HEADER,
     Request,
     RequestVerifier,
@@ -120,9 +121,11 @@ def _authorization(secret: bytes, opens_to_loopback: bool) -> Middleware:
     async def authorize(request: web.Request, handler: Handler) -> web.StreamResponse:
         is_signed = False
         if request.path.startswith(("/v1/", "/metrics")):
-            authorization = request.headers.get("Authorization")
-            signed = Request(request.method, request.raw_path, await request.read())
-            is_signed = verifier.accepts(authorization, signed, time.monotonic())
+            authorization = request.headers.get("Authorization", "")
+            if authorization.startswith(f"{SCHEME} "):
+                # At most a mebibyte, aiohttp's limit.
+                signed = Request(request.method, request.raw_path, await request.read())
+                is_signed = verifier.accepts(authorization, signed, time.monotonic())
             is_open = opens_to_loopback and _is_local_read(request)
             if not is_signed and not is_open and not is_authorized(authorization, secret):
                 raise web.HTTPUnauthorized(
