@@ -455,6 +455,8 @@ def _log_action(action: actions.Action) -> None:
             )
         case actions.Close(closing):
             log.warning("generation %d ends: %s", closing.generation, closing.reason)
+        case actions.Evict(node, eviction):
+            log.error("node %s is evicted: %s", node, eviction.reason)
         case actions.Publish(request=request):
             log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
         case actions.CancelPersist(reason=reason):

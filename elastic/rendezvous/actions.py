@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Closing,
+    Eviction,
     Generation,
     History,
     PersistRequest,
@@ -79,6 +80,14 @@ class RecordRecovery:
 
 
 @dataclass(frozen=True, slots=True)
+class Evict:
+    """Ask a node to leave on which the job fails again and again."""
+
+    node: str
+    eviction: Eviction
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """End the job."""
 
@@ -94,5 +103,6 @@ Action = (
     | CancelPersist
     | RecordLoaded
     | RecordRecovery
+    | Evict
     | Finish
 )

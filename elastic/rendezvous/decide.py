@@ -25,7 +25,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from keepstep.elastic.rendezvous import checkpoint_schedule
-from keepstep.elastic.rendezvous.actions import Action, Close, Commit, Finish, Open, RecordRecovery
+from keepstep.elastic.rendezvous.actions import (
+    Action,
+    Close,
+    Commit,
+    Evict,
+    Finish,
+    Open,
+    RecordRecovery,
+)
+from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_groups,
     assign_ranks,
@@ -37,6 +46,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 )
 from keepstep.elastic.rendezvous.records import (
     Closing,
+    Eviction,
     Failure,
     FailureKind,
     Generation,
@@ -263,20 +273,21 @@ def _reason_to_close(
             )
             return Closing(number, reason, True, wall_s)
     failures = [record.failure for record in _current(present, generation) if record.failure]
+    causes = [failure for failure in failures if failure.kind is not FailureKind.PEER]
+    here = {record.node for record in present}
+    lost = [member.node for member in generation.members if member.node not in here]
+    if lost and not causes:
+        # What is lost explains the collectives that broke.
+        since_s = min((failure.at_s for failure in failures), default=wall_s)
+        return Closing(number, f"lost {', '.join(lost)}", True, since_s)
     if failures:
-        first = min(
-            failures, key=lambda failure: (failure.kind is not FailureKind.WORKER, failure.at_s)
-        )
+        first = min(causes or failures, key=lambda failure: failure.at_s)
         return Closing(
             number,
             first.message.partition("\n")[0],
             True,
             min(failure.at_s for failure in failures),
         )
-    here = {record.node for record in present}
-    lost = [member.node for member in generation.members if member.node not in here]
-    if lost:
-        return Closing(number, f"lost {', '.join(lost)}", True, wall_s)
     again = _joined_again(generation, present)
     if again is not None:
         return Closing(number, f"{again} lost its lease and joined again", True, wall_s)
@@ -318,14 +329,12 @@ def _open_next_generation(
             leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
         )
     resume = newest_restorable(view, old) or completed_by_storage(view)
-    failure = _first_failure(present, old)
-    failures = _count_failures(view, old, resume, failure)
-    if failure is not None and failures > policy.max_restarts:
-        plural = "s" if policy.max_restarts != 1 else ""
-        restarts = f"{policy.max_restarts} restart{plural} without progress"
-        return Decision(
-            LeaderState(), Finish(Result(False, f"{failure.message} (after {restarts})"))
-        )
+    failures = count_failures(view, old, present, resume)
+    if failures.cause is not None and failures.count > policy.max_restarts:
+        ending = _end_failures(policy, view, failures.cause, failures.node)
+        if ending is not None:
+            return Decision(LeaderState(), ending)
+        failures = replace(failures, count=0, node="")
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
@@ -346,11 +355,31 @@ def _open_next_generation(
             wall_s,
         ),
         resume=with_shard_rebuilds(resume, view, members) if resume else None,
-        failures=failures,
+        failures=failures.count,
+        failing_node=failures.node,
+        reached=failures.reached,
         after_failure=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
     return Decision(LeaderState(), Open(opened))
+
+
+def _end_failures(
+    policy: RendezvousPolicy, view: View, cause: Failure, node: str
+) -> Evict | Finish | None:
+    """Return what ends a row of failures; None if the node to blame is evicted already.
+
+    If all of them were on one node and enough others are left, the job goes on without it.
+    """
+    if node in view.evictions:
+        return None
+    plural = "s" if policy.max_restarts != 1 else ""
+    restarts = f"after {policy.max_restarts} restart{plural} without progress"
+    others = [record for record in eligible(view) if record.node != node]
+    if node and len(others) >= policy.min_nodes:
+        reason = f"{cause.message.partition(chr(10))[0]} ({restarts})"
+        return Evict(node, Eviction(reason, may_return=True))
+    return Finish(Result(False, f"{cause.message} ({restarts})"))
 
 
 def _new_generation(
@@ -374,31 +403,6 @@ def _new_generation(
         opened_at_s=wall_s,
         parity=parity,
     )
-
-
-def _first_failure(present: Sequence[NodeRecord], old: Generation) -> Failure | None:
-    failures = [record.failure for record in _current(present, old) if record.failure]
-    return min(
-        failures,
-        key=lambda failure: (failure.kind is not FailureKind.WORKER, failure.at_s),
-        default=None,
-    )
-
-
-def _count_failures(
-    view: View, old: Generation, resume: SnapshotCommit | None, failure: Failure | None
-) -> int:
-    """Count the generations in a row that failed without progress.
-
-    Losing or adding nodes is no failure; a later resume point is progress.
-    """
-    reached = resume.snapshot.step if resume else (view.checkpoint.step if view.checkpoint else 0)
-    began = old.resume.snapshot.step if old.resume else 0
-    if failure is None:
-        return old.failures
-    if reached > began:
-        return 1
-    return old.failures + 1
 
 
 def _commit(view: View, generation: Generation, present: Sequence[NodeRecord]) -> Commit | None:

@@ -125,6 +125,8 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_is_current_request(view, request)
         case actions.RecordLoaded(checkpoint):
             _check_loaded(view, checkpoint)
+        case actions.Evict(node):
+            _check_evicted(policy, view, node)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
             pass  # `check_transition` has all that there is to check.
 
@@ -368,6 +370,19 @@ def _check_storing(before: View, after: View) -> None:
         raise InvariantViolated(
             "a failure to store is recorded for the request that it answers",
             f"{after.store_failure} for {request}",
+        )
+
+
+def _check_evicted(policy: RendezvousPolicy, view: View, node: str) -> None:
+    others = [
+        name
+        for name, joined in view.nodes.items()
+        if name != node and name not in view.evictions and not joined.record.leaving
+    ]
+    if len(others) < policy.min_nodes:
+        raise InvariantViolated(
+            "a node is evicted only if enough others are left",
+            f"{node} of {sorted(view.nodes)}, {policy.min_nodes} are needed",
         )
 
 

@@ -287,7 +287,9 @@ class Generation(Record):
 
     Attributes:
         resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
-        failures: generations in a row that a worker failure ended without progress.
+        failures: generations in a row that a failure ended without progress.
+        failing_node: the node on which all of these failures were; "" if that is unknown.
+        reached: the step that could be resumed from when the generation was opened.
         lost_from_step: the step that the generation before had reached.
         parity: how many nodes of each erasure group may be lost.
         after_failure: something failed in the generation before.
@@ -300,6 +302,8 @@ class Generation(Record):
     reason: str
     resume: SnapshotCommit | None = None
     failures: int = 0
+    failing_node: str = ""
+    reached: int = 0
     lost_from_step: int = 0
     detected_at_s: float = 0.0
     opened_at_s: float = 0.0

@@ -176,6 +176,8 @@ def leader_operations(keys: Keys, action: actions.Action, wall_s: float) -> tupl
             return (Put(single("checkpoint"), checkpoint.encode()),)
         case actions.RecordRecovery(history):
             return (Put(single("history"), history.encode()),)
+        case actions.Evict(node, eviction):
+            return (Put(keys.eviction(node), eviction.encode()),)
         case actions.Finish(result):
             return (Put(single("result"), result.encode()),)
 

@@ -1,0 +1,73 @@
+"""Counts generations in a row that failed without progress, and blames a node if one is to blame.
+
+Pure. What counts is the cause: a worker's failure, or broken collectives that nothing explains. The
+loss of a node breaks its peers' collectives; that is no failure of theirs, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from keepstep.elastic.rendezvous.records import (
+    Failure,
+    FailureKind,
+    Generation,
+    NodeRecord,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCount:
+    """Failures in a row without progress.
+
+    Attributes:
+        count: how many generations in a row failed.
+        node: the node on which all of them did; "" if there are several, or it is unknown.
+        cause: what ended the last generation; None if it was no failure that counts.
+        reached: the step to resume from; a later one next time is progress.
+    """
+
+    count: int
+    node: str
+    cause: Failure | None
+    reached: int
+
+
+def count_failures(
+    view: View, old: Generation, present: Sequence[NodeRecord], resume: SnapshotCommit | None
+) -> FailureCount:
+    """Count the end of a generation.
+
+    Args:
+        view: the leader's view.
+        old: the generation that ends.
+        present: the records of its members that are still present.
+        resume: what the next one will resume from in memory.
+    """
+    stored = view.checkpoint.step if view.checkpoint is not None else 0
+    reached = resume.snapshot.step if resume is not None else stored
+    cause, node = _cause(old, present)
+    if cause is None:
+        return FailureCount(old.failures, old.failing_node, None, reached)
+    if reached > old.reached or old.failures == 0:
+        return FailureCount(1, node, cause, reached)
+    same = node if node == old.failing_node else ""
+    return FailureCount(old.failures + 1, same, cause, reached)
+
+
+def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | None, str]:
+    """Return the failure that ended a generation, and the node where it was."""
+    failed = [
+        (record.failure, record.node)
+        for record in present
+        if record.generation == old.generation and record.failure is not None
+    ]
+    own = [found for found in failed if found[0].kind is not FailureKind.PEER]
+    if own:
+        return min(own, key=lambda found: found[0].at_s)
+    if not failed or len(present) < len(old.members):
+        return None, ""
+    return min(failed, key=lambda found: found[0].at_s)[0], ""
