@@ -136,8 +136,13 @@ class Membership:
         began_s = time.monotonic()
         while True:
             view = await self._read_view()
-            if self._secret is not None and view.secret != self._secret.hex().encode():
-                self.record = standing.without_state(self.record)
+            if self._secret is not None:
+                is_same_job = view.secret == self._secret.hex().encode()
+                self.record = (
+                    standing.joining_again(view, self.record)
+                    if is_same_job
+                    else standing.without_state(self.record)
+                )
             match standing.next_join_step(self._keys, view, self.record):
                 case RemoveFinishedJob(transaction):
                     await self._write_until_known(transaction)

@@ -206,6 +206,9 @@ class Participation:
             self._drained_generation = 0
             self._stored_step = -1
             await self._start_server()
+        if self._membership.record.phase is NodePhase.DRAINED:
+            # The generation that is open counts on this node, and is over for it.
+            self._drained_generation = self._membership.record.generation
         await self._agent_listener.admit(secret, self._membership.receive_report)
 
     async def _take_part(self) -> bool:
@@ -396,14 +399,14 @@ class Participation:
         membership, worker_group = self._membership, self._worker_group
         view = membership.view
         generation = view.generation
-        if generation is None or generation.generation < worker_group.generation:
+        if generation is None or generation.generation < self._entered_generation:
             return
         place = generation.member(self._config.node)
         if place is not None and place.server != self._snapshots.address:
             # The place was given to an agent of this name that is gone; the leader will find it
             # lost.
             return
-        if generation.generation > worker_group.generation:
+        if generation.generation > self._entered_generation:
             await self._enter(generation)
             # A request to store may have come with the generation.
             self._wake.set()
@@ -445,8 +448,15 @@ class Participation:
                 snapshot_cost_s=worker_group.snapshot_cost_s,
             )
 
+    @property
+    def _entered_generation(self) -> int:
+        """The newest generation that this node has entered, or that is over for it."""
+        return max(self._worker_group.generation, self._drained_generation)
+
     def _phase(self) -> NodePhase:
         worker_group = self._worker_group
+        if self._drained_generation > worker_group.generation:
+            return NodePhase.DRAINED
         if worker_group.generation == 0 or not worker_group.workers:
             return NodePhase.WAITING
         if worker_group.done and worker_group.failure is None:
@@ -531,7 +541,7 @@ class Participation:
         view = self._membership.view
         # A commit frees what older requests are to store: those begin first.
         attempt = next_part(
-            view, self._snapshots.address, self._worker_group.generation, self._part_attempt
+            view, self._snapshots.address, self._entered_generation, self._part_attempt
         )
         if attempt is not None:
             self._part_attempt = attempt
@@ -539,7 +549,7 @@ class Participation:
         elif self._part_attempt is not None and is_over(view, self._part_attempt):
             ended, self._part_attempt = self._part_attempt, None
             await self._snapshots.end_persist(ended)
-        committed = next_commit(view, self._worker_group.generation, self._committed)
+        committed = next_commit(view, self._entered_generation, self._committed)
         if committed is not None:
             await self._commit(committed)
         if view.checkpoint is not None and view.checkpoint.step > self._stored_step:

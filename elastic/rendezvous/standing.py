@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
 from keepstep.elastic.rendezvous import transactions
-from keepstep.elastic.rendezvous.records import NodeRecord
+from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import Keys, View
 from keepstep.elastic.store.contract import KeyValue
@@ -125,6 +125,19 @@ def may_revoke_predecessor(
             f"node {record.node!r} is already in job {keys.job!r}; choose another --node name"
         )
     return lives is False
+
+
+def joining_again(view: View, record: NodeRecord) -> NodeRecord:
+    """Return a record of a former member of the job, with what it holds.
+
+    If the open generation counts on it, then as a member that has drained, whether it ever entered
+    that generation or not: others may have found it lost, and the next one may be opened already.
+    """
+    generation = view.generation
+    member = generation.member(record.node) if generation is not None else None
+    if generation is None or member is None or member.server != record.server:
+        return record
+    return replace(record, generation=generation.generation, phase=NodePhase.DRAINED)
 
 
 def without_state(record: NodeRecord) -> NodeRecord:

@@ -206,8 +206,12 @@ class Node:
         coordinator, now_s = self.simulation.coordinator, self.simulation.now_s
         if self.joining is None:
             view = coordinator.read()
-            if self.secret is not None and view.secret != self.secret:
-                self.record = standing.without_state(self.record)
+            if self.secret is not None:
+                self.record = (
+                    standing.joining_again(view, self.record)
+                    if view.secret == self.secret
+                    else standing.without_state(self.record)
+                )
             if self.join_began_s is None:
                 self.join_began_s = now_s
             try:
@@ -259,6 +263,8 @@ class Node:
             self._begin_job()
             self._start_server()
             self._update(warm=True)
+        if self.record.phase is NodePhase.DRAINED and self.record.generation:
+            self.worker_generation = self.drained_generation = self.record.generation
 
     def _renew(self, now_s: float) -> None:
         """Take the answer to a renewal, or ask for one; answers may be slow."""
@@ -562,6 +568,9 @@ class Node:
         self._update(**self._holdings())
 
     def _phase(self, view: View) -> NodePhase:
+        if self.drained_generation == self.worker_generation > 0 and not self.workers:
+            is_member = self.record.generation == self.worker_generation
+            return NodePhase.DRAINED if is_member else NodePhase.WAITING
         if self.worker_generation == 0 or not self.workers:
             return NodePhase.WAITING
         if self.failure is None and self._is_done(view):

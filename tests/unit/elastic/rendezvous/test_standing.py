@@ -6,13 +6,14 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
-from keepstep.elastic.rendezvous.records import NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import Generation, Member, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
     Lease,
     RemoveFinishedJob,
     is_member,
+    joining_again,
     leads,
     may_revoke_predecessor,
     next_join_step,
@@ -118,3 +119,15 @@ def test_record_for_another_job_keeps_what_the_node_is_and_nothing_of_what_it_he
     )  # fmt: skip
     bare = replace(RECORD, server="", domain="rack", leaving=True)
     assert without_state(held) == bare
+
+
+def test_former_member_of_the_open_generation_joins_again_as_one_that_has_drained() -> None:
+    """It may not enter it any more, for others may have found it lost (simulator, seed 2028)."""
+    snapshot = SnapshotId(2, 9)
+    held = replace(RECORD, generation=2, phase=NodePhase.DRAINED, sealed=(snapshot,))
+    place = Member("a", "h", 2, 0, "h:1", RECORD.server)
+    view = replace(View(), generation=Generation(3, (place,), "h", 5, "start"))
+    assert joining_again(view, held) == replace(held, generation=3)
+    assert joining_again(View(), held) == held
+    elsewhere = replace(view, generation=Generation(3, (replace(place, server="x"),), "h", 5, ""))
+    assert joining_again(elsewhere, held) == held
