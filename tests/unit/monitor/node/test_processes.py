@@ -1,4 +1,4 @@
-"""Tests what is sampled of real processes, and who uses a device."""
+"""Tests what is sampled of real processes."""
 
 import os
 import signal
@@ -6,10 +6,7 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from keepstep.monitor.diagnosis.metrics import ProcessSample
-from keepstep.monitor.node.gpu import users_of_devices
 from keepstep.monitor.node.processes import sample_processes
 
 
@@ -41,20 +38,3 @@ def test_process_that_does_not_exist_is_left_out() -> None:
     samples = sample_processes({0: os.getpid(), 1: 2**22 - 1})
     assert [sample.rank for sample in samples] == [0]
     assert sample_processes({}) == ()
-
-
-@pytest.mark.parametrize(
-    ("pids", "visible", "users"),
-    [
-        pytest.param({0: {10}, 1: {99}}, {10, 99}, {0: (0,), 1: ()}, id="one is another job's"),
-        pytest.param({0: {10, 11}}, {10, 11}, {0: (0, 1)}, id="two ranks share it"),
-        pytest.param({0: set()}, set(), {0: ()}, id="nobody"),
-        pytest.param({0: {99}}, {99}, {0: ()}, id="only another job"),
-        pytest.param({0: {99}}, set(), {}, id="a process outside of this container"),
-    ],
-)
-def test_users_of_devices(
-    pids: dict[int, set[int]], visible: set[int], users: dict[int, tuple[int, ...]]
-) -> None:
-    used = {index: frozenset(device_pids) for index, device_pids in pids.items()}
-    assert users_of_devices(used, {0: 10, 1: 11}, visible) == users
