@@ -279,7 +279,9 @@ class CommitSnapshot(Message, frozen=True, kw_only=True):
 
 
 class PersistPart(Message, frozen=True, kw_only=True):
-    """Begins to write this node's part, numbered `part`. `Persisted` or `PersistFailed` follows.
+    """Begins to write this node's part, numbered `part`.
+
+    `Persisted`, `AlreadyStored` or `PersistFailed` follows.
 
     Both repeat the task's `attempt`: an earlier attempt may end after the next one has begun. The
     snapshot is kept until `EndPersist`, for other holders may need pieces of it.
@@ -365,6 +367,13 @@ class Persisted(Message, frozen=True, kw_only=True):
     listing: PartListing
 
 
+class AlreadyStored(Message, frozen=True, kw_only=True):
+    """The checkpoint is committed, by an attempt whose outcome the job has not learnt."""
+
+    snapshot: SnapshotId
+    attempt: str
+
+
 class PersistFailed(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint could not be written."""
 
@@ -386,13 +395,22 @@ class PublishFailed(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ServerEvent: TypeAlias = Serving | Protected | Persisted | PersistFailed | Published | PublishFailed
+ServerEvent: TypeAlias = (
+    Serving | Protected | Persisted | AlreadyStored | PersistFailed | Published | PublishFailed
+)
 
 CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
     name="snapshot control",
     versions=VersionRange(1, 1),
     requests=Codec[AgentRequest](AgentRequest),
     replies=Codec[AgentReply | ServerEvent](
-        AgentReply, Serving, Protected, Persisted, PersistFailed, Published, PublishFailed
+        AgentReply,
+        Serving,
+        Protected,
+        Persisted,
+        AlreadyStored,
+        PersistFailed,
+        Published,
+        PublishFailed,
     ),
 )

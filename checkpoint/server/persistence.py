@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
@@ -25,6 +25,7 @@ from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.memory.arena import Bytes, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import (
+    AlreadyStored,
     PartListing,
     Persisted,
     PersistFailed,
@@ -111,9 +112,9 @@ class Persistence:
     def start(self, task: PersistTask, part: int) -> None:
         """Begin to write this server's part, numbered `part`; the attempt before is given up.
 
-        `Persisted` or `PersistFailed` is sent to the agent, with the name of the attempt. The
-        snapshot is kept until `end` or `stop`: when this part is written, other holders may still
-        need pieces of it.
+        `Persisted`, `AlreadyStored` or `PersistFailed` is sent to the agent, with the attempt's
+        name. The snapshot is kept until `end` or `stop`: when this part is written, other holders
+        may still need pieces of it.
 
         Raises:
             SnapshotUnavailable: nothing of the snapshot is held here.
@@ -173,6 +174,9 @@ class Persistence:
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c)
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)
+        except CheckpointExists:
+            # A leader died, or lost its lease, between the manifest and the coordinator.
+            event = AlreadyStored(snapshot=snapshot, attempt=task.attempt)
         except Exception as error:  # noqa: BLE001 - the thread's edge: the agent waits for an event
             event = PersistFailed(snapshot=snapshot, attempt=task.attempt, reason=_reason(error))
         finally:
@@ -191,6 +195,8 @@ class Persistence:
                 plan.chunks.tensors,
                 plan.documents,
             )
+            event = Published(snapshot=snapshot)
+        except CheckpointExists:
             event = Published(snapshot=snapshot)
         except Exception as error:  # noqa: BLE001 - as above
             event = PublishFailed(snapshot=snapshot, reason=_reason(error))

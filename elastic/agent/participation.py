@@ -18,7 +18,12 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
-from keepstep.checkpoint.memory.messages import Persisted, PersistFailed, Protected
+from keepstep.checkpoint.memory.messages import (
+    AlreadyStored,
+    Persisted,
+    PersistFailed,
+    Protected,
+)
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.config import AgentConfig
@@ -566,7 +571,7 @@ class Participation:
         match event:
             case Protected():
                 self._report()
-            case Persisted() | PersistFailed():
+            case Persisted() | AlreadyStored() | PersistFailed():
                 attempt = self._part_attempt
                 # An earlier attempt may end after the next one has begun.
                 if attempt is not None and event.attempt == attempt.name:
@@ -597,6 +602,8 @@ class Participation:
             self._connections.report(report)
 
     async def _publish(self, action: Publish) -> None:
+        if action.is_stored:
+            return
         attempt = PartAttempt(action.request, action.revision)
         try:
             await self._snapshots.publish(attempt, action.parts)

@@ -20,6 +20,7 @@ from keepstep.checkpoint.memory.messages import (
     AgentCommand,
     AgentReply,
     AgentRequest,
+    AlreadyStored,
     CommitSnapshot,
     EndPersist,
     FinishProtection,
@@ -73,7 +74,7 @@ class ServerDied:
     """The snapshot server ended although the agent did not close it."""
 
 
-SnapshotEvent: TypeAlias = Protected | Persisted | PersistFailed | ServerDied
+SnapshotEvent: TypeAlias = Protected | Persisted | AlreadyStored | PersistFailed | ServerDied
 ControlConnection: TypeAlias = StreamConnection[AgentRequest, AgentReply | ServerEvent]
 
 
@@ -358,7 +359,7 @@ class SnapshotProcess:
                 self._protected.add(snapshot)
                 self.memory_nbytes = nbytes
                 self._on_event(message)
-            case Persisted() | PersistFailed():
+            case Persisted() | AlreadyStored() | PersistFailed():
                 self._on_event(message)
             case Published():
                 if self._publishing is not None and not self._publishing.done():
@@ -371,11 +372,15 @@ class SnapshotProcess:
         return ServerGone(f"the snapshot server of node {self._node} is gone")
 
 
-def stored_part(event: Persisted | PersistFailed) -> dict[str, Any]:
+def stored_part(event: Persisted | AlreadyStored | PersistFailed) -> dict[str, Any]:
     """Return the outcome of writing a part as JSON, for the node's record in the coordinator."""
-    if isinstance(event, PersistFailed):
-        return {"error": event.reason}
-    return {"entry": [event.listing.name, event.listing.nbytes, event.listing.crc32c]}
+    match event:
+        case PersistFailed(reason=reason):
+            return {"error": reason}
+        case AlreadyStored():
+            return {"stored": True}
+        case Persisted(listing=listing):
+            return {"entry": [listing.name, listing.nbytes, listing.crc32c]}
 
 
 def _group_seen_from(

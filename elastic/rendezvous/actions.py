@@ -56,6 +56,11 @@ class Publish:
     parts: tuple[Mapping[str, object], ...]
     revision: int
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether a holder found the checkpoint committed, so that no manifest is to be written."""
+        return any("stored" in part for part in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class CancelPersist:

@@ -357,6 +357,9 @@ class Node:
         request = publishing.action.request
         if not publishing.is_stored and not publishing.reason:
             try:
+                if publishing.action.is_stored:
+                    publishing.is_stored = True
+                    return
                 if self.simulation.storage_fails():
                     raise StorageError("the storage is away")
                 self.simulation.storage.publish(

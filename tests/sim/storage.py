@@ -31,9 +31,9 @@ class Storage:
         return snapshot in self._manifests
 
     def write_part(self, snapshot: SnapshotId, shards: Sequence[Shard]) -> Mapping[str, object]:
-        """Write one holder's shards; return the part's entry."""
+        """Write one holder's shards; return the part's entry, or that there is a manifest."""
         if snapshot in self._manifests:
-            raise StorageError(f"{snapshot} is committed already")
+            return {"stored": True}
         return {"entry": [[s.generation, s.step, rank] for s, rank in shards]}
 
     def publish(

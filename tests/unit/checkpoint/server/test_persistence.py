@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.messages import (
+    AlreadyStored,
     Persisted,
     PersistFailed,
     PersistTask,
@@ -135,3 +136,18 @@ def test_memory_that_an_ended_attempt_still_reads_is_not_freed(node: Node) -> No
     node.next_event()
     with pytest.raises(SnapshotUnavailable, match="not held here"):
         node.memory.memory(FIRST, 0)
+
+
+def test_a_checkpoint_that_is_committed_already_is_stored_and_no_failure(node: Node) -> None:
+    """A leader may be lost between the manifest and the coordinator; the next one asks again."""
+    node.storage.let_go.set()
+    node.persistence.start(node.task("a"), 0)
+    written = node.next_event()
+    assert isinstance(written, Persisted)
+    node.persistence.publish(node.task("a"), [written.listing])
+    assert isinstance(node.next_event(), Published)
+    node.persistence.start(node.task("b"), 0)
+    assert node.next_event() == AlreadyStored(snapshot=FIRST, attempt="b")
+    node.persistence.publish(node.task("b"), [written.listing])
+    assert isinstance(node.next_event(), Published)
+    assert StoredCheckpoint.open(node.url).directory.endswith("/attempt-a")
