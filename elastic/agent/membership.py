@@ -35,7 +35,12 @@ from keepstep.elastic.errors import (
     StoreUnavailable,
     UsageError,
 )
-from keepstep.elastic.rendezvous import actions, standing, transactions
+from keepstep.elastic.rendezvous import (
+    actions,
+    checkpoint_schedule,
+    standing,
+    transactions,
+)
 from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
@@ -412,7 +417,7 @@ class Membership:
             try:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
-                action = actions.CancelPersist(action.request, str(error))
+                action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
         transaction = transactions.lead(
             self._keys, view, self.record.node, self._created, action, time.time()
         )

@@ -61,6 +61,8 @@ log = logging.getLogger("keepstep")
 _START_S = 30.0
 _END_S = 5.0
 _ANSWER_S = 30.0
+_PUBLISH_S = 300.0
+"""The leader decides nothing else while it has a manifest written."""
 _ANSWER_NBYTES_PER_S = 200e6
 """Some commands read all memory that the server holds: its limit grows with that."""
 
@@ -106,7 +108,9 @@ class SnapshotProcess:
         self._on_event = on_event
         self._numbers = itertools.count()
         self._replies: dict[int, asyncio.Future[NodeHoldings]] = {}
-        self._publishing: asyncio.Future[None] | None = None
+        self._publishing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._publishing.set_result(None)
+        self._published_snapshot: SnapshotId | None = None
         self._serving: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._sealed: set[SnapshotId] = set()
         self._protected: set[SnapshotId] = set()
@@ -268,8 +272,15 @@ class SnapshotProcess:
         """
         listings = tuple(PartListing(*part["entry"]) for part in parts)
         self._publishing = asyncio.get_running_loop().create_future()
+        self._published_snapshot = attempt.request.commit.snapshot
         await self._ask(PublishManifest(task=self._task_of(attempt), listings=listings))
-        await self._publishing
+        try:
+            async with asyncio.timeout(_PUBLISH_S):
+                await self._publishing
+        except TimeoutError:
+            raise JobFailed(
+                f"{attempt.request.url} did not take the manifest within {_PUBLISH_S:.0f} s"
+            ) from None
 
     async def close(self) -> None:
         """End the server: it ends when its control connection closes."""
@@ -336,8 +347,11 @@ class SnapshotProcess:
             while (message := await self._control.receive()) is not None:
                 self._on_message(message)
         finally:
-            for future in (self._serving, self._publishing, *self._replies.values()):
-                if future is not None and not future.done():
+            waiting: tuple[asyncio.Future[Any], ...] = (
+                self._serving, self._publishing, *self._replies.values()
+            )  # fmt: skip
+            for future in waiting:
+                if not future.done():
                     future.set_exception(self._gone())
             if not self._closing:
                 self._on_event(ServerDied())
@@ -361,12 +375,16 @@ class SnapshotProcess:
                 self._on_event(message)
             case Persisted() | AlreadyStored() | PersistFailed():
                 self._on_event(message)
-            case Published():
-                if self._publishing is not None and not self._publishing.done():
+            case Published(snapshot=snapshot):
+                if self._is_awaited(snapshot):
                     self._publishing.set_result(None)
-            case PublishFailed(reason=reason):
-                if self._publishing is not None and not self._publishing.done():
+            case PublishFailed(snapshot=snapshot, reason=reason):
+                if self._is_awaited(snapshot):
                     self._publishing.set_exception(JobFailed(reason))
+
+    def _is_awaited(self, snapshot: SnapshotId) -> bool:
+        """Whether the manifest of this snapshot is waited for, and not one given up before."""
+        return self._published_snapshot == snapshot and not self._publishing.done()
 
     def _gone(self) -> ServerGone:
         return ServerGone(f"the snapshot server of node {self._node} is gone")

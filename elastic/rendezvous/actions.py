@@ -64,10 +64,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class CancelPersist:
-    """A holder could not write its part: drop the request; a later step brings a new one."""
+    """A holder could not write its part: drop the request; a later step brings a new one.
+
+    `count` says how many attempts in a row have failed with this one.
+    """
 
     request: PersistRequest
     reason: str
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,15 @@ from keepstep.elastic.rendezvous.records import (
     PersistedPart,
     PersistRequest,
     SnapshotCommit,
+    StoreFailure,
 )
 from keepstep.elastic.rendezvous.view import View
+
+_FIRST_PAUSE_S = 2.0
+_MAX_PAUSE_S = 300.0
+
+FINAL_ATTEMPTS = 5
+"""How often in a row storing the last step may fail, over half a minute, before the job fails."""
 
 
 def begin_persist_if_due(
@@ -49,7 +56,10 @@ def begin_persist_if_due(
         (record.checkpoint_every for record in present if record.checkpoint_every is not None), None
     )
     finishing = all(record.finishing for record in present) and step == max(r.step for r in present)
-    if view.store_failure is not None and view.store_failure.step >= step:
+    failed = view.store_failure
+    if failed is not None and (
+        wall_s < retry_at_s(failed) or (failed.step >= step and not finishing)
+    ):
         return None
     if every == AUTO:
         is_due = view.checkpoint is None or wall_s >= view.checkpoint.at_s + checkpoint_interval_s(
@@ -117,15 +127,31 @@ def continue_persist(view: View, request: PersistRequest) -> Publish | CancelPer
         joined = view.nodes.get(holder.node)
         if joined is None or joined.record.server != holder.server:
             reason = f"{holder.node} was gone before it had written its part of step {step}"
-            return CancelPersist(request, reason)
+            return cancel_persist(view, request, reason)
         part = _answer(view, request, holder.node)
         if part is None:
             return None
         if "error" in part:
             reason = f"{holder.node} could not write step {step} to {request.url}: {part['error']}"
-            return CancelPersist(request, reason)
+            return cancel_persist(view, request, reason)
         parts.append(part)
     return Publish(request, tuple(parts), view.revisions.get("persist", 0))
+
+
+def cancel_persist(view: View, request: PersistRequest, reason: str) -> CancelPersist:
+    """Give up an attempt to store, and count it with those that failed right before it."""
+    failed, stored = view.store_failure, view.checkpoint
+    is_in_a_row = failed is not None and (stored is None or stored.at_s < failed.at_s)
+    return CancelPersist(request, reason, failed.count + 1 if failed and is_in_a_row else 1)
+
+
+def retry_at_s(failed: StoreFailure) -> float:
+    """Return when storing is tried again after a failure, in wall-clock seconds.
+
+    The pause doubles with each failure in a row: a storage that is away for an hour is asked a few
+    times, and not at every step.
+    """
+    return failed.at_s + min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failed.count - 1))
 
 
 def _answer(view: View, request: PersistRequest, node: str) -> Mapping[str, Any] | None:

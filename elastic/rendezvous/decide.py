@@ -159,6 +159,12 @@ def decide(
     )
     if stored is not None:
         return Decision(leader_state, stored)
+    failed = view.store_failure
+    if failed is not None and present and all(record.finishing for record in present):
+        # No further step brings another look: the last one is stored when the pause is over.
+        wait_s = checkpoint_schedule.retry_at_s(failed) - wall_s
+        if wait_s > 0:
+            return Decision(leader_state, again_at_s=now_s + wait_s)
     return _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
 
 
@@ -254,7 +260,10 @@ def _unrecoverable_result(
         if record.failure is not None and record.failure.kind is FailureKind.FATAL:
             return Result(False, record.failure.message)
     failed = view.store_failure
-    if failed and present and all(r.finishing and r.step <= failed.step for r in present):
+    is_last = failed is not None and failed.count >= checkpoint_schedule.FINAL_ATTEMPTS
+    if failed and is_last and present and all(
+        r.finishing and r.step <= failed.step for r in present
+    ):  # fmt: skip
         return Result(False, f"the last checkpoint could not be stored: {failed.reason}")
     return None
 

@@ -375,10 +375,12 @@ class CheckpointRecord(Record):
 
 @dataclass(frozen=True, slots=True)
 class StoreFailure(Record):
-    """The newest step that could not be stored, and why."""
+    """The newest step that could not be stored: why, when, and how many have failed in a row."""
 
     step: int
     reason: str
+    at_s: float = 0.0
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,8 +169,8 @@ def leader_operations(keys: Keys, action: actions.Action, wall_s: float) -> tupl
                 base=request.base,
             )
             return (Put(single("checkpoint"), stored.encode()), Delete(single("persist")))
-        case actions.CancelPersist(request, reason):
-            failure = StoreFailure(request.commit.snapshot.step, reason)
+        case actions.CancelPersist(request, reason, count):
+            failure = StoreFailure(request.commit.snapshot.step, reason, wall_s, count)
             return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
         case actions.RecordLoaded(checkpoint):
             return (Put(single("checkpoint"), checkpoint.encode()),)

@@ -376,7 +376,7 @@ class Node:
             publishing.view,
             publishing.action
             if publishing.is_stored
-            else actions.CancelPersist(request, publishing.reason),
+            else checkpoint_schedule.cancel_persist(publishing.view, request, publishing.reason),
         )
 
     def _perform(self, view: View, action: actions.Action) -> None:
