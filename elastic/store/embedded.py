@@ -204,6 +204,8 @@ def _command(ip: str, port: int, peer_port: int, directory: Path) -> Sequence[st
     return module_command(
         "keepstep.processes", str(os.getpid()), binary(),
         "--data-dir", str(directory / "data"), "--log-level", "error", "--unsafe-no-fsync",
+        # Every commit leaves a revision: without compaction the quota is reached one day.
+        "--auto-compaction-mode", "periodic", "--auto-compaction-retention", "5m",
         "--client-cert-auth", "--trusted-ca-file", authority,
         "--cert-file", certificate, "--key-file", key,
         "--peer-client-cert-auth", "--peer-trusted-ca-file", authority,

@@ -275,6 +275,12 @@ class EtcdStore:
                 details = error.details() or ""
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise LeaseLost(details) from None
+                if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    # Somebody can mend that while the job goes on.
+                    raise StoreUnavailable(
+                        f"etcd at {endpoint.address} takes no writes: {details}; compact and "
+                        "defragment it, then run `etcdctl alarm disarm` (docs/etcd.md)"
+                    ) from None
                 if _is_token_rejected(details) and time.monotonic() < until_s:
                     await self._authenticate(endpoint)
                     continue

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,7 +24,8 @@ _START_S = 60.0
 class EtcdCluster:
     """An etcd cluster; `url` names the client endpoints of all members."""
 
-    def __init__(self, members: int = 3) -> None:
+    def __init__(self, members: int = 3, options: Sequence[str] = ()) -> None:
+        self._options = options
         self._members = range(members)
         self._directory = Path(tempfile.mkdtemp(prefix="keepstep-cluster-"))
         self._ports = [ReservedPort() for _ in range(2 * members)]
@@ -66,7 +68,7 @@ class EtcdCluster:
                     "--log-level", "error", "--unsafe-no-fsync",
                     "--listen-client-urls", client, "--advertise-client-urls", client,
                     "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer,
-                    "--initial-cluster", initial_cluster,
+                    "--initial-cluster", initial_cluster, *self._options,
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip

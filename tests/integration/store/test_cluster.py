@@ -141,3 +141,20 @@ async def compact(endpoint: str, revision: int) -> None:
         await KVStub(channel).Compact(
             rpc_pb2.CompactionRequest(revision=revision, physical=True), timeout=10
         )
+
+
+def test_cluster_without_space_is_unavailable_and_can_be_read() -> None:
+    """So that training goes on meanwhile, as in an outage."""
+
+    async def scenario(members: EtcdCluster) -> None:
+        async def fill(store: Store) -> None:
+            for number in range(40):
+                await store.commit((), (Put(f"/t/{number}", bytes(2**20)),))
+
+        async with connected(Address((members.clients[0],))) as store:
+            with pytest.raises(StoreUnavailable, match=r"takes no writes.*alarm disarm"):
+                await fill(store)
+            assert (await store.read("/t/0")).items
+
+    with EtcdCluster(1, options=("--quota-backend-bytes", str(16 * 2**20))) as members:
+        asyncio.run(scenario(members))
