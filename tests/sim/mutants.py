@@ -261,6 +261,11 @@ def carries_state_into_another_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(standing, "without_state", lambda record: record)
 
 
+def enters_a_generation_that_it_was_lost_from(patch: pytest.MonkeyPatch) -> None:
+    """Enters the open generation after joining again, as it did until a seed failed."""
+    patch.setattr(standing, "joining_again", lambda _, record: record)
+
+
 def waits_for_a_member_that_has_drained(patch: pytest.MonkeyPatch) -> None:
     """Keeps a generation open although a member has joined again, without workers."""
     patch.setattr(decide, "_joined_again", lambda *_: None)
@@ -457,13 +462,6 @@ def gives_out_a_buffer_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(snapshot_table, "_choose_buffer", wrong)
 
 
-def goes_back_behind_a_commit(patch: pytest.MonkeyPatch) -> None:
-    def wrong(table: SnapshotTable, snapshot: SnapshotId) -> SnapshotTable:
-        return snapshot_table._checked(table, replace(table, committed=snapshot))
-
-    patch.setattr(snapshot_table, "commit", wrong)
-
-
 def frees_what_is_being_stored(patch: pytest.MonkeyPatch) -> None:
     right = snapshot_table.commit
 
@@ -489,9 +487,9 @@ CREATED: dict[tuple[int, str, int], int] = {}
 
 _DOCUMENTS = ("generation", "closing", "snapshot", "persist", "checkpoint", "store_failure")
 
-# Leaders that do not depend on `checkpoint`, `store_failure`, `history` or `result` alone are
-# missing here: the other conditions cover them in all schedules so far. tests/unit has them one by
-# one.
+# Missing here, because too few schedules tell them from production, and noticed by unit tests:
+# leaders that do not depend on `checkpoint`, `store_failure`, `history` or `result` alone, snapshot
+# tables that take an older commit, and commits that are passed on before a generation is entered.
 MUTANTS: dict[str, Patch] = {
     **{
         function.__name__: function
@@ -517,6 +515,7 @@ MUTANTS: dict[str, Patch] = {
             counts_a_lease_from_the_answer,
             takes_another_owner_of_its_name_for_itself,
             carries_state_into_another_job,
+            enters_a_generation_that_it_was_lost_from,
             waits_for_a_member_that_has_drained,
             leads_though_another_joined_first,
             leaves_requests_of_the_last_generation,
@@ -535,7 +534,6 @@ MUTANTS: dict[str, Patch] = {
             begins_before_the_last_one_is_committed,
             gives_out_a_buffer_that_is_in_use,
             gives_out_a_buffer_that_is_too_small,
-            goes_back_behind_a_commit,
             frees_what_is_being_stored,
             seals_in_a_generation_that_is_over,
         )
@@ -557,13 +555,13 @@ FAILED_SEEDS = {
     "completes_a_later_generations_restart": (9, "a late write removed the next request"),
     "waits_for_a_holder_that_is_gone": (39, "a checkpoint waited for ever for a lost holder"),
     "begins_a_snapshots_part_once_only": (52, "a snapshot asked for again was never written"),
+    "enters_a_generation_that_it_was_lost_from": (2028, "a lost member worked in its generation"),
     "begins_a_part_before_it_enters_the_generation": (8, "entering ended the part just begun"),
 }
 """Seeds that failed before a fix, by the mutant that undoes it."""
 
 
 NOTICING_SEEDS = {
-    "goes_back_behind_a_commit": 1559,
     "leader_does_not_depend_on_its_own_key": 148,
     "leader_does_not_depend_on_the_request_to_store": 87,
     "leader_does_not_depend_on_the_snapshot": 343,
