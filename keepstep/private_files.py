@@ -25,7 +25,7 @@ _RUN_PREFIX = "node-"
 class NotPrivate(Exception):
     """A file or directory does not belong to this user, or others may use it.
 
-    The message says which, and what to do.
+    The message names it, and what to do.
     """
 
 

@@ -114,7 +114,7 @@ class Rebuilder:
         except Exception as error:  # noqa: BLE001 - the thread's edge: readers wait
             for rank in missing:
                 if stop.is_set():
-                    # Whoever reads in the next generation must not hear that it cannot be rebuilt.
+                    # The next generation may still rebuild it: its readers are not refused.
                     self._memory.abandon_adoption(node.snapshot, rank)
                     continue
                 self._memory.fail_adoption(

@@ -237,7 +237,7 @@ def _open_file(path: Path) -> io.FileIO:
     Raises:
         CheckpointDamaged: it is something else: a pipe would wait for a writer, a device never end.
     """
-    # Opening a pipe waits for a writer too, unless it is told not to.
+    # Opening a pipe waits for a writer too, unless O_NONBLOCK is set.
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()

@@ -10,9 +10,9 @@ When a member of the coordinator dies, the outcome of a write may stay unknown. 
 again until the coordinator is known to hold it; a leader decides again once the view has had time
 to show what became of its action.
 
-While the coordinator does not answer, the membership lasts: nobody can be told that this node is
-gone, and if others were told before, then nothing that it writes is accepted, and its workers meet
-broken collectives. It ends when the coordinator says that the lease has ended.
+While the coordinator does not answer, the membership lasts: nobody can learn that this node is
+gone, and if others learnt it before, then nothing that it writes is accepted, and its workers meet
+broken collectives. It ends when the coordinator answers that the lease has ended.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the snapshot server holds; `_reconcile` compares them after every event and take
 the order in which events arrive does not matter.
 
 A membership that is lost costs no state: the workers stop, the snapshot server keeps what they have
-sealed, and the node's next record says that it is there. A snapshot server that dies is replaced,
+sealed, and the node's next record lists it. A snapshot server that dies is replaced,
 and the node takes part without what it held.
 """
 

@@ -66,7 +66,7 @@ class Publish:
 class CancelPersist:
     """A holder could not write its part: drop the request; a later step brings a new one.
 
-    `count` says how many attempts in a row have failed with this one.
+    `count` is how many attempts in a row have failed, this one included.
     """
 
     request: PersistRequest

@@ -180,7 +180,7 @@ class PartAttempt:
         """The attempt's name in storage: no other attempt has it.
 
         A job that is started with a new coordinator may come to the same revision: the time of the
-        request tells its attempts apart from those of the job before.
+        request distinguishes its attempts from those of the job before.
         """
         return f"{self.revision}-{round(self.request.at_s * 1e3):x}"
 

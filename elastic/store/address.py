@@ -1,4 +1,4 @@
-"""Parses coordinator URLs into endpoints, and says how each kind is authenticated."""
+"""Parses coordinator URLs into endpoints, and decides how each kind is authenticated."""
 
 from __future__ import annotations
 

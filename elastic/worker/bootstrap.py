@@ -168,7 +168,7 @@ def _is_fatal(error: BaseException) -> bool:
     """Whether what the user gave is wrong, so that another attempt would end the same way."""
     if isinstance(error, UsageError):
         return True
-    # A rank that failed itself says whether that is for good.
+    # A rank that failed itself reports whether that is for good.
     is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)
     return isinstance(error, CheckpointError) and not is_anothers
 

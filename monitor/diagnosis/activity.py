@@ -4,7 +4,7 @@ A worker that others wait for may hang, or compile, compute and write. The diffe
 process, from outside: one that hangs does nothing. Samples are taken where the process is
 (`keepstep.monitor.node.processes`), and come in as counters with their times; this module concludes
 since when each process has done nothing. A process that spins, in a loop or in a driver, cannot be
-told from one that works: it counts as busy.
+distinguished from one that works: it counts as busy.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ people who look. After some time people are alerted. Restarting the worker is ad
 - its process, with its descendants and its GPU, was seen to do nothing for a while;
 - it neither waits for data nor saves: both depend on others, and a new worker would wait as well.
 
-A rank that spins for ever is therefore never restarted for it, since it cannot be told from one
-that computes: its peers' collectives time out, which ends the job's generation.
+A rank that spins for ever is therefore never restarted for it, since it looks like one that
+computes: its peers' collectives time out, which ends the job's generation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Pause:
     Args:
         kind: what it does, as far as it recorded that.
         idle_s: since its last progress.
-        patience_s: after which it is told.
+        patience_s: after which it is reported.
         learnt_s: the longest pause of this kind that ended by itself; 0.0 if there was none.
         quiet_s: for how long its process has done nothing; None if that is not known.
         stopped: whether a signal has stopped its process.
@@ -66,7 +66,7 @@ def is_proved(pause: Pause, step_s: float, thresholds: HangThresholds) -> bool:
 
 
 def needs_alert(pause: Pause, thresholds: HangThresholds) -> bool:
-    """Return whether people should be told of a pause, whether it is a hang or not."""
+    """Return whether a pause should be reported to people, whether it is a hang or not."""
     if pause.stopped:
         return True
     least_s = thresholds.busy_alert_s if pause.is_busy else thresholds.alert_s

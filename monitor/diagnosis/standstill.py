@@ -102,7 +102,7 @@ class Standstill:
         self.base_patience_s = thresholds.patience_s(job.step_s)
 
     def patience_of_s(self, rank: int) -> float:
-        """Return how long this rank may stand still before that is told, given what it does."""
+        """Return how long this rank may stand still before that is reported, given what it does."""
         thresholds, kind = self.thresholds, self.kind_of_pause(rank)
         patience = self.base_patience_s
         if self.job.step_s <= 0:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class HangThresholds:
-    """When a wait is told as a hang, when people are alerted, and what proves it.
+    """When a wait is reported as a hang, when people are alerted, and what proves it.
 
-    A verdict is told soon, for people who look. Restarting a worker loses work if the worker is
+    A verdict is shown soon, for people who look. Restarting a worker loses work if the worker is
     healthy, so the advice to do that needs proof; see `keepstep.monitor.diagnosis.proof`.
     """
 
@@ -58,8 +58,8 @@ class HangThresholds:
     """The same for a rank between steps or in an evaluation: what user code does there is not
     recorded, and uploads to a slow store use neither processor nor disk."""
     learnt_ratio: float = 2.0
-    """A pause in a checkpoint, an evaluation, between steps or for data is told only if it is so
-    many times as long as the longest of its kind that ended by itself."""
+    """A pause in a checkpoint, an evaluation, between steps or for data is reported only if it is
+    so many times as long as the longest of its kind that ended by itself."""
     act_learnt_ratio: float = 3.0
     """The same for acting, also within a step."""
     quiet_s: float = 30.0

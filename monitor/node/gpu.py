@@ -51,7 +51,7 @@ class GpuProbe:
         """Return every GPU's measures.
 
         Args:
-            workers: process id of each rank: says which ranks use which device.
+            workers: process id of each rank: shows which ranks use which device.
         """
         xids = self._xids.collected() if self._xids is not None else {}
         for index, device in enumerate(self._devices):

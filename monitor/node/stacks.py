@@ -4,7 +4,7 @@ The process is not paused (`--nonblocking`): the threads of a hung process do no
 monitor must not stop a process that does. A few frames may therefore be wrong.
 
 Whoever may ask a daemon for stacks can ask often, so only a few dumps run at a time, and one of a
-process at most. Only this user's processes are looked into, whatever a ring says: a monitor may
+process at most. Only this user's processes are looked into, whatever a ring contains: a monitor may
 have the capability to look into others'.
 """
 

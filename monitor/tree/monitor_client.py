@@ -1,6 +1,6 @@
 """Asks other monitors over HTTP, with signed requests, and accepts only signed answers.
 
-`keepstep.monitor.signing` says what that promises.
+`keepstep.monitor.signing` states what that promises.
 """
 
 from __future__ import annotations

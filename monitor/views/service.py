@@ -154,7 +154,7 @@ def _is_local_read(request: web.Request) -> bool:
     """Return whether a request reads from this machine, addressed to its loopback.
 
     Only GET, and not what a page of another site makes a browser send: the page cannot read the
-    answer, but the request would cause work, such as a dump of stacks. Browsers say so in these
+    answer, but the request would cause work, such as a dump of stacks. Browsers show that in these
     headers, which a page cannot change; other programs send neither.
     """
     is_from_loopback = is_loopback(request.remote or "")
