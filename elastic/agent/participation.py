@@ -308,10 +308,12 @@ class Participation:
         """Look now and then whether the snapshot server answers."""
         while True:
             await asyncio.sleep(_SERVER_CHECK_S)
+            server = self._snapshots
             try:
-                await self._snapshots.refresh()
+                await server.refresh()
             except ServerGone:
-                self._has_lost_server = True
+                # Not if it has been replaced meanwhile.
+                self._has_lost_server |= server is self._snapshots
                 self._wake.set()
 
     async def _work(self, membership_task: asyncio.Task[None]) -> bool:

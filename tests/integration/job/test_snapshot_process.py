@@ -1,0 +1,38 @@
+"""Claims about how an agent runs its snapshot server."""
+
+import asyncio
+import secrets
+import signal
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint.server.limits import RateLimits
+from keepstep.elastic.agent import snapshot_process
+from keepstep.elastic.agent.snapshot_process import ServerDied, ServerGone, SnapshotProcess
+
+
+def test_server_that_hangs_is_ended_and_its_agent_informed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        events: list[object] = []
+        server = await SnapshotProcess.start(
+            "a", 1, tmp_path, "127.0.0.1", secrets.token_bytes(32), events.append, RateLimits()
+        )
+        try:
+            await server.refresh()
+            monkeypatch.setattr(snapshot_process, "_ANSWER_S", 0.5)
+            server._process.send_signal(signal.SIGSTOP)
+            with pytest.raises(ServerGone):
+                await server.refresh()
+            async with asyncio.timeout(60):
+                await asyncio.to_thread(server._process.wait)
+                await asyncio.wait([server._receiving])
+            assert events == [ServerDied()]
+            with pytest.raises(ServerGone):
+                await server.refresh()
+        finally:
+            await server.close()
+
+    asyncio.run(scenario())
