@@ -229,7 +229,7 @@ class Node:
                     case standing.Join():
                         lease = Lease.granted(coordinator.grant(TTL_S), TTL_S, now_s)
                         record = replace(self.record, lease=lease.id)
-                        secret = f"secret of {self.name} {self.number}".encode()
+                        secret = f"secret of {self.name} at {view.revision}".encode()
                         self.joining = (
                             transactions.join(KEYS, view, record, secret), lease, record
                         )  # fmt: skip
