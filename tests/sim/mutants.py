@@ -565,7 +565,8 @@ NOTICING_SEEDS = {
     "leader_does_not_depend_on_its_own_key": 148,
     "leader_does_not_depend_on_the_request_to_store": 87,
     "leader_does_not_depend_on_the_snapshot": 343,
-    "leads_though_another_joined_first": 92,
+    "carries_state_into_another_job": 592,
+    "leads_though_another_joined_first": 1027,
     "takes_another_owner_of_its_name_for_itself": 123,
 }
 """Seeds that notice mutants which few seeds notice. Others are tried if these no longer do."""
