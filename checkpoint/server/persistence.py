@@ -42,6 +42,7 @@ from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.transport import Identity
@@ -174,9 +175,13 @@ class Persistence:
             )
             listing = PartListing(written.name, written.nbytes, written.crc32c)
             event = Persisted(snapshot=snapshot, attempt=task.attempt, listing=listing)
-        except CheckpointExists:
-            # A leader died, or lost its lease, between the manifest and the coordinator.
-            event = AlreadyStored(snapshot=snapshot, attempt=task.attempt)
+        except CheckpointExists as error:
+            if _is_stored_by_this_run(task):
+                event = AlreadyStored(snapshot=snapshot, attempt=task.attempt)
+            else:
+                event = PersistFailed(
+                    snapshot=snapshot, attempt=task.attempt, reason=_reason(error)
+                )
         except Exception as error:  # noqa: BLE001 - the thread's edge: the agent waits for an event
             event = PersistFailed(snapshot=snapshot, attempt=task.attempt, reason=_reason(error))
         finally:
@@ -196,8 +201,11 @@ class Persistence:
                 plan.documents,
             )
             event = Published(snapshot=snapshot)
-        except CheckpointExists:
-            event = Published(snapshot=snapshot)
+        except CheckpointExists as error:
+            if _is_stored_by_this_run(task):
+                event = Published(snapshot=snapshot)
+            else:
+                event = PublishFailed(snapshot=snapshot, reason=_reason(error))
         except Exception as error:  # noqa: BLE001 - as above
             event = PublishFailed(snapshot=snapshot, reason=_reason(error))
         self._send_event(event)
@@ -266,6 +274,25 @@ class Persistence:
 
     def _connect(self, address: str) -> SnapshotClient:
         return SnapshotClient(address, self._identity.secret, node=self._identity.node)
+
+
+def _is_stored_by_this_run(task: PersistTask) -> bool:
+    """Whether another attempt of the same run has committed the checkpoint.
+
+    That is so if a leader was lost between the manifest and the coordinator. Otherwise another job
+    stores under this URL, and what it has stored is not this job's state.
+    """
+    stored = StoredStep(task.snapshot.step, task.generation)
+    try:
+        manifest = StoredCheckpoint.open(task.url, stored.step, stored.generation).manifest
+    except CheckpointError:
+        return False
+    return manifest.attempt is not None and _run_of(manifest.attempt) == _run_of(task.attempt)
+
+
+def _run_of(attempt: str) -> str:
+    """Return the run of the job that an attempt's name ends with."""
+    return attempt.rpartition("-")[2]
 
 
 def _attempt_of(task: PersistTask) -> Attempt:

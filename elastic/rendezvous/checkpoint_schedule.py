@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ def begin_persist_if_due(
     else:
         is_due = every is not None and step // every > stored // every
     if step > stored and (is_due or finishing):
-        return Persist(PersistRequest(view.snapshot, urls.pop(), wall_s, _base(view)))
+        return Persist(PersistRequest(view.snapshot, urls.pop(), wall_s, _run(view), _base(view)))
     return None
 
 
@@ -109,6 +110,11 @@ def _of_generation(view: View) -> Iterator[NodeRecord]:
         joined = view.nodes.get(member.node)
         if joined is not None and joined.record.generation == view.generation_number:
             yield joined.record
+
+
+def _run(view: View) -> str:
+    """Return a name of this run of the job, from the secret that is drawn anew for each."""
+    return hashlib.sha256(b"run " + (view.secret or b"")).hexdigest()[:12]
 
 
 def _base(view: View) -> int:
@@ -179,10 +185,9 @@ class PartAttempt:
     def name(self) -> str:
         """The attempt's name in storage: no other attempt has it.
 
-        A job that is started with a new coordinator may come to the same revision: the time of the
-        request distinguishes its attempts from those of the job before.
+        It ends with the run, by which a server knows what its own job has stored.
         """
-        return f"{self.revision}-{round(self.request.at_s * 1e3):x}"
+        return f"{self.revision}-{self.request.run}"
 
     def answer(self, part: Mapping[str, Any]) -> PersistedPart:
         """Return the attempt's outcome for the node's record."""
@@ -255,5 +260,5 @@ def persist_before_leaving(
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
-        return Persist(PersistRequest(resume, urls.pop(), wall_s, _base(view)))
+        return Persist(PersistRequest(resume, urls.pop(), wall_s, _run(view), _base(view)))
     return None

@@ -386,8 +386,8 @@ def _end_failures(
     restarts = f"after {policy.max_restarts} restart{plural} without progress"
     others = [record for record in eligible(view) if record.node != node]
     if node and len(others) >= policy.min_nodes:
-        reason = f"{cause.message.partition(chr(10))[0]} ({restarts})"
-        return Evict(node, Eviction(reason, may_return=True))
+        what, _, _ = cause.message.partition("\n")
+        return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
     return Finish(Result(False, f"{cause.message} ({restarts})"))
 
 

@@ -343,12 +343,14 @@ class Closing(Record):
 class PersistRequest(Record):
     """Asks the holders of a committed snapshot to write it to storage; `at_s` is when.
 
-    `base` is added to its generation in storage, so that no earlier launch has stored under it.
+    `run` is the same for all requests of one run of the job, and for no other run's. `base` is
+    added to the generation in storage, so that no earlier run has stored under it.
     """
 
     commit: SnapshotCommit
     url: str
     at_s: float
+    run: str
     base: int = 0
 
     @property

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -27,10 +27,11 @@ import numpy as np
 from keepstep.monitor.diagnosis.digest import digest
 from keepstep.monitor.diagnosis.mismatches import CollectiveMismatch
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, describe, signatures
+from keepstep.monitor.diagnosis.standstill import hang_verdict
 from keepstep.monitor.diagnosis.subjects import group_subject, link_subject, rank_subject
 from keepstep.monitor.diagnosis.waits import OpenOperation, wait_for
 from keepstep.monitor.records import Communicator, Flag, JobRecords, Kind, Operation, joined
-from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from keepstep.monitor.verdicts import Advice, Syndrome, Verdict
 
 _MESSAGES = (Operation.SEND, Operation.RECEIVE)
 
@@ -326,7 +327,7 @@ def _mismatches(analysis: _PostmortemAnalysis) -> list[Verdict]:
         if not any(operation.communicator == identity for operation in analysis.graph.operations):
             evidence.append("it completed: its result is wrong, or it caused what happened later")
             cost_s = 0.0
-        verdict = _verdict(
+        verdict = hang_verdict(
             subject,
             Syndrome.MISMATCH,
             min(called_s),
@@ -391,7 +392,7 @@ def _hangs(analysis: _PostmortemAnalysis) -> list[Verdict]:
         ]
         since_s = min(map(analysis.since_s, stuck))
         verdicts.append(
-            _verdict(
+            hang_verdict(
                 group_subject(members, {}), Syndrome.MISMATCH, since_s, evidence, 0.7, Advice.ALERT
             )
         )
@@ -407,7 +408,9 @@ def _hangs(analysis: _PostmortemAnalysis) -> list[Verdict]:
         ]
         since_s = min(map(analysis.since_s, cycle_operations))
         subject = group_subject(graph.cycle, {})
-        verdicts.append(_verdict(subject, Syndrome.MISMATCH, since_s, evidence, 0.9, Advice.ALERT))
+        verdicts.append(
+            hang_verdict(subject, Syndrome.MISMATCH, since_s, evidence, 0.9, Advice.ALERT)
+        )
     return verdicts
 
 
@@ -422,7 +425,7 @@ def _absent_rank(
     ][:3]
     evidence.append(analysis.last_call(rank))
     syndrome = Syndrome.NON_COMMUNICATION_HANG
-    return _verdict(
+    return hang_verdict(
         rank_subject(rank, {}),
         syndrome,
         analysis.since_s(first),
@@ -446,7 +449,7 @@ def _ranks_without_dump(
         f"missing in {analysis.name(first)}",
         _awaited(analysis, first),
     ]
-    return _verdict(
+    return hang_verdict(
         group_subject(ranks, {}),
         Syndrome.DEAD_PROCESS,
         analysis.since_s(first),
@@ -483,7 +486,7 @@ def _stuck_operation(analysis: _PostmortemAnalysis, operation: OpenOperation) ->
     ]
     since_s, syndrome = analysis.since_s(operation), Syndrome.COMMUNICATION_HANG
     if operation.pair is not None:
-        return _verdict(
+        return hang_verdict(
             link_subject(*operation.pair, {}), syndrome, since_s, evidence, 0.8, Advice.ALERT
         )
     members = analysis.job.communicators[operation.communicator].ranks
@@ -495,7 +498,7 @@ def _stuck_operation(analysis: _PostmortemAnalysis, operation: OpenOperation) ->
             "an earlier operation on the device does not end"
         )
         syndrome = Syndrome.NON_COMMUNICATION_HANG
-        return _verdict(
+        return hang_verdict(
             group_subject(queued, {}), syndrome, since_s, evidence, 0.8, Advice.RESTART_WORKER
         )
     if len(operation.waiting) <= (len(members) - 1) // 2:
@@ -504,7 +507,7 @@ def _stuck_operation(analysis: _PostmortemAnalysis, operation: OpenOperation) ->
             f"{len(operation.waiting)} have not"
         )
         members = operation.waiting
-    return _verdict(group_subject(members, {}), syndrome, since_s, evidence, 0.7, Advice.ALERT)
+    return hang_verdict(group_subject(members, {}), syndrome, since_s, evidence, 0.7, Advice.ALERT)
 
 
 def _slow(job: JobRecords) -> tuple[list[Verdict], list[str]]:
@@ -581,25 +584,6 @@ def _complete_collectives(job: JobRecords) -> list[dict[int, tuple[float, float]
         and len(times_of) == len(job.communicators[identity].ranks)
         and comparable.issuperset(times_of)
     ]
-
-
-def _verdict(
-    subject: Subject,
-    syndrome: Syndrome,
-    since_s: float,
-    evidence: Iterable[str],
-    confidence: float,
-    advice: Advice,
-) -> Verdict:
-    return Verdict(
-        subject=subject,
-        syndrome=syndrome,
-        since_s=since_s,
-        evidence=tuple(evidence),
-        confidence=confidence,
-        cost_s_per_step=math.inf,
-        advice=advice,
-    )
 
 
 def _ranks(ranks: Sequence[int]) -> str:

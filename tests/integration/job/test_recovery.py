@@ -303,7 +303,7 @@ def test_job_that_is_done_ends_well_when_it_is_run_again(tmp_path: Path) -> None
             running.start("a")
             assert running.wait("a", 120) == 0, running.output()
             assert "not stored" not in running.output()
-    # Where storing is slow a due checkpoint is skipped, but never the last one, and none is repeated.
+    # Where storing is slow a due checkpoint may be skipped, but not the last one; none is repeated.
     stored = [stored.step for stored in list_steps(str(checkpoint))]
     assert stored[0] == 12
     assert 9 in stored

@@ -17,6 +17,7 @@ from keepstep.checkpoint.memory.messages import (
     PersistFailed,
     PersistTask,
     Published,
+    PublishFailed,
     RankHolder,
     ServerEvent,
 )
@@ -138,16 +139,31 @@ def test_memory_that_an_ended_attempt_still_reads_is_not_freed(node: Node) -> No
         node.memory.memory(FIRST, 0)
 
 
-def test_a_checkpoint_that_is_committed_already_is_stored_and_no_failure(node: Node) -> None:
+def test_a_checkpoint_that_the_same_run_has_committed_is_stored_and_no_failure(node: Node) -> None:
     """A leader may be lost between the manifest and the coordinator; the next one asks again."""
     node.storage.let_go.set()
-    node.persistence.start(node.task("a"), 0)
+    node.persistence.start(node.task("7-ab"), 0)
     written = node.next_event()
     assert isinstance(written, Persisted)
-    node.persistence.publish(node.task("a"), [written.listing])
+    node.persistence.publish(node.task("7-ab"), [written.listing])
     assert isinstance(node.next_event(), Published)
-    node.persistence.start(node.task("b"), 0)
-    assert node.next_event() == AlreadyStored(snapshot=FIRST, attempt="b")
-    node.persistence.publish(node.task("b"), [written.listing])
+    node.persistence.start(node.task("9-ab"), 0)
+    assert node.next_event() == AlreadyStored(snapshot=FIRST, attempt="9-ab")
+    node.persistence.publish(node.task("9-ab"), [written.listing])
     assert isinstance(node.next_event(), Published)
-    assert StoredCheckpoint.open(node.url).directory.endswith("/attempt-a")
+    assert StoredCheckpoint.open(node.url).directory.endswith("/attempt-7-ab")
+
+
+def test_a_checkpoint_that_another_job_has_committed_is_not_taken_for_this_ones(node: Node) -> None:
+    node.storage.let_go.set()
+    node.persistence.start(node.task("7-ab"), 0)
+    written = node.next_event()
+    assert isinstance(written, Persisted)
+    node.persistence.publish(node.task("7-ab"), [written.listing])
+    assert isinstance(node.next_event(), Published)
+    node.persistence.start(node.task("7-cd"), 0)
+    refused = node.next_event()
+    assert isinstance(refused, PersistFailed)
+    assert "step" in refused.reason
+    node.persistence.publish(node.task("7-cd"), [written.listing])
+    assert isinstance(node.next_event(), PublishFailed)

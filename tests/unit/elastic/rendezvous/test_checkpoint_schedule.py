@@ -18,7 +18,7 @@ from keepstep.elastic.rendezvous.view import View
 
 HOLDER = Member("a", "h", 2, 0, "h:1", "tcp:h:2")
 COMMIT = SnapshotCommit(SnapshotId(1, 4), (HOLDER,))
-REQUEST = PersistRequest(COMMIT, "/c", 100.0)
+REQUEST = PersistRequest(COMMIT, "/c", 100.0, "ab")
 STORING = View(
     revision=9,
     generation=Generation(1, (HOLDER,), "h", 5, "start"),
@@ -28,7 +28,9 @@ STORING = View(
 
 attempts = st.builds(
     PartAttempt,
-    st.builds(PersistRequest, st.just(COMMIT), st.just("/c"), st.integers(0, 10**10).map(float)),
+    st.builds(
+        PersistRequest, st.just(COMMIT), st.just("/c"), st.just(1.0), st.sampled_from(["ab", "cd"])
+    ),
     st.integers(0, 2**63),
 )
 
@@ -56,7 +58,7 @@ VIEW = View(
     revision=40,
     generation=Generation(2, (HOLDER,), "h", 5, "start"),
     snapshot=NEWER,
-    persist=PersistRequest(OLDER, "/c", 100.0),
+    persist=PersistRequest(OLDER, "/c", 100.0, "ab"),
     revisions={"persist": 39},
 )
 

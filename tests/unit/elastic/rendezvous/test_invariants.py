@@ -60,7 +60,7 @@ def record_of(node: str) -> NodeRecord:
 
 MEMBERS = assign_ranks((), [record_of("a"), record_of("b")], 2)
 COMMIT = SnapshotCommit(SNAPSHOT, MEMBERS, parity=1)
-REQUEST = PersistRequest(COMMIT, "/c", 100.0)
+REQUEST = PersistRequest(COMMIT, "/c", 100.0, "ab")
 FIRST = Generation(1, MEMBERS, "h", 5, "start", parity=1)
 SECOND = Generation(2, MEMBERS, "h", 5, "lost c", resume=COMMIT, parity=1)
 CLOSING = Closing(1, "lost c", True, 0.0)

@@ -35,7 +35,7 @@ KEYS = Keys("job")
 MEMBERS = (Member("a", "h", 2, 0, "h:1", "tcp:h:2"),)
 COMMIT = SnapshotCommit(SnapshotId(1, 4), MEMBERS)
 GENERATION = Generation(2, MEMBERS, "h", 5, "start", resume=COMMIT)
-REQUEST = PersistRequest(COMMIT, "/c", 100.0)
+REQUEST = PersistRequest(COMMIT, "/c", 100.0, "ab")
 VIEW = View(
     revision=9,
     restarts={1: RestartRequest(1, 1, "hang")},
