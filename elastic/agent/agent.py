@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from keepstep.elastic.agent.config import AgentConfig
-from keepstep.elastic.agent.participation import Departure, Participation
+from keepstep.elastic.agent.departure import Departure
+from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.store.contract import Store

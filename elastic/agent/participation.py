@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
@@ -27,8 +26,10 @@ from keepstep.checkpoint.memory.messages import (
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.config import AgentConfig
+from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
+from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (
     ServerDied,
     ServerGone,
@@ -72,8 +73,6 @@ _PROGRESS_WRITES_PER_S = 20
 
 Only people read that."""
 
-_SERVER_CHECK_S = 5.0
-
 # The first of these that ended a membership is what the user should know: a broken invariant is
 # never hidden, and a lost lease explains everything else.
 _CAUSES = (
@@ -84,25 +83,6 @@ _CAUSES = (
     StoreUnavailable,
     SnapshotUnavailable,
 )
-
-
-class Departure:
-    """Whether this node is to leave the job in good order, and since when.
-
-    Attributes:
-        since_s: since when, in monotonic seconds; None if it is not to leave.
-    """
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
-        self.since_s: float | None = None
-
-    def begin(self, reason: str) -> None:
-        """Begin to leave, unless that has begun already."""
-        if self.since_s is None:
-            log.warning("%s", reason)
-            self.since_s = time.monotonic()
-            self._wake()
 
 
 class Participation:
@@ -150,10 +130,8 @@ class Participation:
         self._worker_group = WorkerGroup(
             config.command, config.workers, config.spares, config.environment, wake.set
         )
-        # Set before anything uses them.
-        self._connections: PeerConnections
-        self._snapshots: SnapshotProcess
-        self._has_server = self._has_lost_server = False
+        self._supervisor = ServerSupervisor(config, self._on_snapshot_event, wake.set)
+        self._connections: PeerConnections  # Set before anything uses it.
         self._drained_generation = 0
         self._committed: SnapshotId | None = None
         self._stored_step = -1
@@ -168,7 +146,7 @@ class Participation:
             JobFailed, UsageError, StoreUnavailable: as `Agent.run`.
         """
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._close_server)
+            stack.push_async_callback(self._supervisor.close)
             stack.push_async_callback(self._worker_group.stop, 0.0)
             member_until_s = float("-inf")
             while True:
@@ -204,7 +182,7 @@ class Participation:
         secret = await self._membership.join()
         if secret != self._secret:
             # Whatever was held belongs to a job that is over.
-            await self._close_server()
+            await self._supervisor.close()
             await self._worker_group.stop(0.0)
             self._worker_group.forget()
             self._secret = secret
@@ -229,7 +207,7 @@ class Participation:
         try:
             async with asyncio.TaskGroup() as group:
                 membership_task = group.create_task(self._membership.run())
-                server_task = group.create_task(self._watch_server())
+                server_task = group.create_task(self._supervisor.watch())
                 try:
                     return await self._work(membership_task)
                 finally:
@@ -263,25 +241,19 @@ class Participation:
         self._membership = self._new_membership(self._membership.record)
 
     async def _start_server(self) -> None:
-        config = self._config
         assert self._secret is not None
-        self._snapshots = await SnapshotProcess.start(
-            config.node,
-            config.workers,
-            config.run_directory,
-            config.host,
-            self._secret,
-            self._on_snapshot_event,
-            config.limits,
-        )
-        self._has_server = True
+        await self._supervisor.start(self._secret)
+        self._adopt_server()
+
+    async def _replace_server(self) -> None:
+        await self._supervisor.replace()
+        self._adopt_server()
+        self._membership.update(sealed=(), protected=(), persisted=None)
+
+    def _adopt_server(self) -> None:
+        """Announce a new server, to which nothing has been passed on yet."""
         self._committed, self._part_attempt = None, None
         self._membership.update(server=self._snapshots.address)
-
-    async def _close_server(self) -> None:
-        if self._has_server:
-            self._has_server = False
-            await self._snapshots.close()
 
     async def _mend_server(self) -> bool:
         """Replace a snapshot server that died; False if workers of its generation still drain."""
@@ -292,29 +264,9 @@ class Participation:
         await self._replace_server()
         return True
 
-    async def _replace_server(self) -> None:
-        """Start a snapshot server after one that died; what it held is lost on this node."""
-        log.error(
-            "the snapshot server of node %s died; it is replaced, and its snapshots are rebuilt "
-            "from other nodes or storage",
-            self._config.node,
-        )
-        self._has_lost_server = False
-        await self._close_server()
-        await self._start_server()
-        self._membership.update(sealed=(), protected=(), persisted=None)
-
-    async def _watch_server(self) -> None:
-        """Look now and then whether the snapshot server answers."""
-        while True:
-            await asyncio.sleep(_SERVER_CHECK_S)
-            server = self._snapshots
-            try:
-                await server.refresh()
-            except ServerGone:
-                # Not if it has been replaced meanwhile.
-                self._has_lost_server |= server is self._snapshots
-                self._wake.set()
+    @property
+    def _snapshots(self) -> SnapshotProcess:
+        return self._supervisor.server
 
     async def _work(self, membership_task: asyncio.Task[None]) -> bool:
         while True:
@@ -322,8 +274,7 @@ class Participation:
             try:
                 is_leaving = await self._reconcile()
             except ServerGone:
-                self._has_lost_server = True
-                self._wake.set()
+                self._supervisor.record_death()
                 continue
             if is_leaving:
                 return await self._leave(membership_task)
@@ -379,7 +330,7 @@ class Participation:
         """Take every step that the situation calls for; return whether to leave now."""
         if self._membership.view.result is not None or self._is_ready_to_leave():
             return True
-        if self._has_lost_server and not await self._mend_server():
+        if self._supervisor.has_died and not await self._mend_server():
             return False
         await self._follow_commits()
         if self._worker_group.generation == 0:
@@ -579,7 +530,6 @@ class Participation:
                 if attempt is not None and event.attempt == attempt.name:
                     self._membership.update(persisted=attempt.answer(stored_part(event)))
             case ServerDied():
-                self._has_lost_server = True
                 self._worker_group.fail(f"the snapshot server of {self._config.node} died")
         self._wake.set()
 
