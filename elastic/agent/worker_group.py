@@ -201,7 +201,7 @@ class WorkerGroup:
     async def drain(self, *, abort: bool, limit_s: float) -> bool:
         """Make every worker stop writing; return whether none can write any more.
 
-        Called again and again until then.
+        Called again and again until then, and possibly afterwards.
 
         Args:
             abort: something broke, so that the end of the step is not waited for.
@@ -213,8 +213,7 @@ class WorkerGroup:
             self._is_draining = True
             self.drain_until_s = until_s
             await self._begin_drain(abort=abort)
-        assert self.drain_until_s is not None
-        if time.monotonic() >= self.drain_until_s:
+        if self.drain_until_s is not None and time.monotonic() >= self.drain_until_s:
             self._kill_undrained(limit_s)
         has_drained = not any(worker.can_write for worker in self.workers.values())
         if has_drained:

@@ -103,6 +103,19 @@ def test_killed_worker_is_named_with_its_rank_and_signal() -> None:
     play(scenario())
 
 
+def test_workers_that_have_drained_may_be_drained_again() -> None:
+    """The snapshot server may die just after: it is replaced once no worker can write."""
+
+    async def scenario() -> None:
+        async with running(program("import time; time.sleep(60)")) as group:
+            while not await group.drain(abort=True, limit_s=0.0):
+                await group.until(lambda: not any(w.can_write for w in group.workers.values()))
+            assert await group.drain(abort=True, limit_s=5.0)
+            assert group.drain_until_s is None
+
+    play(scenario())
+
+
 def test_restart_kills_the_worker_of_a_rank_once_and_gives_the_reason() -> None:
     async def scenario() -> None:
         async with running(program("import time; time.sleep(60)")) as group:
