@@ -359,6 +359,22 @@ class Protected(Message, frozen=True, kw_only=True):
     nbytes: Count
 
 
+class RestoreChecked(Message, frozen=True, kw_only=True):
+    """The node's ranks have restored and sealed; this is compared with what they restored from.
+
+    Args:
+        snapshot: the one that they have sealed.
+        nbytes: how much of it was compared: what the node holds of the older snapshot.
+        differing: tensors that differ, the first few.
+        is_wrong: the model, an optimizer or a generator differs; the snapshot is not protected.
+    """
+
+    snapshot: SnapshotId
+    nbytes: Count
+    differing: tuple[str, ...]
+    is_wrong: bool
+
+
 class Persisted(Message, frozen=True, kw_only=True):
     """This node's part of a checkpoint is written, and listed by an object."""
 
@@ -396,7 +412,14 @@ class PublishFailed(Message, frozen=True, kw_only=True):
 
 
 ServerEvent: TypeAlias = (
-    Serving | Protected | Persisted | AlreadyStored | PersistFailed | Published | PublishFailed
+    Serving
+    | Protected
+    | RestoreChecked
+    | Persisted
+    | AlreadyStored
+    | PersistFailed
+    | Published
+    | PublishFailed
 )
 
 CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
@@ -407,6 +430,7 @@ CONTROL_PROTOCOL: Protocol[AgentRequest, AgentReply | ServerEvent] = Protocol(
         AgentReply,
         Serving,
         Protected,
+        RestoreChecked,
         Persisted,
         AlreadyStored,
         PersistFailed,

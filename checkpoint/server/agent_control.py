@@ -28,6 +28,7 @@ from keepstep.checkpoint.memory.messages import (
 from keepstep.checkpoint.server.persistence import Persistence
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
+from keepstep.checkpoint.server.restore_check import RestoreCheck
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, TransportError
 
@@ -70,11 +71,13 @@ class AgentCommands:
         memory: SnapshotMemory,
         protection: Protection,
         rebuilder: Rebuilder,
+        restore_check: RestoreCheck,
         persistence: Persistence,
     ) -> None:
         self._memory = memory
         self._protection = protection
         self._rebuilder = rebuilder
+        self._restore_check = restore_check
         self._persistence = persistence
 
     @property
@@ -96,6 +99,7 @@ class AgentCommands:
         match command:
             case OpenGeneration(group=group):
                 self._rebuilder.stop()
+                self._restore_check.stop()
                 self._memory.open_generation(group.generation)
                 self._protection.open_generation(group)
                 self._persistence.stop()

@@ -36,6 +36,7 @@ from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.persistence import Persistence
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
+from keepstep.checkpoint.server.restore_check import RestoreCheck
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.processes import die_with_parent
 from keepstep.transport import Connection, Identity, Listener, listen, tcp_address_of
@@ -69,12 +70,17 @@ class SnapshotServer:
         budget = MemoryBudget()
         self._memory = SnapshotMemory(budget, self._retain_parity)
         self._protection = Protection(self._memory, identity, budget, self._report_protected)
+        self._restore_check = RestoreCheck(self._memory, self._agent.send)
         self._rebuilder = Rebuilder(self._memory, identity, self._protection.mark_unprotected)
         self._persistence = Persistence(
             self._memory, identity, config.limits.storage, self._agent.send
         )
         self._commands = AgentCommands(
-            self._memory, self._protection, self._rebuilder, self._persistence
+            self._memory,
+            self._protection,
+            self._rebuilder,
+            self._restore_check,
+            self._persistence,
         )
         local = listen(f"unix:{config.directory / SOCKET_NAME}")
         remote = listen(f"tcp:{config.host}:0")
@@ -95,6 +101,7 @@ class SnapshotServer:
         """End what is under way, then every connection and thread, and free the memory."""
         self._persistence.close()
         self._rebuilder.close()
+        self._restore_check.close()
         # Sessions that wait for the memory or for protection end; then nothing uses their buffers.
         self._memory.stop()
         self._protection.stop()
@@ -114,7 +121,7 @@ class SnapshotServer:
             (held.ranks for held in self._memory.sealed() if held.snapshot == snapshot), ()
         )
         if len(ranks) == self._config.ranks:
-            self._protection.protect(snapshot)
+            self._restore_check.check_first(snapshot, self._protection.protect)
 
     def _report_protected(self, snapshot: SnapshotId) -> None:
         self._agent.send(Protected(snapshot=snapshot, nbytes=self._commands.nbytes))

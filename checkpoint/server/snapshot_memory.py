@@ -89,6 +89,17 @@ class SnapshotMemory:
         with self._changed:
             return self._table.nbytes
 
+    @property
+    def committed(self) -> SnapshotId:
+        """The newest committed snapshot that the agent has named; nothing older is kept."""
+        with self._changed:
+            return self._table.committed
+
+    def held_ranks(self, snapshot: SnapshotId) -> tuple[int, ...]:
+        """Return whose shards of a snapshot are complete here, rebuilt ones among them."""
+        with self._changed:
+            return tuple(sorted(rank for held, rank in self._shards if held == snapshot))
+
     def sealed(self) -> tuple[SealedRanks, ...]:
         """Return which of this node's ranks have sealed each snapshot."""
         with self._changed:

@@ -22,6 +22,7 @@ from keepstep.checkpoint.memory.messages import (
     Persisted,
     PersistFailed,
     Protected,
+    RestoreChecked,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
@@ -60,6 +61,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
+    RestoreComparison,
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -460,6 +462,7 @@ class Participation:
             persisted=None,
             restored_from="",
             loaded=None,
+            restore_comparison=None,
             times={},
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,
@@ -524,6 +527,8 @@ class Participation:
         match event:
             case Protected():
                 self._report()
+            case RestoreChecked():
+                self._note_restore(event)
             case Persisted() | AlreadyStored() | PersistFailed():
                 attempt = self._part_attempt
                 # An earlier attempt may end after the next one has begun.
@@ -532,6 +537,23 @@ class Participation:
             case ServerDied():
                 self._worker_group.fail(f"the snapshot server of {self._config.node} died")
         self._wake.set()
+
+    def _note_restore(self, checked: RestoreChecked) -> None:
+        """Record how what was restored compares; if it is wrong, restore again."""
+        step = checked.snapshot.step
+        if checked.snapshot.generation != self._worker_group.generation:
+            return
+        self._membership.update(
+            restore_comparison=RestoreComparison(step, checked.nbytes, checked.differing)
+        )
+        if checked.differing:
+            wrong = (
+                f"the state restored at step {step} differs from the snapshot in "
+                f"{', '.join(checked.differing)}"
+            )
+            log.error("%s", wrong)
+            if checked.is_wrong:
+                self._worker_group.fail(wrong)
 
     def _report(self) -> None:
         """Report to the leader what is protected here."""

@@ -39,6 +39,7 @@ from keepstep.checkpoint.memory.messages import (
     Rebuild,
     Refused,
     ReportHoldings,
+    RestoreChecked,
     ServerEvent,
     Serving,
     Verify,
@@ -76,7 +77,9 @@ class ServerDied:
     """The snapshot server ended although the agent did not close it."""
 
 
-SnapshotEvent: TypeAlias = Protected | Persisted | AlreadyStored | PersistFailed | ServerDied
+SnapshotEvent: TypeAlias = (
+    Protected | RestoreChecked | Persisted | AlreadyStored | PersistFailed | ServerDied
+)
 ControlConnection: TypeAlias = StreamConnection[AgentRequest, AgentReply | ServerEvent]
 
 
@@ -139,8 +142,9 @@ class SnapshotProcess:
             directory: where the server makes its Unix socket.
             host: the address of this node that other nodes reach.
             secret: the job's.
-            on_event: called when a snapshot is sealed and protected here, when a part of a
-                checkpoint is written or has failed to be, and when the server has died.
+            on_event: called when a snapshot is sealed and protected here, when a restored state
+                has been checked, when a part of a checkpoint is written or has failed to be, and
+                when the server has died.
             limits: how fast the server sends and writes beside the training.
 
         Raises:
@@ -373,7 +377,7 @@ class SnapshotProcess:
                 self._protected.add(snapshot)
                 self.memory_nbytes = nbytes
                 self._on_event(message)
-            case Persisted() | AlreadyStored() | PersistFailed():
+            case RestoreChecked() | Persisted() | AlreadyStored() | PersistFailed():
                 self._on_event(message)
             case Published(snapshot=snapshot):
                 if self._is_awaited(snapshot):

@@ -46,6 +46,7 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
         "verdicts": [verdict.to_json() for verdict in view.current_verdicts],
         "verdicts_omitted": view.verdicts.omitted if view.verdicts and view.current_verdicts else 0,
         "verdicts_at_s": view.verdicts.at_s if view.verdicts and view.current_verdicts else None,
+        "restored_state": _restored_state(view),
         "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
         "result": view.result.to_json() if view.result else None,
     }
@@ -67,6 +68,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
         lines.append(
             f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}"
         )
+    lines += _describe_restored_state(state["restored_state"])
     lines += _describe_intervals(state["intervals"])
     if state["closing"]:
         lines.append(f"changing membership: {state['closing']}")
@@ -149,6 +151,33 @@ def recoveries(history: Sequence[Recovery]) -> Table:
             recovery.source.replace("peers' memory", "peers'").replace(", ", ",\n"),
         )
     return table
+
+
+def _restored_state(view: View) -> dict[str, Any] | None:
+    """Return how what the nodes restored last compares with its snapshot; None if unknown."""
+    comparisons = [
+        joined.record.restore_comparison
+        for joined in view.nodes.values()
+        if joined.record.generation == view.generation_number
+        and joined.record.restore_comparison is not None
+    ]
+    if not comparisons:
+        return None
+    step = max(comparison.step for comparison in comparisons)
+    last = [comparison for comparison in comparisons if comparison.step == step]
+    return {
+        "step": step,
+        "compared_nbytes": sum(comparison.nbytes for comparison in last),
+        "differing": sorted({key for comparison in last for key in comparison.differing}),
+    }
+
+
+def _describe_restored_state(state: Mapping[str, Any] | None) -> list[str]:
+    if state is None:
+        return []
+    found = f"differs in {', '.join(state['differing'])}" if state["differing"] else "equal"
+    nbytes = f"{state['compared_nbytes'] / 2**20:.1f} MiB"
+    return [f"last restored state:     step {state['step']}, {nbytes} compared: {found}"]
 
 
 def _intervals(view: View, wall_s: float) -> dict[str, Any]:

@@ -163,6 +163,21 @@ class LoadedCheckpoint(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreComparison(Record):
+    """What ranks sealed after restoring, compared with the snapshot that they restored from.
+
+    Attributes:
+        step: the step of both.
+        nbytes: how much was compared: what the node held of the older snapshot.
+        differing: tensors that differ, the first few.
+    """
+
+    step: int
+    nbytes: int
+    differing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord(Record):
     """A node as its agent describes it.
 
@@ -175,6 +190,7 @@ class NodeRecord(Record):
         warm: the node's workers can start at once; nobody waits for a node that is not warm.
         domain: what it fails together with, such as a rack or a switch.
         loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
+        restore_comparison: of this generation; None if nothing could be compared here.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
@@ -209,6 +225,7 @@ class NodeRecord(Record):
     times: Mapping[str, float] = field(default_factory=dict)
     restored_from: str = ""
     loaded: LoadedCheckpoint | None = None
+    restore_comparison: RestoreComparison | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch.optim import AdamW
 
 import keepstep
 from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.elastic.trainer.training_state import TrainingState
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
@@ -86,6 +87,19 @@ if options.get("write_between_steps"):
         return begin(self, *arguments, **options)
 
     SnapshotClient.begin = begin_late  # type: ignore[method-assign]
+
+if options.get("restores_wrongly"):
+    restore_from = TrainingState.restore_from
+
+    def restore_wrongly(self: TrainingState, *arguments: Any) -> Any:
+        """Change one element of what rank 0 restores in the second generation."""
+        position = restore_from(self, *arguments)
+        if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]) == ("1", "0"):
+            with torch.no_grad():
+                next(self.model.parameters()).to_local().view(-1)[0] += 1
+        return position
+
+    TrainingState.restore_from = restore_wrongly  # type: ignore[method-assign]
 
 
 def build(world: keepstep.World) -> keepstep.State:

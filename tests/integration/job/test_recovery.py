@@ -78,6 +78,37 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
             )
 
 
+def test_wrongly_restored_state_is_found_never_committed_and_restored_again(
+    tmp_path: Path, with_dropout: Lines
+) -> None:
+    with cluster(tmp_path, dropout=0.1, restores_wrongly=True) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 8, 60)
+        running.workers_of("b")[1].kill()
+        view = running.wait_until(
+            lambda view: view.generation_number == 3 and _restored_state(view) is not None, 60
+        )
+        restored = _restored_state(view)
+        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
+    assert "differs from the snapshot in model/" in running.output()
+    assert restored is not None
+    assert restored["differing"] == []
+    assert restored["compared_nbytes"] > 0
+    disturbed = last_run_of_each_step(tmp_path)
+    assert {
+        step: [lines[rank]["loss"] for rank in sorted(lines)] for step, lines in disturbed.items()
+    } == {
+        step: [lines[rank]["loss"] for rank in sorted(lines)]
+        for step, lines in with_dropout.items()
+    }
+
+
+def _restored_state(view: View) -> dict[str, Any] | None:
+    restored: dict[str, Any] | None = summary(view, time.time())["restored_state"]
+    return restored
+
+
 def test_several_optimizers_and_averaged_weights_are_restored(tmp_path: Path) -> None:
     undisturbed = run_undisturbed(tmp_path / "undisturbed", two=True, average=True)
     with cluster(tmp_path / "disturbed", two=True, average=True) as running:

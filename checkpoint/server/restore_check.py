@@ -1,0 +1,181 @@
+"""Compares what ranks seal right after they have restored with what they restored from.
+
+Every rank takes a snapshot as soon as it has restored, at the same step. Whatever this node has of
+the snapshot that it restored from must have the same bytes there, in any layout. Until that is
+known the new snapshot is not protected, so it is not committed and the older one stays.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.layout.boxes import Entry, ShardIndex
+from keepstep.checkpoint.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.memory.messages import RestoreChecked
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.priority import yield_to_training
+from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+
+_TILE_NBYTES = 4 * 2**20
+_MAX_THREADS = 8
+_MAX_REPORTED = 8
+
+# A user's own object may load its state in a form of its own.
+_MUST_BE_EQUAL = ("model/", "optim/", "rank/")
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A sealed shard in this node's memory."""
+
+    index: ShardIndex
+    entries: Mapping[str, Entry]
+    memory: Bytes
+
+
+class RestoreCheck:
+    """Owns the threads that compare; `close` ends them.
+
+    Args:
+        memory: the node's snapshots.
+        on_checked: called on such a thread with the outcome, if anything could be compared.
+    """
+
+    def __init__(
+        self, memory: SnapshotMemory, on_checked: Callable[[RestoreChecked], None]
+    ) -> None:
+        self._memory = memory
+        self._on_checked = on_checked
+        self._stop_requested = threading.Event()
+        self._checking = ThreadPoolExecutor(
+            1, thread_name_prefix="keepstep-restored", initializer=yield_to_training
+        )
+
+    def check_first(self, snapshot: SnapshotId, then: Callable[[SnapshotId], None]) -> None:
+        """Call `then` with a sealed snapshot, once it is known not to be wrongly restored.
+
+        Args:
+            snapshot: what all of the node's ranks have sealed.
+            then: called at once if they have not just restored; otherwise on another thread, and
+                not at all if the bytes differ.
+        """
+        restored = self._memory.committed
+        held = self._memory.held_ranks(restored)
+        if restored.step != snapshot.step or restored.generation >= snapshot.generation or not held:
+            then(snapshot)
+            return
+        self._stop_requested = threading.Event()
+        self._checking.submit(self._check, restored, snapshot, then, self._stop_requested)
+
+    def stop(self) -> None:
+        """Give up what is under way: its generation is over."""
+        self._stop_requested.set()
+
+    def close(self) -> None:
+        """End what is under way, and the threads."""
+        self.stop()
+        self._checking.shutdown()
+
+    def _check(
+        self,
+        restored: SnapshotId,
+        sealed: SnapshotId,
+        then: Callable[[SnapshotId], None],
+        stop: threading.Event,
+    ) -> None:
+        try:
+            self._memory.pin(restored)
+        except SnapshotUnavailable:
+            then(sealed)
+            return
+        try:
+            checked = self._compare(restored, sealed, stop)
+        except SnapshotUnavailable:  # Discarded meanwhile, or its generation is over.
+            return
+        finally:
+            self._memory.unpin(restored)
+        if stop.is_set():
+            return
+        if checked.nbytes:
+            self._on_checked(checked)
+        if not checked.is_wrong:
+            then(sealed)
+
+    def _compare(
+        self, restored: SnapshotId, sealed: SnapshotId, stop: threading.Event
+    ) -> RestoreChecked:
+        self._memory.pin(sealed)
+        try:
+            olds = [self._shard(restored, rank) for rank in self._memory.held_ranks(restored)]
+            parts = [
+                (entry, shard.memory)
+                for shard in (self._shard(sealed, r) for r in self._memory.held_ranks(sealed))
+                for entry in shard.index.entries
+            ]
+
+            def compare(part: tuple[Entry, Bytes]) -> tuple[int, bool]:
+                return (0, True) if stop.is_set() else _compare_entry(*part, olds)
+
+            threads = min(_MAX_THREADS, os.cpu_count() or 1)
+            with ThreadPoolExecutor(threads, thread_name_prefix="keepstep-compare") as pool:
+                outcomes = list(pool.map(compare, parts))
+        finally:
+            self._memory.unpin(sealed)
+        differing = [
+            entry.key
+            for (entry, _), (_, is_equal) in zip(parts, outcomes, strict=True)
+            if not is_equal
+        ]
+        differing.sort(key=lambda key: not key.startswith(_MUST_BE_EQUAL))
+        return RestoreChecked(
+            snapshot=sealed,
+            nbytes=sum(nbytes for nbytes, _ in outcomes),
+            differing=tuple(differing[:_MAX_REPORTED]),
+            is_wrong=any(key.startswith(_MUST_BE_EQUAL) for key in differing),
+        )
+
+    def _shard(self, snapshot: SnapshotId, rank: int) -> _Shard:
+        index = self._memory.index(snapshot, rank)
+        return _Shard(index, index.by_key, self._memory.memory(snapshot, rank).bytes)
+
+
+def _compare_entry(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) -> tuple[int, bool]:
+    """Compare one tensor's part with what older shards have of it.
+
+    Returns the number of bytes compared, and whether all of them are equal.
+    """
+    nbytes = 0
+    for old in olds:
+        other = old.entries.get(entry.key)
+        if other is None:
+            continue
+        if (other.dtype, other.global_shape) != (entry.dtype, entry.global_shape):
+            return nbytes, False
+        box = entry.box.intersect(other.box)
+        if box is None:
+            continue
+        new_bytes = box_bytes(entry, memory, box)
+        nbytes += new_bytes.nbytes
+        if not _are_equal(new_bytes, box_bytes(other, old.memory, box)):
+            return nbytes, False
+    return nbytes, True
+
+
+def _are_equal(one: Bytes, other: Bytes) -> bool:
+    """Whether two arrays of one shape have the same bytes; compared in tiles that fit a cache."""
+    if one.nbytes <= _TILE_NBYTES:
+        return bool(np.array_equal(one, other))
+    if not (one.flags.c_contiguous and other.flags.c_contiguous):
+        return all(_are_equal(a, b) for a, b in zip(one, other, strict=True))
+    one, other = one.reshape(-1), other.reshape(-1)
+    return all(
+        np.array_equal(one[start : start + _TILE_NBYTES], other[start : start + _TILE_NBYTES])
+        for start in range(0, one.nbytes, _TILE_NBYTES)
+    )

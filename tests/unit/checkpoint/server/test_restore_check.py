@@ -1,0 +1,148 @@
+"""What ranks seal after restoring is compared with what they restored from, in any layout."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.layout.boxes import Box, Entry
+from keepstep.checkpoint.memory.messages import RestoreChecked
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.restore_check import RestoreCheck
+from tests.unit.checkpoint.server.sealed import open_memory, seal_bytes
+
+OLD, NEW = SnapshotId(1, 7), SnapshotId(2, 7)
+LENGTH = 4096
+
+
+class Node:
+    """A node's memory, its check, and what came of it."""
+
+    def __init__(self) -> None:
+        self.memory = open_memory(generation=1)
+        self.outcomes: queue.Queue[RestoreChecked] = queue.Queue()
+        self.passed: queue.Queue[SnapshotId] = queue.Queue()
+        self.check = RestoreCheck(self.memory, self.outcomes.put)
+
+    def seal(
+        self, snapshot: SnapshotId, rank: int, values: np.ndarray, first: int, key: str
+    ) -> None:
+        """Seal a shard of elements `first` and up of a tensor of `LENGTH` bytes."""
+        box = Box((first,), values.shape)
+        entry = Entry(
+            key=key, dtype="uint8", global_shape=(LENGTH,), box=box, byte_offset=0,
+            nbytes=values.nbytes,
+        )  # fmt: skip
+        seal_bytes(self.memory, snapshot, rank, [entry], values.tobytes(), commit=False)
+
+    def outcome(self) -> RestoreChecked:
+        """Check the new snapshot to the end."""
+        self.check.check_first(NEW, self.passed.put)
+        checked = self.outcomes.get(timeout=60)
+        self.check.close()
+        return checked
+
+    def close(self) -> None:
+        self.check.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = Node()
+    yield node
+    node.close()
+
+
+VALUES = np.arange(LENGTH).astype(np.uint8)
+
+
+def restored(node: Node, values: np.ndarray, key: str = "model/w") -> RestoreChecked:
+    """Restore these values where `VALUES` were sealed; return the outcome."""
+    node.seal(OLD, 0, VALUES, 0, key)
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    node.seal(NEW, 0, values, 0, key)
+    return node.outcome()
+
+
+def test_a_rightly_restored_state_is_equal_and_passes(node: Node) -> None:
+    assert restored(node, VALUES) == RestoreChecked(
+        snapshot=NEW, nbytes=LENGTH, differing=(), is_wrong=False
+    )
+    assert node.passed.get_nowait() == NEW
+
+
+@pytest.mark.parametrize("key", ["model/w", "optim/w/exp_avg", "rank/00000/rng/cpu"])
+def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None:
+    wrong = VALUES.copy()
+    wrong[LENGTH // 2] ^= 1
+    checked = restored(node, wrong, key)
+    assert (checked.differing, checked.is_wrong) == ((key,), True)
+    assert node.passed.empty()
+
+
+def test_a_users_own_object_that_differs_is_named_and_passes(node: Node) -> None:
+    """Its `load_state_dict` may keep the state in another form."""
+    checked = restored(node, VALUES[::-1].copy(), "extra/average/w")
+    assert (checked.differing, checked.is_wrong) == (("extra/average/w",), False)
+    assert node.passed.get_nowait() == NEW
+
+
+def test_snapshots_of_later_steps_pass_at_once(node: Node) -> None:
+    node.seal(OLD, 0, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    later = SnapshotId(2, 8)
+    node.seal(later, 0, VALUES, 0, "model/w")
+    node.check.check_first(later, node.passed.put)
+    assert node.passed.get_nowait() == later
+    assert node.outcomes.empty()
+
+
+def test_a_snapshot_that_is_gone_does_not_pass(node: Node) -> None:
+    node.seal(OLD, 0, VALUES, 0, "model/w")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    node.check.check_first(NEW, node.passed.put)  # Nothing of it is sealed.
+    node.check.close()
+    assert node.passed.empty()
+    assert node.outcomes.empty()
+
+
+@settings(deadline=None)
+@given(
+    old=st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=4),
+    new=st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=4),
+    held=st.integers(0, 4),
+    wrong=st.integers(0, LENGTH - 1),
+)
+def test_in_any_layout_a_byte_is_checked_if_the_node_holds_it(
+    old: list[int], new: list[int], held: int, wrong: int
+) -> None:
+    node = Node()
+    values = VALUES.copy()
+    values[wrong] ^= 1
+    expected_nbytes, is_held = 0, False
+    old_cuts, new_cuts = [0, *sorted(old), LENGTH], [0, *sorted(new), LENGTH]
+    for rank, (first, last) in enumerate(pairwise(old_cuts)):
+        if rank <= held:
+            node.seal(OLD, rank, VALUES[first:last], first, "model/w")
+            expected_nbytes += last - first
+            is_held |= first <= wrong < last
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    for rank, (first, last) in enumerate(pairwise(new_cuts)):
+        node.seal(NEW, rank, values[first:last], first, "model/w")
+    checked = node.outcome()
+    assert checked.is_wrong == is_held
+    assert node.passed.empty() == is_held
+    if not is_held:
+        assert checked.nbytes == expected_nbytes
+    node.close()
