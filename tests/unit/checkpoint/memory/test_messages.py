@@ -48,6 +48,7 @@ from keepstep.checkpoint.memory.messages import (
     Rebuild,
     Refused,
     ReportHoldings,
+    RestoreChecked,
     Seal,
     Sealed,
     SealedRanks,
@@ -110,6 +111,7 @@ COMMANDS: list[AgentCommand] = [
 EVENTS: list[ServerEvent] = [
     Serving(address="tcp:[::1]:9"),
     Protected(snapshot=SNAPSHOT, nbytes=2**40),
+    RestoreChecked(snapshot=SNAPSHOT, nbytes=7, differing=("model/w",), is_wrong=True),
     Persisted(snapshot=SNAPSHOT, attempt="9-1a", listing=PartListing("parts/0.json", 100, 7)),
     AlreadyStored(snapshot=SNAPSHOT, attempt="9-1a"),
     PersistFailed(snapshot=SNAPSHOT, attempt="9-1a", reason="the disk is full"),
