@@ -33,6 +33,10 @@ class JobFailed(ElasticError):
     """The job ended in failure: its restart budget is spent, or it lost its quorum for too long."""
 
 
+class ReplicasDiverged(ElasticError):
+    """Ranks that must hold the same state do not, and the job was told to stop then."""
+
+
 class InvariantViolated(ElasticError):
     """Something that the rendezvous promises does not hold. Who finds it stops and writes nothing.
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         InvariantViolated,
         JobFailed,
         LeaseLost,
+        ReplicasDiverged,
         StoreUnavailable,
         UsageError,
     )
@@ -31,6 +32,7 @@ _HOMES = {
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
+    "ReplicasDiverged": "keepstep.elastic.errors",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
@@ -46,6 +48,7 @@ __all__ = [
     "Job",
     "JobFailed",
     "LeaseLost",
+    "ReplicasDiverged",
     "State",
     "Stateful",
     "Step",

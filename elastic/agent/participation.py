@@ -382,6 +382,7 @@ class Participation:
             times=worker_group.times(),
             restored_from=worker_group.restored_from,
             loaded=worker_group.loaded,
+            replica_comparison=worker_group.replica_comparison,
         )
 
     def _update_record(self) -> None:
@@ -463,6 +464,7 @@ class Participation:
             restored_from="",
             loaded=None,
             restore_comparison=None,
+            replica_comparison=None,
             times={},
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,

@@ -21,7 +21,12 @@ from keepstep.elastic.agent.supervisor import (
     worker_environment,
 )
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Failure, FailureKind, LoadedCheckpoint
+from keepstep.elastic.rendezvous.records import (
+    Failure,
+    FailureKind,
+    LoadedCheckpoint,
+    ReplicaComparison,
+)
 from keepstep.elastic.worker.messages import (
     AgentMessage,
     Assignment,
@@ -34,6 +39,7 @@ from keepstep.elastic.worker.messages import (
     GenerationReport,
     Joined,
     Ready,
+    ReplicasCompared,
     RestartRequested,
     Restored,
     SnapshotIntervalChosen,
@@ -96,6 +102,7 @@ class WorkerGroup:
         self.workers: dict[int, Worker] = {}
         self.failure: Failure | None = None
         self.drain_until_s: float | None = None
+        self.replica_comparison: ReplicaComparison | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
         self.snapshot_every = 0
@@ -262,6 +269,7 @@ class WorkerGroup:
         self._is_draining = False
         self.drain_until_s = None
         self.failure = None
+        self.replica_comparison = None
 
     def _start(self) -> Worker:
         return Worker.start(self._command, self._environment, self._on_worker_event)
@@ -317,6 +325,8 @@ class WorkerGroup:
                 worker.has_drained = True
             case Broken(error=error):
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank}: {error}")
+            case ReplicasCompared(comparison=comparison):
+                self.replica_comparison = comparison
             case SnapshotIntervalChosen():
                 self._snapshot_intervals[worker.pid] = message
                 self._choose_snapshot_interval()

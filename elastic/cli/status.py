@@ -47,6 +47,7 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
         "verdicts_omitted": view.verdicts.omitted if view.verdicts and view.current_verdicts else 0,
         "verdicts_at_s": view.verdicts.at_s if view.verdicts and view.current_verdicts else None,
         "restored_state": _restored_state(view),
+        "replicas": _replicas(view),
         "recoveries": [recovery.to_json() for recovery in view.history.recoveries],
         "result": view.result.to_json() if view.result else None,
     }
@@ -69,6 +70,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
             f"memory survives the loss of:  {survives}{' of each group' if groups > 1 else ''}"
         )
     lines += _describe_restored_state(state["restored_state"])
+    lines += _describe_replicas(state["replicas"])
     lines += _describe_intervals(state["intervals"])
     if state["closing"]:
         lines.append(f"changing membership: {state['closing']}")
@@ -178,6 +180,22 @@ def _describe_restored_state(state: Mapping[str, Any] | None) -> list[str]:
     found = f"differs in {', '.join(state['differing'])}" if state["differing"] else "equal"
     nbytes = f"{state['compared_nbytes'] / 2**20:.1f} MiB"
     return [f"last restored state:     step {state['step']}, {nbytes} compared: {found}"]
+
+
+def _replicas(view: View) -> dict[str, Any] | None:
+    """Return how the replicas compared last in this generation; None if there are none."""
+    for joined in view.nodes.values():
+        comparison = joined.record.replica_comparison
+        if comparison is not None and joined.record.generation == view.generation_number:
+            return dict(comparison.to_json())
+    return None
+
+
+def _describe_replicas(comparison: Mapping[str, Any] | None) -> list[str]:
+    if comparison is None:
+        return []
+    found = comparison.get("finding") or f"{comparison['replicas']} equal"
+    return [f"last compared replicas:  step {comparison['step']}, {found}"]
 
 
 def _intervals(view: View, wall_s: float) -> dict[str, Any]:

@@ -178,6 +178,23 @@ class RestoreComparison(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaComparison(Record):
+    """Ranks that hold the same parts of the state, compared with each other.
+
+    Attributes:
+        step: after which step.
+        replicas: the number of ranks that were compared.
+        differing: ranks that differ from a majority; all of a group if it has no majority.
+        finding: what was found, as a sentence; "" if all are equal.
+    """
+
+    step: int
+    replicas: int
+    differing: tuple[int, ...] = ()
+    finding: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRecord(Record):
     """A node as its agent describes it.
 
@@ -191,6 +208,7 @@ class NodeRecord(Record):
         domain: what it fails together with, such as a rack or a switch.
         loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
         restore_comparison: of this generation; None if nothing could be compared here.
+        replica_comparison: the last one that its rank 0 has reported.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
@@ -226,6 +244,7 @@ class NodeRecord(Record):
     restored_from: str = ""
     loaded: LoadedCheckpoint | None = None
     restore_comparison: RestoreComparison | None = None
+    replica_comparison: ReplicaComparison | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.data import Batches, Dataset, Position
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
+from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
@@ -44,6 +45,7 @@ from keepstep.elastic.worker.messages import (
     Finishing,
     Joined,
     Ready,
+    ReplicasCompared,
     RestartRequested,
     Restored,
     SnapshotIntervalChosen,
@@ -63,6 +65,8 @@ def join(
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
+    compare_replicas_every: int | None = 100,
+    on_divergence: OnDivergence = "report",
 ) -> Job:
     """Join the job that this worker was started for; use the result as a context manager.
 
@@ -79,6 +83,10 @@ def join(
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
             `{"dp": -1}`.
         seed: seed of the random number generators and of the data order.
+        compare_replicas_every: number of steps after which ranks that hold the same parts of the
+            state compare them, besides the first step of each generation; None: never.
+        on_divergence: what to do if they differ. "report": say so; "repair": also give the odd
+            ranks the state of the majority, if there is one; "stop": end the job.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -86,6 +94,11 @@ def join(
     for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and not _is_interval(every):
             raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
+    if compare_replicas_every is not None and compare_replicas_every < 1:
+        raise UsageError(f"compare_replicas_every={compare_replicas_every!r}: give at least 1")
+    if on_divergence not in get_args(OnDivergence):
+        choices = ", ".join(map(repr, get_args(OnDivergence)))
+        raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
     session = current()
@@ -98,6 +111,8 @@ def join(
         checkpoint=checkpoint,
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
         seed=seed,
+        compare_replicas_every=compare_replicas_every,
+        on_divergence=on_divergence,
     )
 
 
@@ -117,6 +132,8 @@ class Job:
         checkpoint: str | None,
         snapshot_every: int,
         seed: int,
+        compare_replicas_every: int | None,
+        on_divergence: OnDivergence,
     ) -> None:
         self._session = session
         self._build = build
@@ -129,6 +146,9 @@ class Job:
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
+        self._compare_replicas_every = compare_replicas_every
+        self._on_divergence: OnDivergence = on_divergence
+        self._replicas: ReplicaCheck  # Set before anything uses it.
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
         self._reported_first_step = False
@@ -310,6 +330,10 @@ class Job:
         if not self._reported_first_step:
             self._reported_first_step = True
             self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
+        # Before the snapshot of the step: a repaired state is what it shall hold.
+        comparison = self._replicas.run_if_due(self.steps)
+        if comparison is not None and self.world.rank == 0:
+            self._session.report(ReplicasCompared(generation=generation, comparison=comparison))
         self._entered_snapshots.complete_step(self._position)
         interval_change = self._snapshot_interval.notable_change()
         if interval_change is not None:
@@ -355,6 +379,12 @@ class Job:
             partial(self._session.is_closing, assignment.generation),
             self._snapshot_interval,
             copies_synchronously=self._copies_synchronously,
+        )
+        self._replicas = ReplicaCheck(
+            self._world,
+            self._compare_replicas_every,
+            self._on_divergence,
+            self._snapshot_manager.training.replicable,
         )
         resumed = self._snapshot_manager.resume(self._seed)
         self._position = resumed.position

@@ -92,6 +92,17 @@ class TrainingState:
         """Make the next `capture` check for tensors whose memory was replaced."""
         self._state_reader.invalidate_if_moved()
 
+    def replicable(self) -> list[LiveTensor]:
+        """Return the tensors that replicas hold alike: parameters and optimizer state.
+
+        Buffers are not among them: each rank computes statistics of its own samples.
+        """
+        return [
+            tensor
+            for tensor in self._state_reader.capture().tensors
+            if tensor.key not in self._buffers
+        ]
+
     def capture(self, position: Position) -> LiveState:
         """Return the state at a position; tensors of model and optimizers are live memory."""
         live = self._state_reader.capture()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
-from keepstep.elastic.errors import ElasticError, UsageError
+from keepstep.elastic.errors import ElasticError, ReplicasDiverged, UsageError
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -171,7 +171,7 @@ def _script_frames(error: BaseException) -> str:
 
 def _is_fatal(error: BaseException) -> bool:
     """Whether what the user gave is wrong, so that another attempt would end the same way."""
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | ReplicasDiverged):
         return True
     # A rank that failed itself reports whether that is for good.
     is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)

@@ -14,7 +14,11 @@ from typing import TypeAlias
 
 import msgspec
 
-from keepstep.elastic.rendezvous.records import LoadedCheckpoint, SnapshotCommit
+from keepstep.elastic.rendezvous.records import (
+    LoadedCheckpoint,
+    ReplicaComparison,
+    SnapshotCommit,
+)
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
 _MAX_TEXT_CHARACTERS = 2**16
@@ -184,6 +188,12 @@ class Stepped(GenerationReport, frozen=True, kw_only=True):
     at_s: float
 
 
+class ReplicasCompared(GenerationReport, frozen=True, kw_only=True):
+    """Ranks that hold the same parts of the state were compared; rank 0 reports for all."""
+
+    comparison: ReplicaComparison
+
+
 class Drained(GenerationReport, frozen=True, kw_only=True):
     """The worker will write nothing more in the generation."""
 
@@ -247,6 +257,7 @@ WorkerMessage: TypeAlias = (
     | Ready
     | Restored
     | Stepped
+    | ReplicasCompared
     | Drained
     | Broken
     | SnapshotIntervalChosen
@@ -268,6 +279,7 @@ PROTOCOL = Protocol(
         Ready,
         Restored,
         Stepped,
+        ReplicasCompared,
         Drained,
         Broken,
         SnapshotIntervalChosen,

@@ -170,7 +170,8 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost", "State", "Stateful",
+        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
+        "ReplicasDiverged", "State", "Stateful",
         "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },

@@ -1,0 +1,31 @@
+"""Digests of this rank's training state, to compare replicas and what becomes of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+
+import crc32c
+
+from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
+
+
+def layout_digest(tensors: Iterable[LiveTensor]) -> str:
+    """Return a name of which boxes of which tensors these are: equal on replicas only."""
+    boxes = sorted(
+        [tensor.key, tensor.dtype, tensor.global_shape, tensor.box.offset, tensor.box.shape]
+        for tensor in tensors
+    )
+    return hashlib.sha256(json.dumps(boxes).encode()).hexdigest()[:16]
+
+
+def checksums(tensors: Sequence[LiveTensor]) -> Mapping[str, int]:
+    """Return the CRC-32C of each tensor's local elements; those of a GPU are copied to the host."""
+    return {tensor.key: int(crc32c.crc32c(as_bytes(plain(tensor.data)))) for tensor in tensors}
+
+
+def content_digest(checksums: Mapping[str, int]) -> str:
+    """Return one digest of all tensors' checksums."""
+    listed = json.dumps(sorted(checksums.items()))
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]

@@ -1,0 +1,54 @@
+"""A training script whose ranks are replicas, of which one can be damaged."""
+
+import json
+import os
+import sys
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import keepstep
+
+options = json.loads(sys.argv[1])
+
+
+def build(world: keepstep.World) -> keepstep.State:
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    if options["parallel"]:
+        model = DistributedDataParallel(model)
+    return keepstep.State(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
+
+
+class Points:
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        point = torch.sin(torch.arange(8.0) * (index + 1))
+        return point, point.sum()
+
+
+with keepstep.join(
+    build, compare_replicas_every=5, on_divergence=options.get("on_divergence", "report")
+) as job:
+    for points, values in job.batches(Points(), global_batch=16, steps=options["steps"]):
+        with job.step():
+            loss = (job.model(points).squeeze(1) - values).square().mean()
+            loss.backward()
+            job.optimizer.step()
+            if [job.world.rank, job.steps + 1] == options.get("damage"):
+                with torch.no_grad():
+                    next(iter(job.model.parameters()))[0, 0] += 2**-20
+        line = {
+            "step": job.steps,
+            "sum": zlib.crc32(
+                b"".join(p.detach().numpy().tobytes() for p in job.model.parameters())
+            ),
+        }
+        path = Path(options["log"]) / f"rank-{job.world.rank}.jsonl"
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+assert os.environ["WORLD_SIZE"] == "4"

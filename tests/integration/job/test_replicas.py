@@ -1,0 +1,99 @@
+"""Claims about data-parallel replicas in complete jobs: a rank that differs is found and named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.local_cluster import LocalCluster
+from keepstep.elastic.cli.status import summary
+
+SCRIPT = Path(__file__).parent / "replicas.py"
+STEPS = 20
+
+
+def run(directory: Path, **options: Any) -> tuple[int, str, dict[str, Any] | None]:
+    """Run a job of two nodes with two ranks each.
+
+    Returns node a's exit status, all output, and the last comparison that the job's status showed.
+    """
+    log = directory / "log"
+    log.mkdir()
+    arguments = json.dumps({"steps": STEPS, "log": str(log), **options})
+    with LocalCluster(
+        "job", [str(SCRIPT), arguments], nnodes="2", workers=2, log=directory / "agents"
+    ) as running:
+        running.start("a")
+        running.start("b")
+        view = running.wait_until(
+            lambda view: (
+                view.result is not None
+                or (summary(view, 0.0)["replicas"] or {"step": 0})["step"] >= STEPS - 5
+            ),
+            120,
+        )
+        status = running.wait("a", 120)
+        running.wait("b", 120)
+        return status, running.output(), summary(view, 0.0)["replicas"]
+
+
+def sums(directory: Path) -> dict[int, list[int]]:
+    """Return the checksums of the parameters after each step, in the order of ranks."""
+    found: dict[int, list[int]] = {}
+    for path in sorted((directory / "log").iterdir()):
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            found.setdefault(line["step"], []).append(line["sum"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    directory = tmp_path_factory.mktemp("undisturbed")
+    status, output, replicas = run(directory, parallel=True)
+    assert status == 0, output
+    assert replicas is not None
+    assert (replicas["replicas"], replicas["finding"]) == (4, "")
+    return sums(directory)
+
+
+def test_replicas_that_are_equal_are_compared_and_nothing_is_said(
+    undisturbed: dict[int, list[int]],
+) -> None:
+    assert all(len(set(found)) == 1 for found in undisturbed.values())
+
+
+@pytest.mark.parametrize("on_divergence", ["report", "repair"])
+def test_damaged_replica_is_named_with_its_tensor_and_repaired_if_asked(
+    tmp_path: Path, undisturbed: dict[int, list[int]], on_divergence: str
+) -> None:
+    status, output, replicas = run(
+        tmp_path, parallel=True, damage=[2, 10], on_divergence=on_divergence
+    )
+    assert status == 0, output
+    assert "after step 10 rank 2 differs from 3 replicas that agree; first in model/" in output
+    is_repaired = on_divergence == "repair"
+    after = sums(tmp_path)
+    # The damage came after the last step that was reduced with it.
+    assert (after[11] == undisturbed[11]) == is_repaired
+    assert (after[STEPS] == undisturbed[STEPS]) == is_repaired
+    assert replicas is not None
+    assert list(replicas["differing"]) == ([] if is_repaired else [2])
+
+
+def test_job_that_shall_stop_ends_at_the_first_comparison_without_another_attempt(
+    tmp_path: Path,
+) -> None:
+    status, output, _ = run(tmp_path, parallel=True, damage=[1, 5], on_divergence="stop")
+    assert status == 1
+    assert "after step 5 rank 1 differs from 3 replicas that agree" in output
+    assert max(sums(tmp_path)) == 4
+    assert "generation 2" not in output
+
+
+def test_model_that_is_not_parallel_is_reported_after_the_first_step(tmp_path: Path) -> None:
+    status, output, _ = run(tmp_path, parallel=False)
+    assert status == 0, output
+    assert "after step 1 the replicas on ranks 0, 1, 2, 3 hold different states" in output
+    assert "wrap it in DistributedDataParallel or fully_shard" in output

@@ -1,0 +1,71 @@
+"""Which replicas differ, and which of them are wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
+from keepstep.checkpoint.live.tensors import LiveTensor, describe
+from keepstep.elastic.trainer.replicas import Divergence, find_divergences
+from keepstep.elastic.trainer.replicas import describe as describe_divergence
+
+
+@pytest.mark.parametrize(
+    ("layouts", "contents", "expected"),
+    [
+        ("aaaa", "xxxx", ()),
+        ("abcd", "wxyz", ()),
+        ("aaaa", "xxyx", (Divergence((0, 1, 2, 3), (0, 2), (2,)),)),
+        ("aaaa", "yxxz", (Divergence((0, 1, 2, 3), (1, 0)),)),
+        ("aa", "xy", (Divergence((0, 1), (0, 1)),)),
+        ("aaaa", "xyyx", (Divergence((0, 1, 2, 3), (0, 1)),)),
+        ("abab", "xyxy", ()),
+        ("ababab", "xyxzxy", (Divergence((1, 3, 5), (1, 3), (3,)),)),
+        ("aab", "xyz", (Divergence((0, 1), (0, 1)),)),
+    ],
+)
+def test_the_minority_is_odd_and_without_a_majority_nobody(
+    layouts: str, contents: str, expected: tuple[Divergence, ...]
+) -> None:
+    assert find_divergences(list(layouts), list(contents)) == expected
+
+
+@given(st.integers(3, 40), st.data())
+def test_any_minority_is_named_exactly(size: int, data: st.DataObject) -> None:
+    wrong = data.draw(st.sets(st.integers(0, size - 1), min_size=1, max_size=(size - 1) // 2))
+    contents = [str(rank) if rank in wrong else "right" for rank in range(size)]
+    (found,) = find_divergences(["a"] * size, contents)
+    assert found.odd == tuple(sorted(wrong))
+    assert found.pair[0] not in wrong
+    assert found.pair[1] in wrong
+
+
+def test_the_message_names_ranks_tensors_and_what_to_do() -> None:
+    odd = describe_divergence(Divergence((0, 1, 2), (0, 1), (1,)), ["model/w"], 40)
+    assert odd == ("after step 40 rank 1 differs from 2 replicas that agree; first in model/w")
+    tied = describe_divergence(Divergence((0, 1), (0, 1)), [], 1)
+    assert "ranks 0, 1 hold different states" in tied
+    assert "wrap it in DistributedDataParallel or fully_shard" in tied
+
+
+def state(offset: int = 0, value: float = 0.0) -> list[LiveTensor]:
+    shard = LiveTensor("model/w", (8, 2), Box((offset, 0), (4, 2)), torch.arange(8.0).view(4, 2))
+    return [shard, describe("optim/w/step", torch.tensor(value))]
+
+
+def test_layouts_are_equal_if_the_boxes_are_and_contents_if_every_bit_is() -> None:
+    assert layout_digest(state()) == layout_digest(list(reversed(state(value=3.0))))
+    assert layout_digest(state()) != layout_digest(state(offset=4))
+    assert content_digest(checksums(state())) == content_digest(checksums(state()))
+    # Equal by `==`, but not to the bit.
+    assert content_digest(checksums(state())) != content_digest(checksums(state(value=-0.0)))
+
+
+def test_a_transposed_tensor_is_compared_by_its_elements() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    transposed = values.t().contiguous().t()
+    assert checksums([describe("model/w", values)]) == checksums([describe("model/w", transposed)])
