@@ -231,7 +231,12 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
         running.start("c", "--monitor")
         # Only the monitor ends the loops.
         view = running.wait_until(
-            lambda view: members(view) == ["a", "c"] and step_of(view) > 2 * HANGS_AT, 120
+            lambda view: (
+                members(view) == ["a", "c"]
+                and step_of(view) > 2 * HANGS_AT
+                and len(view.history.recoveries) >= 2
+            ),
+            120,
         )
         assert view.evictions["b"].reason.startswith("non-communication hang")
         # Node c, ready by then, gets the state from node a.
