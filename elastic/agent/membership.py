@@ -123,7 +123,7 @@ class Membership:
         self._reports: dict[str, NodeReport] = {}
         self.record = record
         self.view = View()
-        self.message = ""
+        self._logged = (0, "")
 
     @property
     def leads(self) -> bool:
@@ -390,9 +390,11 @@ class Membership:
                 view = with_reports(self.view, self._reports)
                 decision = decide(self._policy, view, leader_state, time.monotonic(), time.time())
                 leader_state, again_at_s = decision.leader_state, decision.again_at_s
-                if decision.message and decision.message != self.message:
+                # Decisions without a message come between, such as commits: once is enough.
+                message = (view.generation_number, decision.message)
+                if decision.message and message != self._logged:
                     log.info("%s", decision.message)
-                self.message = decision.message
+                    self._logged = message
                 if decision.action is not None:
                     await self._perform(view, decision.action)
                     continue

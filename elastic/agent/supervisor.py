@@ -63,8 +63,6 @@ class Worker:
         finishing_step: the last step of its loop, once it has done that.
         is_stopping: the agent is ending it, so that its exit is no failure.
         kill_reason: why it was killed as if it had crashed; "" if it was not.
-        traceback: how its script ended, as the worker reported it.
-        has_failed_for_good: another attempt would end the same way.
         code: its exit status; None while it lives.
     """
 
@@ -91,8 +89,6 @@ class Worker:
         self.finishing_step: int | None = None
         self.is_stopping = False
         self.kill_reason = ""
-        self.traceback = ""
-        self.has_failed_for_good = False
         self.code: int | None = None
 
     @classmethod

@@ -316,10 +316,10 @@ class WorkerGroup:
             case Finishing(step=step):
                 worker.finishing_step = step
             case Failed():
-                worker.traceback = message.traceback
-                worker.has_failed_for_good = message.is_fatal
+                # Its exit may be long in coming: until then what runs at exit runs.
+                kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
+                self._record_failure(kind, _describe_failed_script(worker, message), worker.rank)
             case RestartRequested(reason=reason):
-                worker.traceback = reason
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank} starts over: {reason}")
             case Drained():
                 worker.has_drained = True
@@ -356,8 +356,7 @@ class WorkerGroup:
         else:
             self._read_progress(worker)
             if not worker.is_stopping and code != 0:
-                kind = FailureKind.FATAL if worker.has_failed_for_good else FailureKind.WORKER
-                self._record_failure(kind, _describe_failure(worker, code), worker.rank)
+                self._record_failure(FailureKind.WORKER, _describe_exit(worker, code), worker.rank)
         worker.close()
 
     def _read_progress(self, worker: Worker) -> None:
@@ -375,11 +374,18 @@ class WorkerGroup:
             self.failure = Failure(kind=kind, message=message, at_s=time.time(), rank=rank)
 
 
-def _describe_failure(worker: Worker, code: int) -> str:
-    node = "?" if worker.assignment is None else worker.assignment.node
+def _describe_failed_script(worker: Worker, failed: Failed) -> str:
+    text = f"rank {worker.rank} on {_node_of(worker)}: {failed.error}"
+    return f"{text}\n{failed.traceback.rstrip()}"
+
+
+def _describe_exit(worker: Worker, code: int) -> str:
     how = f"was restarted: {worker.kill_reason}" if worker.kill_reason else describe_exit(code)
-    text = f"rank {worker.rank} on {node} {how}"
-    return f"{text}\n{worker.traceback.rstrip()}" if worker.traceback else text
+    return f"rank {worker.rank} on {_node_of(worker)} {how}"
+
+
+def _node_of(worker: Worker) -> str:
+    return "?" if worker.assignment is None else worker.assignment.node
 
 
 async def _stop_all(workers: Iterable[Worker], grace_s: float) -> None:

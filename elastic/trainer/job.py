@@ -167,10 +167,10 @@ class Job:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
+        # After an exception the process groups stay: peers would report broken collectives before
+        # this worker reports the cause.
+        if error is None:
+            self._finish()
             self._session.on_abort(None)
             self._leave()
 

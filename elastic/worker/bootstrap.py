@@ -15,14 +15,10 @@ import os
 import runpy
 import subprocess
 import sys
-import sysconfig
 import threading
-import traceback
 from pathlib import Path
+from typing import NoReturn
 
-import keepstep
-from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
-from keepstep.elastic.errors import ElasticError, ReplicasDiverged, UsageError
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -32,14 +28,16 @@ from keepstep.elastic.worker.messages import (
     Warm,
     sendable,
 )
+from keepstep.elastic.worker.script_failure import (
+    is_fatal,
+    show,
+    summary_of,
+    traceback_of,
+    without_launcher,
+)
 from keepstep.elastic.worker.session import Session, open_session
 from keepstep.processes import die_with_parent
 
-# Keepstep, and what it calls on the way to its errors, such as contextlib.
-_NOT_THE_USERS = (
-    str(Path(keepstep.__file__).parent) + os.sep,
-    sysconfig.get_path("stdlib") + os.sep,
-)
 # By name: what a script will import is loaded early, and nothing here uses it.
 _WARM_MODULES = (
     "torch.distributed.fsdp",
@@ -75,10 +73,10 @@ def main() -> None:
     if is_recorded:
         telemetry.attach(assignment)
     _run(session, command)
-    _end()
+    _end(0)
 
 
-def _end() -> None:
+def _end(status: int) -> NoReturn:
     """End the process as the interpreter would, except for native threads.
 
     Native threads of process groups that the script still refers to abort some interpreters that
@@ -90,7 +88,7 @@ def _end() -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _warm_up() -> None:
@@ -140,42 +138,25 @@ def _run(session: Session, command: Command) -> None:
         else:
             # Started with -P: the interpreter has put no folder of a script at the front.
             sys.path.insert(0, str(Path(command.target).resolve().parent))
-            runpy.run_path(command.target, run_name="__main__")
+            # Absolute, so that `__file__` stays right when the script changes its directory.
+            runpy.run_path(os.path.abspath(command.target), run_name="__main__")
     except SystemExit as stop:
         if stop.code not in (None, 0):
-            session.report(Failed(traceback=sendable(f"exited with status {stop.code}")))
-            raise
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            _end(stop.code if isinstance(stop.code, int) else 1)
     except BaseException as error:  # noqa: BLE001 - reported, and it ends the process
-        session.report(Failed(traceback=sendable(_script_frames(error)), is_fatal=_is_fatal(error)))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-
-
-def _script_frames(error: BaseException) -> str:
-    """Return the traceback without the frames of runpy and of this module.
-
-    Errors that keepstep raises on purpose explain themselves: where in the script they came from is
-    shown, but not where in keepstep.
-    """
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen runpy")
-    ]
-    if isinstance(error, CheckpointError | ElasticError):
-        while frames and frames[-1].filename.startswith(_NOT_THE_USERS):
-            frames.pop()
-    return "".join(traceback.format_list(frames) + traceback.format_exception_only(error))
-
-
-def _is_fatal(error: BaseException) -> bool:
-    """Whether what the user gave is wrong, so that another attempt would end the same way."""
-    if isinstance(error, UsageError | ReplicasDiverged):
-        return True
-    # A rank that failed itself reports whether that is for good.
-    is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)
-    return isinstance(error, CheckpointError) and not is_anothers
+        error = without_launcher(error)
+        show(error)
+        # At once: what runs at exit may take long.
+        session.report(
+            Failed(
+                error=sendable(summary_of(error)),
+                traceback=sendable(traceback_of(error)),
+                is_fatal=is_fatal(error),
+            )
+        )
+        _end(1)
 
 
 if __name__ == "__main__":

@@ -139,10 +139,12 @@ class Failed(Message, frozen=True, kw_only=True):
     """The script ended with an exception; the process ends next.
 
     Args:
-        traceback: what to show of it.
+        error: its type and message, in one line.
+        traceback: the exception as Python shows it.
         is_fatal: the cause is what the user gave, so that another attempt would end alike.
     """
 
+    error: str
     traceback: str
     is_fatal: bool = False
 

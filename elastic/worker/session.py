@@ -148,12 +148,10 @@ class Session:
 
     def _end_after(self, error: BaseException) -> NoReturn:
         """End the process because its receiving thread failed, and make the agent replace it."""
-        text = (
-            "this worker can no longer receive from its agent and is replaced: "
-            f"{''.join(traceback.format_exception(error))}"
-        )
-        print(f"[keepstep] {text}", file=sys.stderr, flush=True)
-        self.report(Failed(traceback=sendable(text)))
+        text = "this worker can no longer receive from its agent and is replaced"
+        shown = "".join(traceback.format_exception(error))
+        print(f"[keepstep] {text}: {shown}", file=sys.stderr, flush=True)
+        self.report(Failed(error=text, traceback=sendable(shown)))
         os._exit(EXIT_RECEIVING_FAILED)
 
     def _apply(self, message: AgentMessage) -> None:

@@ -96,6 +96,45 @@ def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback
     assert "elastic/" not in completed.stderr
 
 
+def test_first_failure_is_shown_at_once_by_the_scripts_own_hook_with_its_cause(
+    tmp_path: Path,
+) -> None:
+    failing = script(
+        tmp_path,
+        "import atexit, os, sys, traceback\n"
+        "def hook(*error):\n"
+        "    print('HOOK', ''.join(traceback.format_exception(*error)), file=sys.stderr)\n"
+        "sys.excepthook = hook\n"
+        "atexit.register(lambda: print('AT EXIT', os.path.isabs(__file__)))\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    try:\n"
+        "        {}['wanted']\n"
+        "    except KeyError as error:\n"
+        "        raise ValueError('mine') from error\n",
+    )
+    completed = keepstep("run", os.path.relpath(failing, ROOT))
+    # The second attempt succeeds: what went wrong in the first is shown all the same.
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.count("HOOK Traceback") == 1
+    assert "KeyError: 'wanted'" in completed.stderr
+    assert ": ValueError: mine" in completed.stderr
+    assert completed.stdout == "AT EXIT True\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "nosuchmodule"], "No module named nosuchmodule"),
+        (["tests/integration/command/broken.txt"], "SyntaxError"),
+    ],
+)
+def test_script_that_cannot_begin_is_tried_once(arguments: list[str], message: str) -> None:
+    completed = keepstep("run", *arguments)
+    assert completed.returncode == 1
+    assert message in completed.stderr
+    assert "generation 2" not in completed.stderr
+
+
 def test_script_without_keepstep_gets_the_environment_of_torchrun_and_is_restarted(
     tmp_path: Path,
 ) -> None:

@@ -51,7 +51,7 @@ def test_assignment_with_its_resume_point_survives_the_codec() -> None:
 
 def test_message_of_the_other_direction_is_rejected() -> None:
     with pytest.raises(MalformedMessage, match="type"):
-        PROTOCOL.replies.decode(PROTOCOL.requests.encode(Failed(traceback="")), "agent")
+        PROTOCOL.replies.decode(PROTOCOL.requests.encode(Failed(error="", traceback="")), "agent")
 
 
 def test_command_survives_the_environment() -> None:
@@ -62,7 +62,7 @@ def test_command_survives_the_environment() -> None:
 def test_text_that_json_cannot_carry_is_escaped() -> None:
     text = sendable("no such file: caf\udce9.py")
     assert text == "no such file: caf\\udce9.py"
-    message = Failed(traceback=text)
+    message = Failed(error="", traceback=text)
     codec = PROTOCOL.requests
     assert codec.decode(codec.encode(message), "worker") == message
 
@@ -72,4 +72,6 @@ def test_very_long_text_keeps_its_ends() -> None:
     assert text.startswith("first")
     assert text.endswith("last")
     assert len(text) < 10**5
-    assert len(PROTOCOL.requests.encode(Failed(traceback=text))) < PROTOCOL.max_body_nbytes
+    assert (
+        len(PROTOCOL.requests.encode(Failed(error="", traceback=text))) < PROTOCOL.max_body_nbytes
+    )

@@ -1,0 +1,79 @@
+"""Describes an exception that ended the user's script, and shows it as Python would."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import keepstep
+from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
+from keepstep.elastic.errors import ElasticError, ReplicasDiverged, UsageError
+
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+# Keepstep, and what it calls on the way to its errors, such as contextlib.
+_NOT_THE_USERS = (
+    str(Path(keepstep.__file__).parent) + "/",
+    sysconfig.get_path("stdlib") + "/",
+)
+
+
+def without_launcher(error: BaseException) -> BaseException:
+    """Return the exception with the frames of the user's script and below alone.
+
+    Errors that keepstep raises on purpose explain themselves: where in the script they came from
+    stays, where in keepstep does not.
+    """
+    entries: list[TracebackType] = []
+    entry = error.__traceback__
+    while entry is not None:
+        name = entry.tb_frame.f_code.co_filename
+        if name != _BOOTSTRAP and not name.startswith("<frozen runpy"):
+            entries.append(entry)
+        entry = entry.tb_next
+    if isinstance(error, CheckpointError | ElasticError):
+        while entries and entries[-1].tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            entries.pop()
+    shown: TracebackType | None = None
+    for entry in reversed(entries):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return error.with_traceback(shown)
+
+
+def summary_of(error: BaseException) -> str:
+    """Return an exception's type and message in one line."""
+    return traceback.format_exception_only(error)[-1].strip()
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return an exception as Python shows it, with the exceptions that it came from."""
+    return "".join(traceback.format_exception(error))
+
+
+def show(error: BaseException) -> None:
+    """Show an exception on standard error, by the hook that the script may have set."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception as hook_error:  # noqa: BLE001 - the user's; both are shown, as Python does
+        print("Error in sys.excepthook:", traceback_of(hook_error), file=sys.stderr)
+        print("Original exception was:", traceback_of(error), file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Whether what the user gave is wrong, so that another attempt would end the same way.
+
+    Args:
+        error: as `without_launcher` returned it.
+    """
+    if isinstance(error, UsageError | ReplicasDiverged):
+        return True
+    if isinstance(error, Exception) and error.__traceback__ is None:
+        # Nothing of the script has run: it does not exist, or cannot be compiled.
+        return not isinstance(error, CheckpointError | ElasticError)
+    # A rank that failed itself reports whether that is for good.
+    is_anothers = isinstance(error, SnapshotUnavailable | RankFailed)
+    return isinstance(error, CheckpointError) and not is_anothers

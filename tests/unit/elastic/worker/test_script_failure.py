@@ -1,0 +1,104 @@
+"""Claims about what a worker shows of an exception of its script."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.worker.script_failure import (
+    is_fatal,
+    show,
+    summary_of,
+    traceback_of,
+    without_launcher,
+)
+
+
+def failure_of(directory: Path, code: str) -> BaseException:
+    script = directory / "train.py"
+    script.write_text(code)
+    with pytest.raises(BaseException) as seen:  # noqa: PT011 - any
+        runpy.run_path(str(script), run_name="__main__")
+    error = seen.value
+    # The frame of this test is what the launcher's is in a worker.
+    assert error.__traceback__ is not None
+    return without_launcher(error.with_traceback(error.__traceback__.tb_next))
+
+
+def test_error_that_explains_itself_is_shown_with_the_line_of_the_script_only() -> None:
+    with pytest.raises(CheckpointError) as seen:
+        open_storage("ftp://host/x")
+    text = traceback_of(without_launcher(seen.value))
+    assert "test_script_failure.py" in text
+    assert "storage.py" not in text
+    assert text.endswith("ftp:// is not supported; use a path, file://, s3:// or gs://\n")
+
+
+def test_other_error_is_shown_with_all_frames() -> None:
+    with pytest.raises(AttributeError) as seen:
+        open_storage(7)  # type: ignore[arg-type]
+    assert "storage.py" in traceback_of(without_launcher(seen.value))
+
+
+def test_error_is_shown_with_its_cause_and_without_the_launcher(tmp_path: Path) -> None:
+    code = "try:\n    {}['x']\nexcept KeyError as e:\n    raise ValueError('mine') from e\n"
+    error = failure_of(tmp_path, code)
+    text = traceback_of(error)
+    assert summary_of(error) == "ValueError: mine"
+    assert "KeyError: 'x'" in text
+    assert "direct cause" in text
+    assert "runpy" not in text
+    assert text.count("train.py") == 2
+
+
+@pytest.mark.parametrize("code", ["raise ValueError('x')", "import nosuchmodule", "open('/none')"])
+def test_another_attempt_is_made_where_the_script_has_run(tmp_path: Path, code: str) -> None:
+    assert not is_fatal(failure_of(tmp_path, code))
+
+
+def test_script_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
+    assert is_fatal(failure_of(tmp_path, "def"))
+    for run in (
+        lambda: runpy.run_module("nosuchmodule", run_name="__main__"),
+        lambda: runpy.run_path(str(tmp_path / "none.py")),
+    ):
+        with pytest.raises((ImportError, OSError)) as seen:
+            run()
+        error = seen.value
+        assert error.__traceback__ is not None
+        entry = error.__traceback__.tb_next
+        assert entry is not None
+        assert is_fatal(without_launcher(error.with_traceback(entry.tb_next)))
+
+
+def test_wrong_input_is_fatal_and_another_ranks_failure_is_not(tmp_path: Path) -> None:
+    head = "from keepstep.checkpoint.errors import CheckpointError, RankFailed\n"
+    head += "from keepstep.elastic.errors import UsageError\n"
+    for error, expected in ((UsageError, True), (CheckpointError, True), (RankFailed, False)):
+        found = failure_of(tmp_path, f"{head}raise {error.__name__}('x')")
+        assert is_fatal(found) == expected
+
+
+def test_the_scripts_own_hook_shows_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[type[BaseException]] = []
+    error = failure_of(tmp_path, "1 / 0")
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: seen.append(kind))
+    show(error)
+    assert seen == [ZeroDivisionError]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("of the hook")
+
+    monkeypatch.setattr(sys, "excepthook", fails)
+    show(error)
+    shown = capsys.readouterr().err
+    assert "of the hook" in shown
+    assert "ZeroDivisionError" in shown
