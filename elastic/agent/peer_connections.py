@@ -1,10 +1,11 @@
 """Connects agents: detects dead agents at once, and reports to the leader what was sealed.
 
 The leader keeps a connection to every other agent, and every other agent one to the leader: linear
-in nodes. When a process dies its kernel closes the connection; if its port then refuses others,
-or an agent of another name answers there, the agent is certainly dead, and whoever notices may
-revoke its lease. Everything else proves nothing, and is left to the lease: a host that does not
-answer, a peer that speaks another version, one with another secret.
+in nodes. When a process dies its kernel closes the connection; if its port then refuses the one
+that was connected, or an agent of another name answers there, the agent is certainly dead, and
+whoever notices may revoke its lease. Everything else proves nothing, and is left to the lease: a
+host that does not answer, a port that has never accepted this observer (a firewall may be what
+refuses), a peer that speaks another version, one with another secret.
 
 What a node has sealed changes at every step and matters to the leader only, so it is sent over
 these connections and not through the coordinator, where every write costs a majority's disks and an
@@ -157,6 +158,15 @@ class _Observation(enum.Enum):
     """It answers and does not take this agent for a peer: it lives, or its port was taken over."""
 
 
+class _Answer(enum.Enum):
+    """What answers at an agent's port."""
+
+    OWN_NAME = enum.auto()
+    OTHER_NAME = enum.auto()
+    REFUSAL = enum.auto()
+    NOTHING = enum.auto()
+
+
 class PeerConnections:
     """Connections to other agents; `close` ends all of them.
 
@@ -196,8 +206,9 @@ class PeerConnections:
 
     async def _watch_until_dead(self, peer: NodeRecord) -> None:
         has_warned = False
+        reached = asyncio.Event()
         while True:
-            observation = await self._observe(peer, warns=not has_warned)
+            observation = await self._observe(peer, reached, warns=not has_warned)
             match observation:
                 case _Observation.DEAD:
                     break
@@ -214,11 +225,14 @@ class PeerConnections:
                 "could not declare %s gone (%s); its lease will end by itself", peer.node, error
             )
 
-    async def _observe(self, peer: NodeRecord, *, warns: bool) -> _Observation:
+    async def _observe(
+        self, peer: NodeRecord, reached: asyncio.Event, *, warns: bool
+    ) -> _Observation:
         """Stay connected to an agent until the connection ends; return what is known then.
 
         Args:
             peer: whose agent it is.
+            reached: set once the agent has answered this observer.
             warns: whether to log a refusal.
         """
         for _ in range(2):
@@ -227,16 +241,23 @@ class PeerConnections:
                     f"tcp:{peer.agent}", PROTOCOL, self._identity, handshake_s=_HANDSHAKE_S
                 )
             except PeerRefused:
-                return _Observation.DEAD
+                return _Observation.DEAD if reached.is_set() else _Observation.UNKNOWN
             except PeerTimeout:
                 # An agent that is not admitted yet sends its name all the same.
-                is_dead = await probe(peer) is False
+                answer = await _ask_name(peer)
+                if answer is _Answer.OWN_NAME:
+                    reached.set()
+                is_dead = answer is _Answer.OTHER_NAME or (
+                    answer is _Answer.REFUSAL and reached.is_set()
+                )
                 return _Observation.DEAD if is_dead else _Observation.UNKNOWN
             except PeerUnavailable:
                 return _Observation.UNKNOWN
             except (AuthenticationFailed, VersionMismatch, MalformedMessage) as refusal:
                 if _is_other(refusal.peer_node, peer):
                     return _Observation.DEAD
+                if refusal.peer_node is not None:
+                    reached.set()
                 if warns:
                     log.warning(
                         "not connected to the agent of node %s, whose death only its lease will "
@@ -248,6 +269,7 @@ class PeerConnections:
             try:
                 if _is_other(connection.peer_node, peer):
                     return _Observation.DEAD
+                reached.set()
                 await self._stay_connected(connection)
             finally:
                 connection.close()
@@ -289,15 +311,26 @@ async def probe(peer: NodeRecord) -> bool | None:
     Returns:
         True if it answers by its name, False if its process is certainly gone, None if unknown.
     """
+    match await _ask_name(peer):
+        case _Answer.OWN_NAME:
+            return True
+        case _Answer.OTHER_NAME | _Answer.REFUSAL:
+            return False
+        case _Answer.NOTHING:
+            return None
+
+
+async def _ask_name(peer: NodeRecord) -> _Answer:
+    """Return what answers at an agent's port."""
     try:
         node = await identify(f"tcp:{peer.agent}", PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)
     except PeerRefused:
-        return False
+        return _Answer.REFUSAL
     except MalformedMessage as error:
-        return False if _is_other(error.peer_node, peer) else None
+        return _Answer.OTHER_NAME if _is_other(error.peer_node, peer) else _Answer.NOTHING
     except PeerUnavailable:
-        return None
-    return not _is_other(node, peer)
+        return _Answer.NOTHING
+    return _Answer.OTHER_NAME if _is_other(node, peer) else _Answer.OWN_NAME
 
 
 def _is_other(claimed_node: str | None, peer: NodeRecord) -> bool:

@@ -387,11 +387,39 @@ def test_killed_agent_is_declared_dead_even_by_one_without_the_secret() -> None:
 
 def test_agent_whose_listener_is_closed_is_declared_dead() -> None:
     async def scenario() -> None:
+        async with watching() as (connections, declared):
+            async with listening("a") as (listener, reports):
+                agent = agent_at(listener.port)
+                connections.watch([agent])
+                connections.report(report_of(1))
+                await reports.get()
+            assert await declared.get() == agent
+
+    play(scenario())
+
+
+def test_port_that_has_never_answered_this_observer_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A firewall may refuse this one alone; then the lease decides."""
+    monkeypatch.setattr(peer_connections, "_RETRY_S", 0.01)
+    attempts = asyncio.Queue[None]()
+    open_for_real = peer_connections.open_stream
+
+    async def open_counted(*arguments: Any, **options: Any) -> Any:
+        attempts.put_nowait(None)
+        return await open_for_real(*arguments, **options)
+
+    monkeypatch.setattr(peer_connections, "open_stream", open_counted)
+
+    async def scenario() -> None:
         async with listening("a") as (listener, _):
             agent = agent_at(listener.port)
         async with watching() as (connections, declared):
             connections.watch([agent])
-            assert await declared.get() == agent
+            for _ in range(4):
+                await attempts.get()
+            assert declared.empty()
 
     play(scenario())
 
