@@ -25,6 +25,7 @@ from typing import Any
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
+from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.errors import UsageError
@@ -214,7 +215,10 @@ async def _launch(
             stack.enter_context(registered(job, found.address))
         host = options["local_addr"] or _own_address(found.address)
         _check_host(host)
-        node = options["node"] or f"{socket.gethostname().split('.')[0]}-{uuid.uuid4().hex[:6]}"
+        try:
+            node = options["node"] or stack.enter_context(own_node_name(job))
+        except (NotPrivate, OSError) as error:
+            raise UsageError(f"no name for this node: {error}; give --node NAME") from error
         await readmit(found.store, job, node, directory)
         agent = Agent(
             AgentConfig(

@@ -1,0 +1,66 @@
+"""Names a node that the user has not named: the same when its agent is started again.
+
+A node that was evicted is known by its name; under another one it would return without the check of
+`keepstep.elastic.agent.readmission`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from keepstep.private_files import created_directory, runtime_directory
+
+
+@contextmanager
+def own_node_name(job: str) -> Iterator[str]:
+    """Hold a name of this machine for a job: of all agents on it, the first has the first name.
+
+    The name is the host's, and a digest of its name and network address, for hosts that are called
+    alike. Further agents of the job on this machine get `-2`, `-3` and so on; whoever is started
+    again gets the first that is free.
+
+    Raises:
+        NotPrivate, OSError: the directory for locks cannot be used.
+    """
+    host = socket.gethostname()
+    identity = hashlib.sha256(f"{host} {uuid.getnode()}".encode()).hexdigest()[:6]
+    label = re.sub(r"[^A-Za-z0-9_-]", "-", host.split(".")[0])[:40] or "node"
+    job_digest = hashlib.sha256(job.encode()).hexdigest()[:12]
+    directory = created_directory(runtime_directory())
+    for number in itertools.count(1):
+        path = directory / f"name-{job_digest}-{number}.lock"
+        descriptor = _locked(path)
+        if descriptor is None:
+            continue
+        try:
+            yield f"{label}-{identity}" + (f"-{number}" if number > 1 else "")
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+        return
+
+
+def _locked(path: Path) -> int | None:
+    """Return the descriptor of a lock file that this process holds; None if another holds it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it before may have removed it meanwhile: a lock on that excludes nobody.
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:
+            pass  # Removed; made anew next.
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)
