@@ -26,6 +26,7 @@ from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.node_name import own_node_name
+from keepstep.elastic.agent.orphans import orphans_ended
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.errors import UsageError
@@ -220,6 +221,7 @@ async def _launch(
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no name for this node: {error}; give --node NAME") from error
         await readmit(found.store, job, node, directory)
+        marked = stack.enter_context(orphans_ended())
         agent = Agent(
             AgentConfig(
                 job=job,
@@ -228,7 +230,7 @@ async def _launch(
                 workers=workers,
                 command=command,
                 policy=policy,
-                environment=_worker_environment(options),
+                environment={**_worker_environment(options), **marked},
                 run_directory=directory,
                 digest=_digest(command, policy),
                 domain=options["domain"],

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -75,6 +76,9 @@ class Entered:
 
 
 entered = Entered()
+
+if options.get("starts_session"):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
 
 state_written = threading.Event()
 if options.get("write_between_steps"):
