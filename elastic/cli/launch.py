@@ -25,10 +25,10 @@ from typing import Any
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
-from keepstep.elastic.agent.node_name import own_node_name
 from keepstep.elastic.agent.orphans import orphans_ended
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.cli.coordinator import coordinator
+from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.store.address import Address
