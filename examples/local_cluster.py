@@ -87,17 +87,21 @@ class LocalCluster:
         """Start a node's agent; its output goes to `<log>/<node>.log`."""
         with (self._log / f"{node}.log").open("ab") as output:
             self.agents[node] = subprocess.Popen(
-                [
-                    sys.executable, "-P", "-m", "keepstep", "run",
-                    "--store", self.url, "--job", self.job, "--node", node,
-                    "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
-                    "--rdzv-conf", f"last_call_timeout={self._last_call_s}",
-                    *options, *self._script,
-                ],
+                self.command(node, *options),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
+
+    def command(self, node: str, *options: str) -> list[str]:
+        """Return the command line of a node's agent."""
+        return [
+            sys.executable, "-P", "-m", "keepstep", "run",
+            "--store", self.url, "--job", self.job, "--node", node,
+            "--nnodes", self._nnodes, "--nproc-per-node", str(self._workers),
+            "--rdzv-conf", f"last_call_timeout={self._last_call_s}",
+            *options, *self._script,
+        ]  # fmt: skip
 
     def kill(self, node: str) -> float:
         """Kill an agent and its descendants with SIGKILL; return the time in monotonic seconds."""
@@ -119,7 +123,11 @@ class LocalCluster:
 
     def snapshot_server_of(self, node: str) -> psutil.Process:
         """Return a node's snapshot server."""
-        return self._processes_of(node, "keepstep.checkpoint.server.server")[0]
+        return self.snapshot_servers_of(node)[0]
+
+    def snapshot_servers_of(self, node: str) -> list[psutil.Process]:
+        """Return a node's snapshot server, none while it is replaced."""
+        return self._processes_of(node, "keepstep.checkpoint.server.server")
 
     def _processes_of(self, node: str, module: str) -> list[psutil.Process]:
         return [

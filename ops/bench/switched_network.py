@@ -46,8 +46,13 @@ def address(rank: int) -> str:
 def enter(namespace: str) -> None:
     """Move this thread into a namespace."""
     with open(f"/var/run/netns/{namespace}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+        enter_open(file.fileno())
+
+
+def enter_open(namespace: int) -> None:
+    """Move this thread into a namespace, given as an open file."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot enter the network namespace")
 
 
 class Network:
@@ -116,7 +121,7 @@ class Network:
                 device, _TUNSETIFF, struct.pack("16sH14x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI)
             )
         finally:
-            ctypes.CDLL(None).setns(own_namespace, _CLONE_NEWNET)
+            enter_open(own_namespace)
             os.close(own_namespace)
         for command in (
             ["address", "add", f"{address(rank)}/24", "dev", DEVICE],
