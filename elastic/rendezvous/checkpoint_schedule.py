@@ -245,9 +245,13 @@ def next_commit(view: View, entered: int, known: SnapshotId | None) -> SnapshotI
 def persist_before_leaving(
     view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None, wall_s: float
 ) -> Action | None:
-    """Store the newest snapshot before its holders leave: too few nodes stay to resume from it."""
+    """Store the newest snapshot before its holders leave: too few nodes stay to resume from it.
+
+    One that storage completes is stored: its holders are then those that have not left yet.
+    """
     if (
         resume is None
+        or resume.stored
         or absent_holders(view, resume)
         or not any(record.leaving for record in present)
     ):

@@ -33,7 +33,8 @@ the present members of the current generation. A rank stands for the node that h
     may a leave?                         whether it is needed no longer
     decide                               the leader decides and acts until it has nothing to do
 
-Decisions are applied to the coordinator's keys as the agents apply them, and what changed is shown.
+Decisions are checked against the invariants and applied to the coordinator's keys as the agents do
+it, and what changed is shown.
 Times count from the case's beginning.
 """
 
@@ -47,6 +48,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous import actions, transactions
 from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide, may_leave
 from keepstep.elastic.rendezvous.intervals import AUTO
+from keepstep.elastic.rendezvous.invariants import check_action, check_transition
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Closing,
@@ -371,7 +373,10 @@ class Case:
         if isinstance(action, actions.Publish) and self._manifest_failure:
             action = actions.CancelPersist(action.request, self._manifest_failure)
             self._manifest_failure = ""
+        before = self.view
+        check_action(self.policy, self._leaders_view(), action)
         self._apply(transactions.leader_operations(KEYS, action, self.wall_s))
+        check_transition(before, self.view)
         if isinstance(action, actions.Commit):
             persist = self.view.persist
             for memory in self.memory.values():
