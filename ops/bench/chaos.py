@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -66,6 +67,8 @@ def main(
 ) -> None:
     console = Console(stderr=only_json)
     is_isolated = isolate()
+    # All contexts end as after an error, so that nothing of the job outlives this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     limits = Limits(
         minutes=QUICK_MINUTES if quick else minutes,
         faults=faults,

@@ -232,6 +232,8 @@ class _Campaign:
             self._cluster.terminate(node)
         self._leave(Injected(leaving=NAMES))
         self._cluster.steps = self.records.last_step() + _LAST_STEPS
+        # Nodes with other options than those that are present are refused.
+        self._wait("no node is a member", lambda: not self._watcher.view.nodes)
         for node in NAMES:
             self._cluster.start(node)
         self._leaving = set(NAMES)
@@ -272,9 +274,12 @@ class _Campaign:
     def _leave(self, injected: Injected) -> None:
         """Wait until preempted agents have ended, as they were asked to."""
         self._leaving = set(injected.leaving)
+        self._wait(
+            f"agents of {', '.join(injected.leaving)} leave",
+            lambda: not self._leaving.intersection(self._running_agents()),
+        )
         for node in injected.leaving:
             agent = self._cluster.agents[node]
-            self._wait(f"agent {node} leaves", lambda: node not in self._running_agents())
             if agent.returncode != _TERMINATED:
                 self._complain(f"preempted agent {node} ended with {agent.returncode}")
             del self._cluster.agents[node]
