@@ -166,6 +166,10 @@ def _specification(url: str) -> dict[str, Any]:
                 spec["endpoint"] = endpoint
             if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
                 spec["aws_region"] = region
+            if os.environ.get("AWS_ACCESS_KEY_ID") and os.environ.get("AWS_SECRET_ACCESS_KEY"):
+                # Every provider would take these first; but the chain of providers looks for files
+                # nevertheless, and prints five lines if there are none, each time it is opened.
+                spec["aws_credentials"] = {"type": "environment"}
         case "gs":
             spec = {"driver": "gcs", "bucket": parsed.netloc, "path": path}
         case "memory":

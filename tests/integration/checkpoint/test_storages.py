@@ -215,3 +215,14 @@ def test_a_file_in_place_of_a_directory_is_reported_by_the_probe(tmp_path: Path)
 def test_urls_without_a_known_location_are_refused(url: str) -> None:
     with pytest.raises(CheckpointError, match=url):
         open_storage(url)
+
+
+def test_credentials_from_the_environment_need_no_files_and_print_nothing(
+    s3: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", os.fspath(tmp_path))
+    storage = open_storage(f"{s3}/{uuid.uuid4().hex}")
+    storage.write("a", [b"x"])
+    assert storage.read("a") == b"x"
+    printed = [line for line in capfd.readouterr().err.splitlines() if "HTTP/1.1" not in line]
+    assert printed == []
