@@ -293,18 +293,18 @@ class _Campaign:
             )
 
     def _recovered(self, fault: Fault, begun_s: float, entry_ns: int) -> float:
-        """Return how many seconds after a fault began the first step was completed.
+        """Wait for steps; return the longest time without one since the fault began.
 
-        A fault that lasts is over by now; then a step must be completed after its end, as well.
+        A fault that lasts is over by now, so that steps before its end do not count.
         """
         kind = KINDS[fault.kind]
         after_s = time.monotonic() if fault.seconds else begun_s
         allowance_s = 2 * fault.seconds
-
-        def first() -> float:
-            return self.records.completed_at(after_s, entry_ns)[1]
-
-        self._wait("the job makes steps again", lambda: first() > 0, beyond_s=allowance_s)
+        self._wait(
+            "the job makes steps again",
+            lambda: self.records.completed_at(after_s, entry_ns)[0] > 0,
+            beyond_s=allowance_s,
+        )
         if kind.stores:
             step = self.records.last_step()
             self._wait(
@@ -315,7 +315,7 @@ class _Campaign:
                 ),
                 beyond_s=10 * allowance_s,
             )
-        return first() - begun_s
+        return self.records.longest_stall_s(begun_s)
 
     def _settle(self) -> None:
         """Wait until the job has all nodes, makes steps and commits them."""
@@ -332,7 +332,7 @@ class _Campaign:
 
     def _is_at_full_strength(self) -> bool:
         view = self._watcher.view
-        step, _, world_size = self.records.completed_at(0.0, 0)
+        step, world_size = self.records.completed_at(0.0, 0)
         return (
             step > 1
             and world_size == self._cluster.plan.world_size

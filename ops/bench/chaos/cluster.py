@@ -103,8 +103,8 @@ class ChaosCluster(LocalCluster):
         self.steps = ENDLESS
         super().__init__(
             JOB, [], nnodes=plan.nnodes, workers=plan.workers, log=directory / "agents",
-            # The first generation has all nodes, however slowly they start.
-            last_call_s=120.0, store="",
+            # The first generation waits for all nodes, however slowly they start.
+            last_call_s=20.0, store="",
         )  # fmt: skip
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -68,6 +69,8 @@ class Records:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._offsets: dict[Path, int] = {}
+        self._entries: dict[int, dict[int, list[Line]]] = {}
+        """By `entered_ns` and step."""
         self.lines: list[Line] = []
 
     def read(self) -> list[Line]:
@@ -78,42 +81,48 @@ class Records:
                 text = file.read()
             whole = text[: text.rfind("\n") + 1]
             self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            self.lines += parse_lines(whole.splitlines(keepends=True))
+            for line in parse_lines(whole.splitlines(keepends=True)):
+                self.lines.append(line)
+                entry = self._entries.setdefault(line.entered_ns, {})
+                entry.setdefault(line.step, []).append(line)
         return self.lines
 
     def newest_entry_ns(self) -> int:
         """Return the time of the newest entry into a generation; 0 before the first."""
-        return max((line.entered_ns for line in self.read()), default=0)
+        self.read()
+        return max(self._entries, default=0)
 
     def last_step(self) -> int:
         """Return the last step that all ranks of the newest entry have recorded."""
         return self.completed_at(0.0, 0)[0]
 
-    def completed_at(self, after_s: float, after_entry_ns: int) -> tuple[int, float, int]:
-        """Return the newest completed step, when it was first completed, and its world size.
+    def completed_at(self, after_s: float, after_entry_ns: int) -> tuple[int, int]:
+        """Return the newest step that all ranks have recorded, and its world size; (0, 0) for none.
 
-        Only lines that were written after `after_s`, in entries after `after_entry_ns`, count; of
-        these the time of the first completed step is returned. (0, 0.0, 0) if there is none.
+        It is of the newest entry into a generation, if that was after `after_entry_ns`, and all its
+        lines were written after `after_s`.
         """
-        found = [
-            line for line in self.read() if line.at_s > after_s and line.entered_ns > after_entry_ns
-        ]
-        if not found:
-            return 0, 0.0, 0
-        newest_ns = max(line.entered_ns for line in found)
-        whole: dict[tuple[int, int], list[Line]] = {}
-        for line in found:
-            whole.setdefault((line.entered_ns, line.step), []).append(line)
-        completed = {
-            key: max(line.at_s for line in lines)
-            for key, lines in whole.items()
-            if len(lines) == lines[0].world_size
-        }
-        newest = [step for entered_ns, step in completed if entered_ns == newest_ns]
-        if not newest:
-            return 0, 0.0, 0
-        step = max(newest)
-        return step, min(completed.values()), whole[newest_ns, step][0].world_size
+        newest_ns = self.newest_entry_ns()
+        if newest_ns <= after_entry_ns:
+            return 0, 0
+        entry = self._entries[newest_ns]
+        for step in sorted(entry, reverse=True):
+            lines = entry[step]
+            if min(line.at_s for line in lines) <= after_s:
+                break
+            if len(lines) == lines[0].world_size:
+                return step, len(lines)
+        return 0, 0
+
+    def longest_stall_s(self, since_s: float) -> float:
+        """Return the longest time since a moment in which no step was completed by all ranks."""
+        times = [since_s]
+        for entry in self._entries.values():
+            for lines in entry.values():
+                at_s = max(line.at_s for line in lines)
+                if at_s > since_s and len(lines) == lines[0].world_size:
+                    times.append(at_s)
+        return max((after - before for before, after in pairwise(sorted(times))), default=0.0)
 
 
 class Watcher:
