@@ -199,7 +199,9 @@ class _Campaign:
         self._outcome.faults[fault.kind] += 1
         if fault.then:
             self._outcome.faults[fault.then] += 1
-        entry_ns = self.records.newest_entry_ns() if kind.ends_generation else 0
+        second_ends = bool(fault.then) and KINDS[fault.then].ends_generation
+        ends_generation = kind.ends_generation or second_ends
+        entry_ns = self.records.newest_entry_ns() if ends_generation else 0
         floor = len(self.floors)
         self.floors.append(self._floor(fault))
         begun_s = time.monotonic()

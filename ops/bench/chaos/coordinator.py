@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import urllib.request
@@ -76,6 +77,12 @@ class Coordinator:
             process.send_signal(signal.SIGKILL)
         for process in killed:
             process.wait()
+
+    def lose(self) -> None:
+        """Kill all members and delete their data."""
+        self.kill(*range(MEMBERS))
+        for member in range(MEMBERS):
+            shutil.rmtree(self._directory / str(member))
 
     def stop(self, *members: int) -> None:
         """Suspend members (SIGSTOP)."""

@@ -2,7 +2,7 @@
 
 `inject` begins a fault; `Injected.end` ends it: processes continue, links are whole again, members
 and nodes return. A fault never waits for the job, except that `join_in_recovery` waits until the
-job has begun to recover, and the two that crash the job wait until it has stored something.
+job has begun to recover, and those that crash the job wait until it has stored something.
 """
 
 from __future__ import annotations
@@ -242,6 +242,16 @@ class Harm:
         self._wait_for_checkpoints(1)
         floor = list_steps(self.cluster.storage.url)[0].step
         self._kill_all()
+        return Injected(end=self._start_all, stored_floor=floor)
+
+    def _job_and_coordinator_crash(self, _: Fault) -> Injected:
+        """Kill everything but the storage; the new coordinator knows nothing of the job."""
+        self._wait_for_checkpoints(1)
+        floor = list_steps(self.cluster.storage.url)[0].step
+        self._kill_all()
+        self.cluster.coordinator.lose()
+        self.cluster.coordinator.start_missing()
+        self.watcher.begin_anew()
         return Injected(end=self._start_all, stored_floor=floor)
 
     def _checkpoint_damaged(self, fault: Fault) -> Injected:

@@ -130,15 +130,12 @@ class Watcher:
 
     def __init__(self, url: str, job: str) -> None:
         self._url, self._keys = url, Keys(job)
-        self._loop = asyncio.new_event_loop()
-        self._following = self._loop.create_task(self._follow())
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self.view = View()
         self.went_back: list[str] = []
         """Checkpoints that were published after a newer one of the same run of the job."""
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        self._start()
         return self
 
     def __exit__(
@@ -147,12 +144,27 @@ class Watcher:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._loop.call_soon_threadsafe(self._following.cancel)
-        self._thread.join(30)
+        self._end()
+
+    def begin_anew(self) -> None:
+        """Forget what is known: the coordinator is another one, at the same address."""
+        self._end()
+        self.view = View()
+        self._start()
 
     def committed(self) -> int:
         """Return the step of the committed snapshot; 0 if there is none."""
         return self.view.snapshot.snapshot.step if self.view.snapshot is not None else 0
+
+    def _start(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._following = self._loop.create_task(self._follow())
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._following.cancel)
+        self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -99,6 +99,8 @@ KINDS = {
         Kind(name="all_term", promise=Promise.NOTHING_LOST, ends_generation=True, overlaps=False),
         Kind(name="join_in_recovery", ends_generation=True, takes_memory=True, overlaps=False),
         Kind(name="job_crash", promise=Promise.STORED, ends_generation=True, overlaps=False),
+        Kind(name="job_and_coordinator_crash", promise=Promise.STORED, ends_generation=True,
+             overlaps=False),
         Kind(name="checkpoint_damaged", promise=Promise.OLDER_STORED, ends_generation=True,
              overlaps=False),
         Kind(name="memory_pressure", needs=(Ability.MEMORY_GROUP,), seconds=(3, 10),

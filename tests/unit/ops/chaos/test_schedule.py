@@ -18,7 +18,7 @@ from ops.bench.chaos.schedule import (
     possible,
 )
 
-ALL = possible(Ability)
+ALL = possible(list(Ability))
 
 
 def faults(seed: int, count: int = 200) -> list[Fault]:
