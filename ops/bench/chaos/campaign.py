@@ -129,8 +129,9 @@ def play(
             outcome.unexplained.append(f"{error}\n{cluster.output()[-_EXCERPT * 3 :]}")
         outcome.minutes = (time.monotonic() - begun_s) / 60
         outcome.unexplained += watcher.went_back
-    logs = [*directory.glob("agents/*.log"), *directory.glob("monitors/*.log")]
-    outcome.unexplained += leftovers.complaints(logs, lambda _: False)
+    agents, monitors = (sorted(directory.glob(f"{of}/*.log")) for of in ("agents", "monitors"))
+    outcome.unexplained += leftovers.complaints([*agents, *monitors])
+    outcome.unexplained += leftovers.untold(agents)
     if last_step:
         undisturbed = run_undisturbed(directory, seed, last_step)
         history = entries(campaign.records.read())

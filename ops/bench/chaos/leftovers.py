@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -20,6 +20,8 @@ _SUSPICIOUS = re.compile(
     r"InvariantViolated|Task was destroyed|was never retrieved|was never awaited|"
     r"Exception ignored|Unclosed |promise is broken|Segmentation|Fatal Python error"
 )
+# What an agent, its snapshot server, and C++ code in their processes and workers print.
+_TOLD = re.compile(r"\[keepstep |keepstep|\[?[WE]\d{4} |$")
 _EXCERPT = 12
 
 
@@ -46,16 +48,31 @@ def find(
     return left
 
 
-def complaints(logs: Iterable[Path], is_known: Callable[[str], bool]) -> list[str]:
+def complaints(logs: Iterable[Path]) -> list[str]:
     """Return excerpts of logs with what no failure is told by: tracebacks, broken invariants."""
     found = []
     for path in logs:
         lines = path.read_text(errors="replace").splitlines()
         for number, line in enumerate(lines):
-            if (_TRACEBACK in line or _SUSPICIOUS.search(line)) and not is_known(line):
-                excerpt = "\n".join(lines[max(0, number - 3) : number + _EXCERPT])
-                found.append(f"{path.name}: {excerpt}")
+            if _TRACEBACK in line or _SUSPICIOUS.search(line):
+                found.append(_excerpt(path, lines, number))
     return found
+
+
+def untold(logs: Iterable[Path]) -> list[str]:
+    """Return excerpts of agents' logs with lines that are no message of one line."""
+    found = []
+    for path in logs:
+        lines = path.read_text(errors="replace").splitlines()
+        first = next((n for n, line in enumerate(lines) if not _TOLD.match(line)), None)
+        if first is not None:
+            found.append(_excerpt(path, lines, first))
+    return found
+
+
+def _excerpt(path: Path, lines: list[str], number: int) -> str:
+    excerpt = "\n".join(lines[max(0, number - 3) : number + _EXCERPT])
+    return f"{path.name}: {excerpt}"
 
 
 def _files(folder: Path) -> list[Path]:
