@@ -175,6 +175,8 @@ class _Campaign:
         self.records = Records(cluster.records)
         self.floors: list[Floor] = []
         self._leaving: set[str] = set()
+        self._starved: set[str] = set()
+        """Nodes that lack memory, where the kernel may kill any process."""
         self._fault = "the start"
 
     def start(self) -> None:
@@ -205,6 +207,7 @@ class _Campaign:
         entry_ns = self.records.newest_entry_ns() if ends_generation else 0
         floor = len(self.floors)
         self.floors.append(self._floor(fault))
+        self._starved = {NAMES[fault.node]} if fault.kind == "memory_pressure" else set()
         begun_s = time.monotonic()
         injected = self._harm.inject(fault)
         if injected.stored_floor is not None:
@@ -373,6 +376,8 @@ class _Campaign:
         ]
         for node in ended:
             status = self._cluster.agents[node].returncode
+            if node in self._starved and status == -signal.SIGKILL:
+                continue  # The kernel has chosen the agent.
             log = self._cluster.directory / "agents" / f"{node}.log"
             self._complain(f"agent {node} ended with {status}", log)
         if ended and not self._running_agents():

@@ -103,8 +103,9 @@ KINDS = {
              overlaps=False),
         Kind(name="checkpoint_damaged", promise=Promise.OLDER_STORED, ends_generation=True,
              overlaps=False),
+        # The kernel chooses what it kills: a worker, a spare process, or even the agent.
         Kind(name="memory_pressure", needs=(Ability.MEMORY_GROUP,), seconds=(3, 10),
-             ends_generation=True, takes_memory=True),
+             takes_memory=True),
     )
 }  # fmt: skip
 
