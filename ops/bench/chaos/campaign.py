@@ -27,7 +27,7 @@ from ops.bench.chaos.faults import Harm, Injected
 from ops.bench.chaos.machine import abilities
 from ops.bench.chaos.oracle import Entry, Floor, Judgement, entries, judge, parse_lines
 from ops.bench.chaos.progress import NoProgress, Patience, Records, Watcher
-from ops.bench.chaos.schedule import KINDS, Fault, Promise, draw, left_out, plan, possible
+from ops.bench.chaos.schedule import KINDS, Fault, Part, Promise, draw, left_out, plan, possible
 
 _LAST_STEPS = 10
 _TERMINATED = 128 + signal.SIGTERM
@@ -197,32 +197,29 @@ class _Campaign:
         """Let a fault happen, and wait until the job has all nodes and makes steps again."""
         self._settle()
         self._let_pass(fault.calm_s)
-        kind = KINDS[fault.kind]
         self._fault = str(fault)
-        self._outcome.faults[fault.kind] += 1
-        if fault.then:
-            self._outcome.faults[fault.then] += 1
-        second_ends = bool(fault.then) and KINDS[fault.then].ends_generation
-        ends_generation = kind.ends_generation or second_ends
+        parts = [fault, fault.second] if fault.second is not None else [fault]
+        self._outcome.faults.update(part.kind for part in parts)
+        self._starved = {NAMES[part.node] for part in parts if part.kind == "memory_pressure"}
+        ends_generation = any(KINDS[part.kind].ends_generation for part in parts)
         entry_ns = self.records.newest_entry_ns() if ends_generation else 0
-        floor = len(self.floors)
         self.floors.append(self._floor(fault))
-        self._starved = {NAMES[fault.node]} if fault.kind == "memory_pressure" else set()
         begun_s = time.monotonic()
         injected = self._harm.inject(fault)
         if injected.stored_floor is not None:
-            self.floors[floor] = Floor(begun_s, injected.stored_floor, fault.promise)
+            self.floors[-1] = Floor(begun_s, injected.stored_floor, fault.promise)
         ends = [injected.end]
-        if fault.then:
+        if fault.second is not None:
             self._let_pass(fault.then_after_s)
-            ends.append(self._harm.inject_second(fault).end)
-        self._let_pass(fault.seconds)
+            ends.append(self._harm.inject(fault.second).end)
+        self._let_pass(max(fault.seconds, fault.then_seconds))
         self._leave(injected)
-        if kind.ends_generation and not fault.seconds and fault.strength < 0.5:
+        is_momentary = not fault.seconds and not fault.then_seconds
+        if ends_generation and is_momentary and fault.strength < 0.5:
             self._goes_on_without(entry_ns, begun_s)
         for end in ends:
             end()
-        recovered_s = self._recovered(fault, begun_s, entry_ns)
+        recovered_s = self._recovered(fault, parts, begun_s, entry_ns)
         self._outcome.recovery_s.append(recovered_s)
         self._console.print(f"{fault.number:3} {fault}: {recovered_s:.1f} s", highlight=False)
         for note in self._harm.notes:
@@ -298,20 +295,20 @@ class _Campaign:
                 "the others go on", lambda: self.records.completed_at(begun_s, entry_ns)[0] > 0
             )
 
-    def _recovered(self, fault: Fault, begun_s: float, entry_ns: int) -> float:
+    def _recovered(self, fault: Fault, parts: list[Fault], begun_s: float, entry_ns: int) -> float:
         """Wait for steps; return the longest time without one since the fault began.
 
         A fault that lasts is over by now, so that steps before its end do not count.
         """
-        kind = KINDS[fault.kind]
-        after_s = time.monotonic() if fault.seconds else begun_s
-        allowance_s = 2 * fault.seconds
+        longest_s = max(fault.seconds, fault.then_seconds)
+        after_s = time.monotonic() if longest_s else begun_s
+        allowance_s = 2 * longest_s
         self._wait(
             "the job makes steps again",
             lambda: self.records.completed_at(after_s, entry_ns)[0] > 0,
             beyond_s=allowance_s,
         )
-        if kind.stores:
+        if any(KINDS[part.kind].part is Part.STORAGE for part in parts):
             step = self.records.last_step()
             self._wait(
                 "a checkpoint is stored again",

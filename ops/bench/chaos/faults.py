@@ -60,13 +60,6 @@ class Harm:
         act: Callable[[Fault], Injected] = getattr(self, f"_{fault.kind}")
         return act(fault)
 
-    def inject_second(self, fault: Fault) -> Injected:
-        """Begin the fault that follows a fault, on the other node."""
-        second = Fault(
-            fault.number, fault.then, fault.other, fault.node, fault.seconds, fault.strength
-        )
-        return self.inject(second)
-
     # Processes of nodes.
 
     def _worker_kill(self, fault: Fault) -> Injected:

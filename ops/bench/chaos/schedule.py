@@ -25,6 +25,16 @@ class Ability(enum.StrEnum):
     MEMORY_GROUP = "a writable memory control group (root, cgroup v1)"
 
 
+class Part(enum.StrEnum):
+    """What a fault harms. Two faults at once harm different parts, or different nodes."""
+
+    NODES = "nodes"
+    MONITOR = "monitor"
+    COORDINATOR = "coordinator"
+    NETWORK = "network"
+    STORAGE = "storage"
+
+
 class Promise(enum.StrEnum):
     """What docs/recovery.md promises of the step that the job resumes from."""
 
@@ -41,25 +51,28 @@ class Kind:
     Args:
         name: its name in reports.
         promise: what the job resumes from, if it resumes.
+        part: what it harms; a new checkpoint shows the recovery of storage.
         needs: what must be possible.
         seconds: least and greatest duration; None if it is a moment.
         ends_generation: whether a new generation always follows.
         takes_memory: whether snapshots on its node may be gone, so that another such fault on
             another node exceeds what parity covers.
-        stores: whether storage is disturbed, so that a new checkpoint shows the recovery.
         overlaps: whether another fault may happen while the job recovers from it.
     """
 
     name: str
+    part: Part = Part.NODES
     promise: Promise = Promise.COMMITTED
     needs: tuple[Ability, ...] = ()
     seconds: tuple[float, float] | None = None
     ends_generation: bool = False
     takes_memory: bool = False
-    stores: bool = False
     overlaps: bool = True
 
 
+_NETWORK = (Ability.NETWORK,)
+_DISK = (Ability.FILES, Ability.FILE_SYSTEM)
+_OBJECTS = (Ability.OBJECTS,)
 KINDS = {
     kind.name: kind
     for kind in (
@@ -72,29 +85,33 @@ KINDS = {
         Kind(name="node_stop", seconds=(2, 15), takes_memory=True),
         Kind(name="snapshot_server_kill", ends_generation=True, takes_memory=True),
         Kind(name="snapshot_server_stop", seconds=(2, 15), takes_memory=True),
-        Kind(name="monitor_kill"),
-        Kind(name="monitor_stop", seconds=(2, 10)),
-        Kind(name="member_kill", seconds=(1, 15)),
-        Kind(name="member_stop", seconds=(1, 15)),
-        Kind(name="coordinator_away", seconds=(3, 30)),
-        Kind(name="coordinator_stop", seconds=(3, 30)),
-        Kind(name="member_cut", needs=(Ability.NETWORK,), seconds=(2, 15)),
-        Kind(name="coordinator_cut", needs=(Ability.NETWORK,), seconds=(2, 15), takes_memory=True),
-        Kind(name="node_cut", needs=(Ability.NETWORK,), seconds=(2, 15), takes_memory=True),
-        Kind(name="link_cut", needs=(Ability.NETWORK,), seconds=(2, 12), takes_memory=True),
-        Kind(name="link_cut_one_way", needs=(Ability.NETWORK,), seconds=(2, 12), takes_memory=True),
-        Kind(name="link_delay", needs=(Ability.NETWORK,), seconds=(2, 12)),
-        Kind(name="link_loss", needs=(Ability.NETWORK,), seconds=(2, 12)),
-        Kind(name="disk_full", needs=(Ability.FILES, Ability.FILE_SYSTEM), seconds=(2, 10),
-             stores=True),
-        Kind(name="disk_read_only", needs=(Ability.FILES, Ability.FILE_SYSTEM), seconds=(2, 10),
-             stores=True),
-        Kind(name="disk_stall", needs=(Ability.FILES, Ability.FILE_SYSTEM), seconds=(2, 10),
-             stores=True),
-        Kind(name="objects_refused", needs=(Ability.OBJECTS,), seconds=(2, 10), stores=True),
-        Kind(name="objects_stall", needs=(Ability.OBJECTS,), seconds=(2, 15), stores=True),
-        Kind(name="objects_slow", needs=(Ability.OBJECTS,), seconds=(2, 15), stores=True),
-        Kind(name="objects_torn", needs=(Ability.OBJECTS,), seconds=(2, 15), stores=True),
+        # The kernel chooses what it kills: a worker, a spare process, or even the agent.
+        Kind(name="memory_pressure", needs=(Ability.MEMORY_GROUP,), seconds=(3, 10),
+             takes_memory=True),
+        Kind(name="monitor_kill", part=Part.MONITOR),
+        Kind(name="monitor_stop", part=Part.MONITOR, seconds=(2, 10)),
+        Kind(name="member_kill", part=Part.COORDINATOR, seconds=(1, 15)),
+        Kind(name="member_stop", part=Part.COORDINATOR, seconds=(1, 15)),
+        Kind(name="coordinator_away", part=Part.COORDINATOR, seconds=(3, 30)),
+        Kind(name="coordinator_stop", part=Part.COORDINATOR, seconds=(3, 30)),
+        Kind(name="member_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15)),
+        Kind(name="coordinator_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15),
+             takes_memory=True),
+        Kind(name="node_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 15),
+             takes_memory=True),
+        Kind(name="link_cut", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 12),
+             takes_memory=True),
+        Kind(name="link_cut_one_way", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 12),
+             takes_memory=True),
+        Kind(name="link_delay", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 12)),
+        Kind(name="link_loss", part=Part.NETWORK, needs=_NETWORK, seconds=(2, 12)),
+        Kind(name="disk_full", part=Part.STORAGE, needs=_DISK, seconds=(2, 10)),
+        Kind(name="disk_read_only", part=Part.STORAGE, needs=_DISK, seconds=(2, 10)),
+        Kind(name="disk_stall", part=Part.STORAGE, needs=_DISK, seconds=(2, 10)),
+        Kind(name="objects_refused", part=Part.STORAGE, needs=_OBJECTS, seconds=(2, 10)),
+        Kind(name="objects_stall", part=Part.STORAGE, needs=_OBJECTS, seconds=(2, 15)),
+        Kind(name="objects_slow", part=Part.STORAGE, needs=_OBJECTS, seconds=(2, 15)),
+        Kind(name="objects_torn", part=Part.STORAGE, needs=_OBJECTS, seconds=(2, 15)),
         Kind(name="node_term", promise=Promise.NOTHING_LOST, ends_generation=True, overlaps=False),
         Kind(name="all_term", promise=Promise.NOTHING_LOST, ends_generation=True, overlaps=False),
         Kind(name="join_in_recovery", ends_generation=True, takes_memory=True, overlaps=False),
@@ -103,9 +120,6 @@ KINDS = {
              overlaps=False),
         Kind(name="checkpoint_damaged", promise=Promise.OLDER_STORED, ends_generation=True,
              overlaps=False),
-        # The kernel chooses what it kills: a worker, a spare process, or even the agent.
-        Kind(name="memory_pressure", needs=(Ability.MEMORY_GROUP,), seconds=(3, 10),
-             takes_memory=True),
     )
 }  # fmt: skip
 
@@ -114,7 +128,7 @@ NOT_BUILT = {
     "disk_slow": "neither device-mapper's delay target nor FUSE; objects_slow has slow storage",
 }
 
-_OVERLAP = 0.25
+_OVERLAP = 0.4
 _CALM_S = 6.0
 
 
@@ -130,6 +144,7 @@ class Fault:
         seconds: how long it lasts; 0 for a moment.
         strength: between 0 and 1: how much is delayed or lost, which object is damaged.
         then: kind of a second fault on `other` while the job recovers from the first; "" for none.
+        then_seconds: how long the second fault lasts; 0 for a moment.
         then_after_s: how long after the first fault the second one happens.
         calm_s: how long the job goes on undisturbed before the fault.
     """
@@ -141,8 +156,18 @@ class Fault:
     seconds: float
     strength: float
     then: str = ""
+    then_seconds: float = 0.0
     then_after_s: float = 0.0
     calm_s: float = 0.0
+
+    @property
+    def second(self) -> Fault | None:
+        """The second fault by itself, if there is one."""
+        if not self.then:
+            return None
+        return Fault(
+            self.number, self.then, self.other, self.node, self.then_seconds, self.strength
+        )
 
     @property
     def promise(self) -> Promise:
@@ -154,7 +179,7 @@ class Fault:
 
     def __str__(self) -> str:
         duration = f" for {self.seconds:.0f} s" if self.seconds else ""
-        second = f", then {self.then} on {self.other}" if self.then else ""
+        second = f", then {self.second}" if self.second else ""
         return f"{self.kind} on {self.node}{duration}{second}"
 
 
@@ -230,18 +255,26 @@ def draw(seed: int, kinds: Collection[Kind]) -> Iterator[Fault]:
     while True:
         for kind in rng.sample(list(kinds), len(kinds)):
             node, other = rng.sample(range(NODES), 2)
-            seconds = round(rng.uniform(*kind.seconds), 1) if kind.seconds else 0.0
+            seconds = _draw_seconds(rng, kind)
             strength = rng.random()
-            second_kinds = [second.name for second in kinds if _can_be_second(second)]
-            overlaps = kind.overlaps and rng.random() < _OVERLAP and bool(second_kinds)
-            then = rng.choice(second_kinds) if overlaps else ""
-            then_after_s = round(rng.uniform(0.0, 4.0), 1) if overlaps else 0.0
-            calm_s = round(rng.uniform(0.0, _CALM_S), 1)
+            candidates = [second for second in kinds if _can_overlap(kind, second)]
+            second = rng.choice(candidates) if candidates else None
+            if rng.random() >= _OVERLAP:
+                second = None
             yield Fault(
-                number, kind.name, node, other, seconds, strength, then, then_after_s, calm_s
-            )
+                number, kind.name, node, other, seconds, strength,
+                then=second.name if second else "",
+                then_seconds=_draw_seconds(rng, second) if second else 0.0,
+                then_after_s=round(rng.uniform(0.0, 4.0), 1) if second else 0.0,
+                calm_s=round(rng.uniform(0.0, _CALM_S), 1),
+            )  # fmt: skip
             number += 1
 
 
-def _can_be_second(kind: Kind) -> bool:
-    return kind.overlaps and kind.seconds is None and not kind.stores
+def _draw_seconds(rng: random.Random, kind: Kind) -> float:
+    return round(rng.uniform(*kind.seconds), 1) if kind.seconds else 0.0
+
+
+def _can_overlap(first: Kind, second: Kind) -> bool:
+    is_elsewhere = first.part is not second.part or first.part is Part.NODES
+    return first.overlaps and second.overlaps and is_elsewhere

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-KINDS = ("worker_kill", "node_kill", "member_kill", "objects_torn", "monitor_kill")
+KINDS = ("worker_kill", "node_kill", "member_kill", "objects_torn")
 
 
 # On a loaded machine the job takes minutes; what is too slow is decided by the campaign itself.

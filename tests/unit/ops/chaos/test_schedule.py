@@ -11,6 +11,7 @@ from ops.bench.chaos.schedule import (
     NOT_BUILT,
     Ability,
     Fault,
+    Part,
     Promise,
     draw,
     left_out,
@@ -50,7 +51,13 @@ def test_faults_are_within_their_bounds(seed: int) -> None:
         least, greatest = kind.seconds or (0.0, 0.0)
         assert least <= fault.seconds <= greatest
         assert 0 <= fault.strength < 1
-        assert not fault.then or kind.overlaps
+        if fault.second is not None:
+            second = KINDS[fault.then]
+            assert kind.overlaps
+            assert second.overlaps
+            assert kind.part is not second.part or kind.part is Part.NODES
+            assert (fault.second.kind, fault.second.node) == (fault.then, fault.other)
+            assert (fault.then_seconds > 0) == (second.seconds is not None)
 
 
 def test_two_faults_that_take_memory_promise_the_stored_checkpoint_only() -> None:
