@@ -82,6 +82,9 @@ def main(
         directory.mkdir(parents=True)
         outcome = play(seed, limits, directory, isolated=is_isolated, console=console)
         outcomes.append(outcome)
+        (directory / "outcome.json").write_text(json.dumps(outcome.summary(), indent=1))
+        for text in outcome.complaints():
+            console.print(f"    {text}", style="red", highlight=False, markup=False)
         if outcome.failed:
             console.print(f"seed {seed} failed; its logs are kept in {directory}", style="red")
         elif keep is None:

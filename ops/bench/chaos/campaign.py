@@ -32,6 +32,7 @@ from ops.bench.chaos.schedule import KINDS, Fault, Part, Promise, draw, left_out
 _LAST_STEPS = 10
 _TERMINATED = 128 + signal.SIGTERM
 _EXCERPT = 2500
+_MANY = 20
 
 
 class JobEnded(Exception):
@@ -60,6 +61,11 @@ class Outcome:
             or bool(self.judgement.wrong)
         )
 
+    def complaints(self) -> list[str]:
+        """Return what was not as it must be; of things that are many, the first."""
+        wrong = self.judgement.wrong if self.judgement is not None else []
+        return [*wrong[:_MANY], *self.leftovers[:_MANY], *self.unexplained]
+
     def summary(self) -> dict[str, object]:
         """Return it as a JSON object."""
         judgement = self.judgement or Judgement()
@@ -78,7 +84,7 @@ class Outcome:
             "loss_equal": self.judgement is not None and judgement.losses_are_equal,
             "losses": {"bit_equal": judgement.equal_losses, "close": judgement.close_losses},
             "leftovers": len(self.leftovers),
-            "unexplained": [*judgement.wrong[:20], *self.leftovers[:20], *self.unexplained],
+            "unexplained": self.complaints(),
         }
 
 
@@ -136,6 +142,8 @@ def play(
         undisturbed = run_undisturbed(directory, seed, last_step)
         history = entries(campaign.records.read())
         outcome.judgement = judge(history, undisturbed, campaign.floors, last_step)
+    told = [f"{floor.at_s:.1f} s: {floor.step}, {floor.why}" for floor in campaign.floors]
+    (directory / "promises.txt").write_text("\n".join(told))
     return outcome
 
 
