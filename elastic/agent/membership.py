@@ -409,7 +409,7 @@ class Membership:
                 continue
 
     async def _perform(self, view: View, action: actions.Action) -> None:
-        """Do what was decided on a view, in one transaction, and wait until the view shows it.
+        """Do what was decided on a view, and wait until the view shows it.
 
         Raises:
             InvariantViolated: the action would break what the rendezvous promises.
@@ -420,21 +420,22 @@ class Membership:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
                 action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
-        transaction = transactions.lead(
+        parts = transactions.lead(
             self._keys, view, self.record.node, self._created, action, time.time()
         )
-        check_transition(view, transactions.preview(self._keys, view, transaction))
+        check_transition(view, transactions.preview(self._keys, view, parts))
         _log_action(action)
-        try:
-            done = await self._commit(transaction)
-        except StoreUnavailable as error:
-            log.debug("%s; waiting for the view to show whether it was applied", error)
-            await self._wait_for_change()
-            return
-        if not done.succeeded:
-            # The view is out of date.
-            await self._wait_for_change()
-            return
+        for part in parts:
+            try:
+                done = await self._commit(part)
+            except StoreUnavailable as error:
+                log.debug("%s; waiting for the view to show whether it was applied", error)
+                await self._wait_for_change()
+                return
+            if not done.succeeded:
+                # The view is out of date.
+                await self._wait_for_change()
+                return
         while self.view.revision < done.revision:
             await self._changed.wait()
             self._changed.clear()

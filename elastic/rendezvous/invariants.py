@@ -115,9 +115,13 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_members(policy, view, generation)
             _check_drained(view)
             check_resume(view, generation)
+            if generation.resume is not None:
+                _check_placed(view, generation.resume)
         case actions.Commit(commit):
             check_commit(view, commit)
+            _check_placed(view, commit)
         case actions.Persist(request):
+            _check_placed(view, request.commit)
             _check_holders_present(view, request.commit)
         case actions.Publish(request=request, parts=parts):
             check_parts(view, request, parts)
@@ -447,6 +451,16 @@ def _check_places(owner: str, members: Sequence[Member], parity: int) -> None:
         raise InvariantViolated(
             "a group has more nodes than may be lost of it",
             f"{owner}: parity {parity}, a group of {smallest}",
+        )
+
+
+def _check_placed(view: View, commit: SnapshotCommit) -> None:
+    """Check that readers, who know a commit without its holders, will find the same ones."""
+    placed = view.members.get(commit.snapshot.generation, ())
+    if commit.holders != tuple(m for m in placed if m.node not in commit.absent):
+        raise InvariantViolated(
+            "a snapshot's holders are members of its generation",
+            f"{commit.snapshot} is held by {_names(commit.holders)}, placed are {_names(placed)}",
         )
 
 

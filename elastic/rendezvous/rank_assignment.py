@@ -121,6 +121,7 @@ def completed_by_storage(view: View) -> SnapshotCommit | None:
         replace(
             commit,
             holders=holders,
+            absent=(*commit.absent, *(member.node for member in absent)),
             shard_rebuilds=(),
             stored=stored.url,
             stored_generation=stored.base + stored.generation,

@@ -47,7 +47,7 @@ class Record:
         try:
             return msgspec.convert(data, cls)
         except msgspec.ValidationError as error:
-            raise _unreadable(cls.__name__, error) from error
+            raise unreadable(cls.__name__, error) from error
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
@@ -56,7 +56,7 @@ class Record:
             return msgspec.json.decode(data, type=cls)
         # RecursionError: nesting deeper than the interpreter's stack allows.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _unreadable(cls.__name__, error) from error
+            raise unreadable(cls.__name__, error) from error
 
 
 def decode_secret(data: bytes) -> bytes:
@@ -68,24 +68,25 @@ def decode_secret(data: bytes) -> bytes:
     try:
         secret = bytes.fromhex(data.decode())
     except ValueError as error:
-        raise _unreadable("secret", error) from error
+        raise unreadable("secret", error) from error
     if len(secret) < _SECRET_NBYTES:
-        raise _unreadable("secret", ValueError(f"it has {len(secret)} bytes"))
+        raise unreadable("secret", ValueError(f"it has {len(secret)} bytes"))
     return secret
 
 
-def decode_rank(text: str) -> int:
-    """Parse the rank in a key.
+def decode_number(text: str) -> int:
+    """Parse the rank or generation in a key.
 
     Raises:
-        UsageError: the text is not a rank.
+        UsageError: the text is no such number.
     """
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise _unreadable("key", ValueError(f"{text!r:.40} is not a rank"))
+        raise unreadable("key", ValueError(f"{text!r:.40} is not a number"))
     return int(text)
 
 
-def _unreadable(name: str, error: Exception) -> UsageError:
+def unreadable(name: str, error: Exception) -> UsageError:
+    """Return the error for what the coordinator holds and this version cannot read."""
     return UsageError(
         f"the coordinator holds a {name} that this version of keepstep cannot read "
         f"({error}); run one version of keepstep on all nodes, or choose another --job name"
@@ -295,6 +296,9 @@ class ShardRebuild(Record):
 class SnapshotCommit(Record):
     """A snapshot that every rank of its generation has sealed, and who holds it.
 
+    The coordinator holds it without `holders`: they are the members of the snapshot's generation,
+    but for those in `absent` (`keepstep.elastic.rendezvous.placements`).
+
     Attributes:
         snapshot: which one.
         holders: the nodes that hold its shards.
@@ -303,14 +307,16 @@ class SnapshotCommit(Record):
         stored: URL of the checkpoint that has the shards of lost holders, if more were lost than
             parity gives back; `holders` are then those that are left.
         stored_generation: the generation that the checkpoint has in storage.
+        absent: the nodes that are not among `holders` although they were members.
     """
 
     snapshot: SnapshotId
-    holders: tuple[Member, ...]
+    holders: tuple[Member, ...] = ()
     parity: int = 0
     shard_rebuilds: tuple[ShardRebuild, ...] = ()
     stored: str = ""
     stored_generation: int = 0
+    absent: tuple[str, ...] = ()
 
     def group_of(self, node: str) -> tuple[Member, ...]:
         """Return the members of a holder's erasure group, by position."""
@@ -320,6 +326,8 @@ class SnapshotCommit(Record):
 @dataclass(frozen=True, slots=True)
 class Generation(Record):
     """Who takes part, as which ranks, resuming from where: enough to rebuild any worker.
+
+    The coordinator holds it without `members`, which its `Placement` names.
 
     Attributes:
         resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
@@ -354,6 +362,20 @@ class Generation(Record):
     def member(self, node: str) -> Member | None:
         """Return the node's place, or None if it has none."""
         return next((member for member in self.members if member.node == node), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement(Record):
+    """Names the members of one generation, in the order of their ranks.
+
+    Attributes:
+        chunks: digests of the lists of members, each under a key of its own. Generations that place
+            the same nodes alike share them.
+        groups: the members' erasure groups, compressed.
+    """
+
+    chunks: tuple[str, ...]
+    groups: str
 
 
 def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:

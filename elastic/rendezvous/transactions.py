@@ -10,15 +10,25 @@ Invariants:
 - A leader's action is applied only while its node is the member that decided, and while every
   document that leaders write is the version on which it decided.
 - The job's keys are deleted only if nobody has joined since the view on which that was decided.
+- Members are written before the documents that are about them, under the same conditions; what no
+  document is about is of no effect, and is removed when a later generation is opened.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from keepstep.elastic.rendezvous import actions
+from keepstep.elastic.rendezvous.placements import (
+    encode_commit,
+    encode_generation,
+    encode_request,
+    place,
+)
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
+    Generation,
     NodeRecord,
     RestartRequest,
     StoreFailure,
@@ -37,6 +47,10 @@ LEADER_DOCUMENTS = (
     "result",
 )
 """The job-wide documents that only leaders write."""
+
+MAX_OPERATIONS = 100
+MAX_NBYTES = 2**20
+"""How much is written in one transaction, below what etcd takes: 128 operations and 1.5 MiB."""
 
 Condition = Modified | Created
 Operation = Put | Delete
@@ -113,8 +127,11 @@ def remove_finished_job(keys: Keys, view: View) -> Transaction:
 
 def lead(
     keys: Keys, view: View, node: str, created: int, action: actions.Action, wall_s: float
-) -> Transaction:
-    """Perform a leader's action.
+) -> tuple[Transaction, ...]:
+    """Perform a leader's action; most take one transaction.
+
+    To open a generation of thousands of nodes takes several, each after the one before: the last
+    one opens it, those before only write its members.
 
     Args:
         keys: the job's keys.
@@ -124,9 +141,29 @@ def lead(
         action: what was decided.
         wall_s: wall-clock seconds, stamped into records for people.
     """
-    return Transaction(
-        leader_conditions(keys, view, node, created), leader_operations(keys, action, wall_s)
-    )
+    conditions = leader_conditions(keys, view, node, created)
+    operations = leader_operations(keys, view, action, wall_s)
+    return tuple(Transaction(conditions, part) for part in _parts(keys, operations))
+
+
+def _parts(keys: Keys, operations: Sequence[Operation]) -> Iterator[tuple[Operation, ...]]:
+    """Cut operations into transactions; all but the last have operations on chunks only."""
+    chunks = [operation for operation in operations if operation.key.startswith(keys.chunk())]
+    others = [operation for operation in operations if not operation.key.startswith(keys.chunk())]
+    most, most_nbytes = MAX_OPERATIONS - len(others), MAX_NBYTES - sum(map(_nbytes, others))
+    part: list[Operation] = []
+    nbytes = 0
+    for operation in chunks:
+        nbytes += _nbytes(operation)
+        if part and (len(part) == most or nbytes > most_nbytes):
+            yield tuple(part)
+            part, nbytes = [], _nbytes(operation)
+        part.append(operation)
+    yield (*part, *others)
+
+
+def _nbytes(operation: Operation) -> int:
+    return len(operation.key) + (len(operation.value) if isinstance(operation, Put) else 0)
 
 
 def leader_conditions(keys: Keys, view: View, node: str, created: int) -> tuple[Condition, ...]:
@@ -137,27 +174,32 @@ def leader_conditions(keys: Keys, view: View, node: str, created: int) -> tuple[
     )
 
 
-def leader_operations(keys: Keys, action: actions.Action, wall_s: float) -> tuple[Operation, ...]:
-    """Return what an action writes."""
+def leader_operations(
+    keys: Keys, view: View, action: actions.Action, wall_s: float
+) -> tuple[Operation, ...]:
+    """Return what an action writes, decided on a view."""
     single = keys.single
     match action:
         case actions.Open(generation):
             resume = generation.resume
             return (
-                Put(single("generation"), generation.encode()),
+                *_placement_operations(keys, view, generation),
+                Put(single("generation"), encode_generation(generation)),
                 Delete(single("closing")),
                 Delete(single("persist")),
                 # Verdicts and restarts name ranks of the generation before.
                 Delete(single("verdicts")),
                 Delete(keys.restart(), prefix=True),
-                Put(single("snapshot"), resume.encode()) if resume else Delete(single("snapshot")),
+                Put(single("snapshot"), encode_commit(resume))
+                if resume
+                else Delete(single("snapshot")),
             )
         case actions.Close(closing):
             return (Put(single("closing"), closing.encode()),)
         case actions.Commit(commit):
-            return (Put(single("snapshot"), commit.encode()),)
+            return (Put(single("snapshot"), encode_commit(commit)),)
         case actions.Persist(request):
-            return (Put(single("persist"), request.encode()),)
+            return (Put(single("persist"), encode_request(request)),)
         case actions.Publish(request):
             snapshot = request.commit.snapshot
             stored = CheckpointRecord(
@@ -182,11 +224,38 @@ def leader_operations(keys: Keys, action: actions.Action, wall_s: float) -> tupl
             return (Put(single("result"), result.encode()),)
 
 
-def preview(keys: Keys, view: View, transaction: Transaction) -> View:
-    """Return the view as it will be once a leader's transaction is applied, one revision later."""
+def _placement_operations(keys: Keys, view: View, generation: Generation) -> Iterator[Operation]:
+    """Write a generation's members, as far as they are not there yet, and remove older ones.
+
+    What the current generation is about stays until it is over: its members read it.
+    """
+    placement, chunks = place(generation.members)
+    listed = {digest for known in view.placements.values() for digest in known.chunks}
+    yield from (
+        Put(keys.chunk(digest), data)
+        for digest, data in chunks.items()
+        if digest not in view.chunks
+    )
+    yield from (
+        Delete(keys.chunk(digest)) for digest in view.chunks if digest not in listed | chunks.keys()
+    )
+    yield Put(keys.placement(generation.generation), placement.encode())
+    needed = {generation.generation}
+    if generation.resume is not None:
+        needed.add(generation.resume.snapshot.generation)
+    yield from (
+        Delete(keys.placement(other)) for other in sorted(view.placements) if other not in needed
+    )
+
+
+def preview(keys: Keys, view: View, parts: Sequence[Transaction]) -> View:
+    """Return the view as it will be once a leader's transactions are applied, one revision later.
+
+    It takes one revision for all of them: those before the last change nothing but chunks.
+    """
     revision = view.revision + 1
     changes: list[Change] = []
-    for operation in transaction.operations:
+    for operation in (operation for part in parts for operation in part.operations):
         match operation:
             case Put(key, value, lease):
                 item = KeyValue(key, value, created=revision, modified=revision, lease=lease)

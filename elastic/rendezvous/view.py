@@ -5,20 +5,24 @@ Pure. Names the keys, too. A `View` is all that the rendezvous decides from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from keepstep.elastic.rendezvous import placements
+from keepstep.elastic.rendezvous.placements import Place
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Closing,
     Eviction,
     Generation,
     History,
+    Member,
     NodePhase,
     NodeRecord,
     NodeReport,
     PersistRequest,
+    Placement,
     PublishedVerdict,
     PublishedVerdicts,
     Record,
@@ -26,15 +30,19 @@ from keepstep.elastic.rendezvous.records import (
     Result,
     SnapshotCommit,
     StoreFailure,
-    decode_rank,
+    decode_number,
 )
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
 
+_Members = Mapping[int, tuple[Member, ...]]
+_COMPLETED: Mapping[str, Callable[[bytes, _Members], Record]] = {
+    "generation": placements.decode_generation,
+    "snapshot": placements.decode_commit,
+    "persist": placements.decode_request,
+}
+"""Documents that are held without the members that they are about."""
 _SINGLE: Mapping[str, type[Record]] = {
-    "generation": Generation,
     "closing": Closing,
-    "snapshot": SnapshotCommit,
-    "persist": PersistRequest,
     "checkpoint": CheckpointRecord,
     "store_failure": StoreFailure,
     "history": History,
@@ -65,6 +73,14 @@ class Keys:
     def restart(self, rank: int | None = None) -> str:
         """Key whose presence asks for a rank's worker to be restarted; None for their prefix."""
         return f"{self.prefix}restarts/{'' if rank is None else rank}"
+
+    def placement(self, generation: int) -> str:
+        """Key that names the members of a generation."""
+        return f"{self.prefix}placements/{generation}"
+
+    def chunk(self, digest: str = "") -> str:
+        """Key of some of a generation's members; without a digest the prefix of all of them."""
+        return f"{self.prefix}members/{digest}"
 
     def single(self, name: str) -> str:
         """Key of one of the job-wide documents, such as `generation`."""
@@ -97,6 +113,11 @@ class View:
     result: Result | None = None
     verdicts: PublishedVerdicts | None = None
     secret: bytes | None = None
+    placements: Mapping[int, Placement] = field(default_factory=dict)
+    members: Mapping[int, tuple[Member, ...]] = field(default_factory=dict)
+    """The members of each generation that has a placement."""
+    chunks: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+    """What placements list, by digest; also what none lists any more."""
     revisions: Mapping[str, int] = field(default_factory=dict)
     """At which revision each job-wide document was last written; without those that are absent."""
 
@@ -143,18 +164,26 @@ class View:
 
 def from_listing(keys: Keys, listing: Listing) -> View:
     """Build the view of all keys of a job."""
-    view = View(revision=listing.revision)
-    for item in listing.items:
-        view = replace(view, **_updates(keys, view, item.key, item))
-    return view
+    changes = (Change(item.key, item, listing.revision) for item in listing.items)
+    return replace(apply(keys, View(), changes), revision=listing.revision)
 
 
 def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     """Fold the changes of one or more revisions into the view."""
-    for change in changes:
+    for change in sorted(changes, key=lambda change: (change.revision, _order(keys, change))):
         updates = _updates(keys, view, change.key, change.value)
         view = replace(view, revision=change.revision, **updates)
     return view
+
+
+def _order(keys: Keys, change: Change) -> int:
+    """Return the order within a revision: members are known before what is about them."""
+    section, _, _ = change.key.removeprefix(keys.prefix).partition("/")
+    if section not in ("members", "placements"):
+        return 2
+    if change.value is None:
+        return 3
+    return 0 if section == "members" else 1
 
 
 def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
@@ -184,23 +213,35 @@ def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[st
     name = key.removeprefix(keys.prefix)
     section, _, rest = name.partition("/")
     if section == "nodes":
-        nodes = {node: joined for node, joined in view.nodes.items() if node != rest}
-        if item is not None:
+        nodes = dict(view.nodes)
+        if item is None:
+            nodes.pop(rest, None)
+        else:
             nodes[rest] = JoinedNode(NodeRecord.decode(item.value), item.created)
         return {"nodes": nodes}
+    if section == "members":
+        chunks = {digest: chunk for digest, chunk in view.chunks.items() if digest != rest}
+        if item is not None:
+            chunks[rest] = placements.decode_chunk(rest, item.value)
+        return {"chunks": chunks}
+    if section == "placements":
+        return _place(view, decode_number(rest), item)
     if section == "evictions":
         evictions = {node: eviction for node, eviction in view.evictions.items() if node != rest}
         if item is not None:
             evictions[rest] = Eviction.decode(item.value)
         return {"evictions": evictions}
     if section == "restarts":
-        asked = decode_rank(rest)
+        asked = decode_number(rest)
         restarts = {rank: request for rank, request in view.restarts.items() if rank != asked}
         if item is not None:
             restarts[asked] = RestartRequest.decode(item.value)
         return {"restarts": restarts}
     updates: dict[str, Any] = {}
-    if name in _SINGLE:
+    if name in _COMPLETED:
+        decode = _COMPLETED[name]
+        updates[name] = decode(item.value, view.members) if item is not None else None
+    elif name in _SINGLE:
         updates[name] = _SINGLE[name].decode(item.value) if item is not None else None
         if name == "history" and item is None:
             updates["history"] = History()
@@ -212,3 +253,13 @@ def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[st
     if item is not None:
         revisions[name] = item.modified
     return {"revisions": revisions, **updates}
+
+
+def _place(view: View, generation: int, item: KeyValue | None) -> dict[str, Any]:
+    """Return the fields that the placement of a generation changes."""
+    known = {other: placed for other, placed in view.placements.items() if other != generation}
+    members = {other: placed for other, placed in view.members.items() if other != generation}
+    if item is not None:
+        known[generation] = Placement.decode(item.value)
+        members[generation] = placements.members_of(known[generation], view.chunks)
+    return {"placements": known, "members": members}

@@ -278,8 +278,8 @@ def leads_though_another_joined_first(patch: pytest.MonkeyPatch) -> None:
 def leaves_requests_of_the_last_generation(patch: pytest.MonkeyPatch) -> None:
     right = transactions.leader_operations
 
-    def wrong(keys: Keys, action: Any, wall_s: float) -> Any:
-        operations = right(keys, action, wall_s)
+    def wrong(keys: Keys, view: View, action: Any, wall_s: float) -> Any:
+        operations = right(keys, view, action, wall_s)
         if isinstance(action, Open):
             return tuple(o for o in operations if o.key != keys.single("persist"))
         return operations

@@ -381,15 +381,17 @@ class Node:
 
     def _perform(self, view: View, action: actions.Action) -> None:
         now_s = self.simulation.now_s
-        transaction = transactions.lead(KEYS, view, self.name, self.created, action, now_s)
-        invariants.check_transition(view, transactions.preview(KEYS, view, transaction))
+        parts = transactions.lead(KEYS, view, self.name, self.created, action, now_s)
+        invariants.check_transition(view, transactions.preview(KEYS, view, parts))
         self.lead_after = (self.revision, now_s + UNKNOWN_WAIT_S)
-        try:
-            done = self.simulation.coordinator.send(transaction, self.sender)
-        except UnknownOutcome:
-            return
-        if done.succeeded:
-            self.lead_at_revision, self.lead_after = done.revision, None
+        for part in parts:
+            try:
+                done = self.simulation.coordinator.send(part, self.sender)
+            except UnknownOutcome:
+                return
+            if not done.succeeded:
+                return
+        self.lead_at_revision, self.lead_after = done.revision, None
 
     def _leave(self, is_connected: bool) -> None:
         """Sign off, as `Membership.leave`; it takes more than one step."""

@@ -74,16 +74,7 @@ KEYS = Keys("case")
 WALL_CLOCK_START_S = 1000.0
 """The wall clock at the beginning; the monotonic one begins at 0, so confusing them shows."""
 INDENT = "    "
-_DOCUMENTS: Mapping[str, type[Record]] = {
-    "generation": Generation,
-    "closing": Closing,
-    "snapshot": SnapshotCommit,
-    "persist": PersistRequest,
-    "checkpoint": CheckpointRecord,
-    "store_failure": StoreFailure,
-    "history": History,
-    "result": Result,
-}
+_DOCUMENTS = transactions.LEADER_DOCUMENTS
 _MAX_DECISIONS = 10
 
 
@@ -188,14 +179,18 @@ class Case:
 
     def _describe_changes(self, before: Mapping[str, KeyValue]) -> list[str]:
         lines = []
-        for name, record in _DOCUMENTS.items():
+        for name in _DOCUMENTS:
             key = KEYS.single(name)
             if key in self._items and self._items[key] != before.get(key):
-                head, *rest = describe(record.decode(self._items[key].value))
+                head, *rest = describe(getattr(self.view, name))
                 if name == "snapshot" and lines:
                     head, rest = "as resumed from", []
                 lines += [f"{name}: {head}", *(f"  {text}" for text in rest)]
-        deleted = sorted(key.removeprefix(KEYS.prefix) for key in before if key not in self._items)
+        # How members are written is not for a reader of cases.
+        documents = (key for key in before if "/members/" not in key and "/placements/" not in key)
+        deleted = sorted(
+            key.removeprefix(KEYS.prefix) for key in documents if key not in self._items
+        )
         return [*lines, *(f"{name}: deleted" for name in deleted)]
 
     def _leaders_view(self) -> View:
@@ -375,7 +370,7 @@ class Case:
             self._manifest_failure = ""
         before = self.view
         check_action(self.policy, self._leaders_view(), action)
-        self._apply(transactions.leader_operations(KEYS, action, self.wall_s))
+        self._apply(transactions.leader_operations(KEYS, self.view, action, self.wall_s))
         check_transition(before, self.view)
         if isinstance(action, actions.Commit):
             persist = self.view.persist

@@ -70,6 +70,7 @@ OPEN = View(
     generation=FIRST,
     snapshot=COMMIT,
     secret=b"00",
+    members={1: MEMBERS},
     revisions={"generation": 4, "snapshot": 5},
 )
 CLOSED = replace(OPEN, closing=CLOSING, revisions={**OPEN.revisions, "closing": 7})
@@ -202,6 +203,10 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
             OPEN,
             Commit(SnapshotCommit(SnapshotId(1, 5), MEMBERS[:1])),
         ),
+    ),
+    "a commit of absent members": (
+        "a snapshot's holders are members of its generation",
+        acted(replace(OPEN, members={1: MEMBERS[:1]}), Commit(COMMIT)),
     ),
     "an older commit": (
         "commits never go back",

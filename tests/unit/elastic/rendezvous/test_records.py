@@ -23,6 +23,7 @@ KEYS = Keys("run7")
 NAMES = [
     "generation", "closing", "snapshot", "persist", "checkpoint", "store_failure", "history",
     "result", "verdicts", "secret", "last_join", "nodes/a", "nodes/", "evictions/a", "restarts/3",
+    "members/a", "placements/3", "placements/x",
     "restarts/x", "restarts/", "restarts/-1", "restarts/" + 5000 * "9", "nodes", "", "unknown/x",
 ]  # fmt: skip
 
@@ -85,7 +86,7 @@ def test_restart_of_what_is_no_rank_is_a_usage_error() -> None:
         if is_rank:
             assert set(from_listing(KEYS, listing).restarts) == {3}
         else:
-            with pytest.raises(UsageError, match="is not a rank"):
+            with pytest.raises(UsageError, match="is not a number"):
                 from_listing(KEYS, listing)
 
 
