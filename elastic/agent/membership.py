@@ -54,6 +54,7 @@ from keepstep.elastic.rendezvous.records import (
     RestartRequest,
     decode_secret,
 )
+from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
@@ -120,7 +121,7 @@ class Membership:
         self._modified = 0
         """Revision at which this membership last wrote the node's key."""
         self._written: NodeRecord | None = None
-        self._reports: dict[str, NodeReport] = {}
+        self._reports = Reports()
         self.record = record
         self.view = View()
         self._logged = (0, "")
@@ -223,14 +224,9 @@ class Membership:
 
     def receive_report(self, report: NodeReport) -> None:
         """Keep a node's newest report, this node's own included; used while this node leads."""
-        self._reports[report.node] = report
+        self._reports.receive(report)
         generation = self.view.generation
-        if generation is None or not self.leads or not report.protected:
-            return
-        newest = report.protected[-1]
-        reports = (self._reports.get(member.node) for member in generation.members)
-        # To decide costs time linear in nodes: not at every report, but once the last one has it.
-        if all(other is not None and newest in other.protected for other in reports):
+        if self.leads and generation is not None and self._reports.completes(report, generation):
             self._changed.set()
 
     async def revoke(self, record: NodeRecord) -> None:
@@ -387,7 +383,7 @@ class Membership:
             self._changed.clear()
             again_at_s = None
             if self.leads:
-                view = with_reports(self.view, self._reports)
+                view = with_reports(self.view, self._reports.newest)
                 decision = decide(self._policy, view, leader_state, time.monotonic(), time.time())
                 leader_state, again_at_s = decision.leader_state, decision.again_at_s
                 # Decisions without a message come between, such as commits: once is enough.

@@ -272,7 +272,7 @@ def _reason_to_close(
     view: View, generation: Generation, present: Sequence[NodeRecord], wall_s: float
 ) -> Closing | None:
     number = generation.generation
-    for member in generation.members:
+    for member in generation.members if view.restarts else ():
         for request in view.restarts_on(member.node):
             # Before the failures that it causes on other nodes, which do not know the reason.
             reason = (
@@ -468,7 +468,8 @@ def _admit_spares(
     wall_s: float,
 ) -> Decision:
     """Close a running generation to let spare nodes in if there is room, after a last call."""
-    spares = [record for record in eligible(view) if generation.member(record.node) is None]
+    members = {member.node for member in generation.members}
+    spares = [record for record in eligible(view) if record.node not in members]
     room = policy.max_nodes - len(generation.members)
     settled = all(
         r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present

@@ -508,14 +508,15 @@ def _loses_too_much(view: View, commit: SnapshotCommit) -> bool:
     absent = {holder.node for holder in _absent(view, commit)}
     if absent and commit.stored:
         return True
-    for group in {holder.group for holder in commit.holders if holder.node in absent}:
-        holders = [holder for holder in commit.holders if holder.group == group]
-        left = [holder for holder in holders if holder.node not in absent]
-        if len(holders) - len(left) > commit.parity:
-            return True
-        if not all(commit.snapshot in view.nodes[holder.node].record.protected for holder in left):
-            return True
-    return False
+    groups = Counter(holder.group for holder in commit.holders if holder.node in absent)
+    if groups and max(groups.values()) > commit.parity:
+        return True
+    left = [
+        holder.node
+        for holder in commit.holders
+        if holder.group in groups and holder.node not in absent
+    ]
+    return not all(commit.snapshot in view.nodes[node].record.protected for node in left)
 
 
 def _is_of(stored: CheckpointRecord, commit: SnapshotCommit) -> bool:

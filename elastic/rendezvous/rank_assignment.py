@@ -149,10 +149,11 @@ def with_shard_rebuilds(
     The member that has the lost rank now rebuilds its shard; the other shards go to all in turn.
     """
     lost = [rank for member in absent_holders(view, commit) for rank in member.ranks]
+    places = {rank: member for member in members for rank in member.ranks} if lost else {}
     turns = cycle(members)
     shard_rebuilds = []
     for rank in lost:
-        adopter = next((member for member in members if rank in member.ranks), None) or next(turns)
+        adopter = places.get(rank) or next(turns)
         shard_rebuilds.append(ShardRebuild(rank, adopter.node, adopter.server))
     return replace(commit, shard_rebuilds=tuple(shard_rebuilds))
 
@@ -163,17 +164,14 @@ def _is_restorable(view: View, commit: SnapshotCommit) -> bool:
     if absent and commit.stored:
         # Its groups have lost holders before, so parity gives nothing back.
         return False
-    for group in {member.group for member in commit.holders}:
-        members = [member for member in commit.holders if member.group == group]
-        left = [member for member in members if member.node not in absent]
-        if len(members) - len(left) > commit.parity:
-            return False
-        protect = all(
-            commit.snapshot in view.nodes[member.node].record.protected for member in left
-        )
-        if len(left) < len(members) and not protect:
-            return False
-    return True
+    lost = Counter(member.group for member in commit.holders if member.node in absent)
+    if any(count > commit.parity for count in lost.values()):
+        return False
+    return all(
+        commit.snapshot in view.nodes[member.node].record.protected
+        for member in commit.holders
+        if member.group in lost and member.node not in absent
+    )
 
 
 def present_members(view: View, generation: Generation) -> list[NodeRecord]:

@@ -1,0 +1,46 @@
+"""Keeps the newest report of each node, and counts which snapshots all members protect.
+
+A report costs the same at any number of nodes: at every snapshot the leader receives one of each
+node, and decides, which costs time linear in nodes, once the last one has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.records import Generation, NodeReport
+
+_MAX_SNAPSHOTS = 8
+"""How many snapshots are counted; a node has no more than three at a time."""
+
+
+class Reports:
+    """What nodes have reported to this one."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, NodeReport] = {}
+        self._nodes: dict[SnapshotId, set[str]] = {}
+
+    @property
+    def newest(self) -> Mapping[str, NodeReport]:
+        """The newest report of each node."""
+        return self._newest
+
+    def receive(self, report: NodeReport) -> None:
+        """Keep a node's newest report."""
+        self._newest[report.node] = report
+        for snapshot in report.protected:
+            self._nodes.setdefault(snapshot, set()).add(report.node)
+        while len(self._nodes) > _MAX_SNAPSHOTS:
+            del self._nodes[min(self._nodes)]
+
+    def completes(self, report: NodeReport, generation: Generation) -> bool:
+        """Whether as many nodes as the generation has protect the newest snapshot of a report.
+
+        Some may have left since: that is for the leader's decision to see.
+        """
+        if not report.protected:
+            return False
+        nodes = self._nodes.get(report.protected[-1], set())
+        return len(nodes) >= len(generation.members)
