@@ -26,7 +26,7 @@ class JobContext:
 
 
 def assignments_of(
-    generation: Generation, member: Member, context: JobContext, failures_per_s: float
+    generation: Generation, member: Member, context: JobContext
 ) -> tuple[Assignment, ...]:
     """Return the assignments of one node's workers, by local rank.
 
@@ -34,7 +34,6 @@ def assignments_of(
         generation: the generation to enter.
         member: the node's place in it.
         context: what they have in common.
-        failures_per_s: how often something of the job fails.
     """
     return tuple(
         Assignment(
@@ -53,7 +52,7 @@ def assignments_of(
             job=context.job,
             max_restarts=context.max_restarts,
             resume=generation.resume,
-            failures_per_s=failures_per_s,
+            failures_per_s=generation.failures_per_s,
         )
         for local_rank, rank in enumerate(member.ranks)
     )

@@ -6,6 +6,10 @@ accepted that a node writes after it was declared gone, or on a view that is out
 `invariants` checks every record, every action of a leader and every change of the view; a violation
 stops this member before it writes.
 
+A follower mirrors what every agent follows (`Keys.followed`), and the members that it is about; the
+leader mirrors all of the job's keys. So what nodes write while they recover goes to the leader, and
+not from each to all. That its lease has ended a follower learns when it renews it, or writes.
+
 When a member of the coordinator dies, the outcome of a write may stay unknown. A record is written
 again until the coordinator is known to hold it; a leader decides again once the view has had time
 to show what became of its action.
@@ -21,13 +25,13 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from keepstep.elastic.agent.peer_connections import probe
+from keepstep.elastic.agent.peer_connections import Peer, probe
 from keepstep.elastic.errors import (
     InvariantViolated,
     JobFailed,
@@ -62,8 +66,17 @@ from keepstep.elastic.rendezvous.standing import (
     RemoveFinishedJob,
 )
 from keepstep.elastic.rendezvous.transactions import Transaction
-from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing, with_reports
-from keepstep.elastic.store.contract import Committed, Reset, Store
+from keepstep.elastic.rendezvous.view import (
+    Keys,
+    View,
+    apply,
+    from_listing,
+    missing_chunks,
+    with_chunks,
+    with_reports,
+    without_unlisted_chunks,
+)
+from keepstep.elastic.store.contract import Change, Committed, KeyValue, Reset, Store
 
 log = logging.getLogger("keepstep")
 
@@ -71,6 +84,8 @@ T = TypeVar("T")
 
 _RENEWALS_PER_TTL = 4
 _LEAVE_TIMEOUT_S = 10.0
+_CHUNKS_READ_ONE_BY_ONE = 8
+_REREAD_S = 0.05
 _PREDECESSOR_POLL_S = 0.2
 _UNKNOWN_WRITE_WAIT_S = 2.0
 _OUTAGE_POLL_S = 0.2
@@ -121,6 +136,7 @@ class Membership:
         self._modified = 0
         """Revision at which this membership last wrote the node's key."""
         self._written: NodeRecord | None = None
+        self._mirrors_all = False
         self._reports = Reports()
         self.record = record
         self.view = View()
@@ -128,8 +144,13 @@ class Membership:
 
     @property
     def leads(self) -> bool:
-        """Whether this node decides at present."""
-        return standing.leads(self.view, self.record.node)
+        """Whether this node decides at present, and sees all that it decides from."""
+        return self._mirrors_all and self._led_since > 0
+
+    @property
+    def _led_since(self) -> int:
+        """The revision at which this membership took the lead; 0 if it has not."""
+        return standing.led_since(self.view, self._lease.id)
 
     async def join(self) -> bytes:
         """Take a lease and announce the node; return the job's secret.
@@ -141,7 +162,7 @@ class Membership:
         """
         began_s = time.monotonic()
         while True:
-            view = await self._read_view()
+            view = await self._read_before_joining()
             if self._secret is not None:
                 is_same_job = view.secret == self._secret.hex().encode()
                 self.record = (
@@ -179,19 +200,63 @@ class Membership:
         secret = secrets.token_hex(32).encode()
         await self._write_until_known(transactions.join(self._keys, view, record, secret))
         # The first of two attempts may have been applied: the lease shows whether the key is ours.
-        view = await self._read_view()
-        joined = view.nodes.get(record.node)
-        if joined is None or joined.record.lease != lease.id:
+        stored = await self._read_own_key()
+        if stored is None or stored.lease != lease.id:
             await self._store.revoke(lease.id)
             return False
+        view = await self._read_followed()
         check_view(view)
         self.view, self.record = view, record
-        self._lease, self._created, self._modified = lease, joined.created, joined.created
+        self._lease, self._created, self._modified = lease, stored.created, stored.created
         self._written = record
         return True
 
-    async def _read_view(self) -> View:
-        return from_listing(self._keys, await self._store.read(self._keys.prefix))
+    async def _read_before_joining(self) -> View:
+        """Read what every agent follows, who joined last, one node, and the one of this name."""
+        # Before the nodes: whoever joins after that changes it.
+        (*joins,) = (await self._store.read(self._keys.single("last_join"), limit=1)).items
+        view = await self._read_followed()
+        nodes = (await self._store.read(self._keys.node(), limit=1)).items
+        own = await self._read_own_key()
+        items = (*joins, *nodes, *((own,) if own is not None else ()))
+        return replace(
+            apply(self._keys, view, (Change(item.key, item, view.revision) for item in items)),
+            revision=view.revision,
+        )
+
+    async def _read_own_key(self) -> KeyValue | None:
+        key = self._keys.node(self.record.node)
+        listing = await self._store.read(key, limit=1)
+        return next((item for item in listing.items if item.key == key), None)
+
+    async def _read_followed(self) -> View:
+        """Read what every agent follows."""
+        while True:
+            listing = await self._store.read(self._keys.followed)
+            known = View(revision=listing.revision, chunks=self.view.chunks)
+            complete = await self._with_missing_chunks(known, listing.items)
+            if complete is not None:
+                changes = (Change(item.key, item, listing.revision) for item in listing.items)
+                return without_unlisted_chunks(
+                    replace(apply(self._keys, complete, changes), revision=listing.revision)
+                )
+            await asyncio.sleep(_REREAD_S)
+
+    async def _with_missing_chunks(self, view: View, items: Collection[KeyValue]) -> View | None:
+        """Read the members that placements among these items list and the view lacks.
+
+        Returns None if some are not there any more: a later generation has been opened.
+        """
+        missing = missing_chunks(self._keys, view, items)
+        if not missing:
+            return view
+        if len(missing) <= _CHUNKS_READ_ONE_BY_ONE:
+            listings = [await self._store.read(self._keys.chunk(digest)) for digest in missing]
+            found = [item for listing in listings for item in listing.items]
+        else:
+            found = list((await self._store.read(self._keys.chunk())).items)
+        view = with_chunks(self._keys, view, found)
+        return view if missing <= view.chunks.keys() else None
 
     async def run(self) -> None:
         """Keep the lease, mirror the view, write the record, and decide while this node leads.
@@ -229,9 +294,9 @@ class Membership:
         if self.leads and generation is not None and self._reports.completes(report, generation):
             self._changed.set()
 
-    async def revoke(self, record: NodeRecord) -> None:
+    async def revoke(self, peer: Peer) -> None:
         """Declare another node gone, because its agent's process is certainly dead."""
-        await self._store.revoke(record.lease)
+        await self._store.revoke(peer.lease)
 
     async def complete_restart_request(self, request: RestartRequest) -> None:
         """Delete a request that this node has carried out."""
@@ -242,67 +307,88 @@ class Membership:
 
     async def leave(self) -> None:
         """Give up the lease. The last member to leave deletes the job's keys."""
-        node = self.record.node
         try:
-            others = [other for other in self.view.nodes if other != node]
-            if self.leads and self.view.result is not None and others:
-                others = await self._wait_for_others_to_leave()
-            if not others:
-                # Members may have left, and others joined, since the last change of the view.
-                view = await self._read_view()
-                if set(view.nodes) <= {node}:
-                    removal = transactions.remove_job(self._keys, view, node, self._created)
-                    await self._commit(removal)
+            if self.leads and self.view.result is not None:
+                await self._wait_for_others_to_leave()
+            # Before the nodes: whoever joins after that changes it.
+            last_join = await self._store.read(self._keys.single("last_join"), limit=1)
+            if not await self._has_others():
+                view = from_listing(self._keys, last_join)
+                node = self.record.node
+                removal = transactions.remove_job(self._keys, view, node, self._created)
+                await self._commit(removal)
             await self._store.revoke(self._lease.id)
         except StoreUnavailable as error:
             log.warning(
                 "could not sign off (%s); the lease ends by itself in %.0f s", error, self._ttl_s
             )
 
-    async def _wait_for_others_to_leave(self) -> list[str]:
+    async def _has_others(self) -> bool:
+        """Whether another node is present."""
+        listing = await self._store.read(self._keys.node(), limit=2)
+        return any(item.key != self._keys.node(self.record.node) for item in listing.items)
+
+    async def _wait_for_others_to_leave(self) -> None:
         """Wait until all other nodes have read the result and left."""
-        until_s = time.monotonic() + _LEAVE_TIMEOUT_S
-        while time.monotonic() < until_s:
-            listing = await self._store.read(self._keys.node(""))
-            others = [
-                item.key for item in listing.items if item.key != self._keys.node(self.record.node)
-            ]
-            if not others:
-                return []
-            changes = self._store.watch(self._keys.node(""), listing.revision)
-            try:
-                await asyncio.wait_for(anext(aiter(changes)), until_s - time.monotonic())
-            except TimeoutError:
-                break
-        return others
+        nodes = self._keys.node()
+        revision = (await self._store.read(nodes, limit=1)).revision
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(_LEAVE_TIMEOUT_S),
+                aclosing(self._store.watch(nodes, revision)) as changes,
+            ):
+                while await self._has_others():
+                    await anext(changes)
 
     async def _watch(self) -> None:
-        """Mirror the job's keys."""
+        """Mirror what this member follows: from when it leads on, all of the job's keys."""
         while True:
             try:
+                if self._led_since and not self._mirrors_all:
+                    listing = await self._store.read(self._keys.prefix)
+                    self._mirrors_all = True
+                    self._take_over(from_listing(self._keys, listing))
                 await self._follow_changes()
             except StoreUnavailable as error:
                 log.debug("%s; watching again", error)
 
     async def _follow_changes(self) -> None:
-        async for change in self._store.watch(self._keys.prefix, self.view.revision):
-            before = self.view
-            match change:
-                case Reset(listing):
-                    view = from_listing(self._keys, listing)
-                    self._check_member(view)
-                    check_view(view)
-                case changes:
-                    view = apply(self._keys, before, changes)
-                    self._check_member(view)
-                    check_transition(before, view)
-            self.view = view
-            self._changed.set()
-            self._on_change()
+        """Follow changes until the member follows other keys, or has missed some members."""
+        prefix = self._keys.prefix if self._mirrors_all else self._keys.followed
+        async with aclosing(self._store.watch(prefix, self.view.revision)) as watched:
+            async for change in watched:
+                match change:
+                    case Reset(listing) if self._mirrors_all:
+                        self._take_over(from_listing(self._keys, listing))
+                    case changes:
+                        if isinstance(changes, Reset) or not await self._fold(changes):
+                            self._take_over(await self._read_followed())
+                            return
+                if self._led_since and not self._mirrors_all:
+                    return
 
-    def _check_member(self, view: View) -> None:
-        if not standing.is_member(view, self.record.node, self._created):
-            raise LeaseLost(f"node {self.record.node} was declared gone")
+    async def _fold(self, changes: tuple[Change, ...]) -> bool:
+        """Apply the changes of a revision; False if members that it lists are gone already."""
+        before: View | None = self.view
+        if not self._mirrors_all:
+            items = [change.value for change in changes if change.value is not None]
+            before = await self._with_missing_chunks(self.view, items)
+        if before is None:
+            return False
+        view = apply(self._keys, before, changes)
+        check_transition(before, view)
+        self._show(view if self._mirrors_all else without_unlisted_chunks(view))
+        return True
+
+    def _take_over(self, view: View) -> None:
+        """Go on from what was read anew."""
+        check_view(view)
+        self._show(view)
+
+    def _show(self, view: View) -> None:
+        self.view = view
+        self._changed.set()
+        self._on_change()
 
     async def _renew(self) -> None:
         """Renew the lease well before it ends, however long the coordinator does not answer.
@@ -358,9 +444,7 @@ class Membership:
             self._modified = done.revision
             return
         # The first of two attempts may have been applied.
-        key = self._keys.node(record.node)
-        listing = await self._store.read(key)
-        stored = next((item for item in listing.items if item.key == key), None)
+        stored = await self._read_own_key()
         self._modified = standing.settle_record(stored, self._created, record)
 
     async def _commit(self, transaction: Transaction) -> Committed:
@@ -396,6 +480,9 @@ class Membership:
                     continue
             else:
                 leader_state = LeaderState()
+                if self.view.leader is None:
+                    await self._take_lead()
+                    continue
             try:
                 async with asyncio.timeout(
                     None if again_at_s is None else again_at_s - time.monotonic()
@@ -403,6 +490,18 @@ class Membership:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    async def _take_lead(self) -> None:
+        """Try to become the leader, and wait until the view shows who is."""
+        attempt = transactions.take_lead(self._keys, self.view, self._written_record, self._created)
+        with suppress(StoreUnavailable):
+            await self._commit(attempt)
+        await self._wait_for_change()
+
+    @property
+    def _written_record(self) -> NodeRecord:
+        assert self._written is not None, "only members lead"
+        return self._written
 
     async def _perform(self, view: View, action: actions.Action) -> None:
         """Do what was decided on a view, and wait until the view shows it.
@@ -416,9 +515,7 @@ class Membership:
                 await self._publish_checkpoint(action)
             except JobFailed as error:
                 action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
-        parts = transactions.lead(
-            self._keys, view, self.record.node, self._created, action, time.time()
-        )
+        parts = transactions.lead(self._keys, view, self._led_since, action, time.time())
         check_transition(view, transactions.preview(self._keys, view, parts))
         _log_action(action)
         for part in parts:

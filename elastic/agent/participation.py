@@ -29,7 +29,7 @@ from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.membership import Membership
-from keepstep.elastic.agent.peer_connections import AgentListener, PeerConnections
+from keepstep.elastic.agent.peer_connections import AgentListener, Peer, PeerConnections
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
 from keepstep.elastic.agent.snapshot_process import (
     ServerDied,
@@ -55,7 +55,6 @@ from keepstep.elastic.rendezvous.checkpoint_schedule import (
     next_part,
 )
 from keepstep.elastic.rendezvous.decide import may_leave
-from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.records import (
     Generation,
     NodePhase,
@@ -304,14 +303,15 @@ class Participation:
             telemetry.remove_rings(self._config.job)
         return True
 
-    def _peers(self) -> list[NodeRecord]:
+    def _peers(self) -> list[Peer]:
         """Return whom this agent watches: the leader watches everyone, everyone the leader."""
         view = self._membership.view
         if self._membership.leads:
             return [
                 joined.record for node, joined in view.nodes.items() if node != self._config.node
             ]
-        return [view.nodes[view.leader].record] if view.leader else []
+        leader = view.leadership
+        return [leader] if leader is not None and leader.node != self._config.node else []
 
     def _next_deadline_s(self) -> float | None:
         """Return in how many seconds to look again although nothing changes; None: never."""
@@ -352,7 +352,7 @@ class Participation:
             return False
         self._membership.update(leaving=True)
         is_overdue = time.monotonic() >= deadline_s
-        return is_overdue or may_leave(self._config.policy, view, self._config.node)
+        return is_overdue or may_leave(view, self._config.node)
 
     async def _follow_generation(self) -> None:
         """Enter a new generation, or end the one that is closing."""
@@ -400,7 +400,9 @@ class Participation:
             # Reports end with the workers; the record is what remains.
             membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
         if membership.has_unwritten_changes or time.monotonic() >= self._progress_due_s:
-            pause_s = max(1.0, len(membership.view.nodes) / _PROGRESS_WRITES_PER_S)
+            generation = membership.view.generation
+            nodes = len(generation.members) if generation is not None else 1
+            pause_s = max(1.0, nodes / _PROGRESS_WRITES_PER_S)
             self._progress_due_s = time.monotonic() + pause_s
             membership.update(
                 step=worker_group.step,
@@ -445,10 +447,7 @@ class Participation:
             server=self._snapshots.local_address,
             max_restarts=self._config.policy.max_restarts,
         )
-        rate = failures_per_s(
-            membership.view.history.recoveries, len(generation.members), time.time()
-        )
-        assignments = assignments_of(generation, member, context, rate)
+        assignments = assignments_of(generation, member, context)
         if member.first_rank == 0:
             await self._enter_and_serve_store(assignments)
         else:

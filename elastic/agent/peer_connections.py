@@ -8,8 +8,7 @@ host that does not answer, a port that has never accepted this observer (a firew
 refuses), a peer that speaks another version, one with another secret.
 
 What a node has sealed changes at every step and matters to the leader only, so it is sent over
-these connections and not through the coordinator, where every write costs a majority's disks and an
-event to every agent.
+these connections and not through the coordinator, where every write costs a majority's disks.
 
 Promises (with those of `keepstep.transport`):
 - A report is taken only from an agent that knows the job's secret, and only about its own node;
@@ -25,9 +24,10 @@ import asyncio
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Protocol as Structure
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.records import NodeRecord, NodeReport
+from keepstep.elastic.rendezvous.records import NodeReport
 from keepstep.transport import (
     AuthenticationFailed,
     Codec,
@@ -167,15 +167,29 @@ class _Answer(enum.Enum):
     NOTHING = enum.auto()
 
 
+class Peer(Structure):
+    """Another agent: its node, where it is reached, and the lease under which it is a member."""
+
+    @property
+    def node(self) -> str:
+        """The node's name."""
+
+    @property
+    def agent(self) -> str:
+        """Where the agent is reached."""
+
+    @property
+    def lease(self) -> int:
+        """The membership's lease."""
+
+
 class PeerConnections:
     """Connections to other agents; `close` ends all of them.
 
     `watch` sets whom to watch, and `report` what is sent to them.
     """
 
-    def __init__(
-        self, identity: Identity, declare_dead: Callable[[NodeRecord], Awaitable[None]]
-    ) -> None:
+    def __init__(self, identity: Identity, declare_dead: Callable[[Peer], Awaitable[None]]) -> None:
         self._identity = identity
         self._declare_dead = declare_dead
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
@@ -183,7 +197,7 @@ class PeerConnections:
         # One for each connection, set when there is a report that was not sent over it.
         self._unsent: set[asyncio.Event] = set()
 
-    def watch(self, peers: Iterable[NodeRecord]) -> None:
+    def watch(self, peers: Iterable[Peer]) -> None:
         """Watch exactly these agents."""
         wanted = {(peer.node, peer.lease): peer for peer in peers}
         for key in set(self._tasks) - set(wanted):
@@ -204,7 +218,7 @@ class PeerConnections:
         self.watch(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch_until_dead(self, peer: NodeRecord) -> None:
+    async def _watch_until_dead(self, peer: Peer) -> None:
         has_warned = False
         reached = asyncio.Event()
         while True:
@@ -225,9 +239,7 @@ class PeerConnections:
                 "could not declare %s gone (%s); its lease will end by itself", peer.node, error
             )
 
-    async def _observe(
-        self, peer: NodeRecord, reached: asyncio.Event, *, warns: bool
-    ) -> _Observation:
+    async def _observe(self, peer: Peer, reached: asyncio.Event, *, warns: bool) -> _Observation:
         """Stay connected to an agent until the connection ends; return what is known then.
 
         Args:
@@ -305,7 +317,7 @@ class PeerConnections:
                 return  # Whoever receives on it learns of its end too.
 
 
-async def probe(peer: NodeRecord) -> bool | None:
+async def probe(peer: Peer) -> bool | None:
     """Return whether an agent lives, for an agent that wants to take its place under its name.
 
     Returns:
@@ -320,7 +332,7 @@ async def probe(peer: NodeRecord) -> bool | None:
             return None
 
 
-async def _ask_name(peer: NodeRecord) -> _Answer:
+async def _ask_name(peer: Peer) -> _Answer:
     """Return what answers at an agent's port."""
     try:
         node = await identify(f"tcp:{peer.agent}", PROTOCOL, peer.node, timeout_s=_HANDSHAKE_S)
@@ -333,6 +345,6 @@ async def _ask_name(peer: NodeRecord) -> _Answer:
     return _Answer.OTHER_NAME if _is_other(node, peer) else _Answer.OWN_NAME
 
 
-def _is_other(claimed_node: str | None, peer: NodeRecord) -> bool:
+def _is_other(claimed_node: str | None, peer: Peer) -> bool:
     """Whether somebody who claims a node's name, if any, is certainly not this peer."""
     return claimed_node is not None and claimed_node != peer.node

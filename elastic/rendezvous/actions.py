@@ -12,6 +12,7 @@ from keepstep.elastic.rendezvous.records import (
     Generation,
     History,
     PersistRequest,
+    Release,
     Result,
     SnapshotCommit,
 )
@@ -75,6 +76,13 @@ class CancelPersist:
 
 
 @dataclass(frozen=True, slots=True)
+class ReleaseMembers:
+    """Let members leave that want to, because too few stay to go on."""
+
+    release: Release
+
+
+@dataclass(frozen=True, slots=True)
 class RecordLoaded:
     """Record the checkpoint of an earlier launch from which the job has resumed."""
 
@@ -110,6 +118,7 @@ Action = (
     | Persist
     | Publish
     | CancelPersist
+    | ReleaseMembers
     | RecordLoaded
     | RecordRecovery
     | Evict

@@ -1,7 +1,7 @@
 """Makes the leader's decisions, as a pure function of what the coordinator holds.
 
-Every agent mirrors the job's keys; the leader calls `decide` and performs the action that it
-returns in a transaction, which fails unless the node still leads and nothing else has been decided
+The leader mirrors the job's keys, calls `decide` and performs the action that it returns in a
+transaction, which fails unless the node still leads and nothing else has been decided
 since (`keepstep.elastic.rendezvous.transactions`). Decisions rest on the whole state, not on single
 events: a missed or repeated event changes nothing, and a new leader needs no handover.
 
@@ -33,8 +33,10 @@ from keepstep.elastic.rendezvous.actions import (
     Finish,
     Open,
     RecordRecovery,
+    ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.failure_budget import count_failures
+from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_groups,
     assign_ranks,
@@ -55,6 +57,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     Recovery,
+    Release,
     Result,
     SnapshotCommit,
 )
@@ -168,27 +171,20 @@ def decide(
     return _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
 
 
-def may_leave(policy: RendezvousPolicy, view: View, node: str) -> bool:
+def may_leave(view: View, node: str) -> bool:
     """Whether neither the ranks nor the memory of a node that leaves are needed any more."""
     generation = view.generation
-    if generation is None or view.result is not None or node not in view.nodes:
+    if generation is None or view.result is not None:
         return True
     if generation.member(node) is None:
         holders = view.snapshot.holders if view.snapshot else ()
         writers = view.persist.commit.holders if view.persist else ()
         return all(holder.node != node for holder in (*holders, *writers))
-    present = present_members(view, generation)
-    # What the others have sealed is known once they have drained, and may need this node's part.
-    if not view.is_closing or _draining(present, generation):
-        return False
-    if len(eligible(view)) >= policy.min_nodes:
-        return False
-    # Too few are left to hand anything over: storage is what remains.
-    record = view.nodes[node].record
-    resume = newest_restorable(view, generation)
-    stored = view.checkpoint.step if view.checkpoint else 0
-    tried = max(stored, view.store_failure.step if view.store_failure else 0)
-    return resume is None or record.checkpoint_url is None or tried >= resume.snapshot.step
+    return (
+        view.is_closing
+        and view.release is not None
+        and view.release.generation == generation.generation
+    )
 
 
 def _current(records: Iterable[NodeRecord], generation: Generation) -> list[NodeRecord]:
@@ -349,6 +345,9 @@ def _open_next_generation(
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
             return Decision(LeaderState(), rescue)
+        release = _release(view, old, present, resume)
+        if release is not None:
+            return Decision(leader_state, release)
         return _await_quorum(policy, len(nodes), leader_state, now_s)
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
@@ -391,6 +390,28 @@ def _end_failures(
     return Finish(Result(False, f"{cause.message} ({restarts})"))
 
 
+def _release(
+    view: View,
+    old: Generation,
+    present: Sequence[NodeRecord],
+    resume: SnapshotCommit | None,
+) -> ReleaseMembers | None:
+    """Let members leave once all have drained and too few stay: storage is what remains.
+
+    What the others have sealed is known once they have drained, and may need a leaver's part.
+    """
+    if view.release is not None or not any(record.leaving for record in present):
+        return None
+    stored = view.checkpoint.step if view.checkpoint else 0
+    tried = max(stored, view.store_failure.step if view.store_failure else 0)
+    is_needed = (
+        resume is not None
+        and tried < resume.snapshot.step
+        and any(record.checkpoint_url is not None for record in present)
+    )
+    return None if is_needed else ReleaseMembers(Release(old.generation))
+
+
 def _new_generation(
     policy: RendezvousPolicy,
     view: View,
@@ -411,6 +432,7 @@ def _new_generation(
         detected_at_s=detected_at_s,
         opened_at_s=wall_s,
         parity=parity,
+        failures_per_s=failures_per_s(view.history.recoveries, len(members), wall_s),
     )
 
 

@@ -28,6 +28,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     PersistRequest,
+    Release,
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.view import View
@@ -73,6 +74,13 @@ def check_transition(before: View, after: View) -> None:
         return
     if before.revisions == after.revisions:
         return
+    if None not in (before.leadership, after.leadership) and after.leadership != before.leadership:
+        raise InvariantViolated(
+            "a leader leads until its lease ends",
+            f"{before.leadership} is followed by {after.leadership}",
+        )
+    if after.release is not None and after.release != before.release:
+        _check_release(after, after.release)
     if before.result is not None and _leader_documents(before) != _leader_documents(after):
         raise InvariantViolated("nothing is decided after the result", f"{before.result.message!r}")
     if after.generation is not None and after.generation != before.generation:
@@ -129,6 +137,8 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_is_current_request(view, request)
         case actions.RecordLoaded(checkpoint):
             _check_loaded(view, checkpoint)
+        case actions.ReleaseMembers():
+            _check_drained(view)
         case actions.Evict(node):
             _check_evicted(policy, view, node)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
@@ -273,7 +283,12 @@ def _check_opening(before: View, after: View, generation: Generation) -> None:
         raise InvariantViolated(
             "a generation is opened after the last one was closed", f"{old.generation} is open"
         )
-    if after.closing is not None or after.persist is not None or after.restarts:
+    if (
+        after.closing is not None
+        or after.release is not None
+        or after.persist is not None
+        or after.restarts
+    ):
         raise InvariantViolated(
             "a generation begins without requests of the last one",
             f"generation {generation.generation}",
@@ -402,6 +417,14 @@ def _check_loaded(view: View, checkpoint: CheckpointRecord) -> None:
         )
 
 
+def _check_release(view: View, release: Release) -> None:
+    if not view.is_closing or release.generation != view.generation_number:
+        raise InvariantViolated(
+            "members are released from a generation that closes",
+            f"{release.generation} releases them, {view.generation_number} is open",
+        )
+
+
 def _check_closing(view: View) -> None:
     if view.closing is not None and view.closing.generation != view.generation_number:
         raise InvariantViolated(
@@ -483,7 +506,7 @@ def _check_holders_present(view: View, commit: SnapshotCommit) -> None:
 
 def _leader_documents(view: View) -> tuple[object, ...]:
     return (
-        view.generation, view.closing, view.snapshot, view.persist,
+        view.generation, view.closing, view.release, view.snapshot, view.persist,
         view.checkpoint, view.store_failure, view.history, view.result,
     )  # fmt: skip
 
@@ -514,7 +537,7 @@ def _loses_too_much(view: View, commit: SnapshotCommit) -> bool:
     left = [
         holder.node
         for holder in commit.holders
-        if holder.group in groups and holder.node not in absent
+        if holder.node not in absent and holder.group in groups
     ]
     return not all(commit.snapshot in view.nodes[node].record.protected for node in left)
 

@@ -249,6 +249,15 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Leadership(Record):
+    """The node that decides, until its lease ends: how its agent is reached, and the lease."""
+
+    node: str
+    agent: str
+    lease: int
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport(Record):
     """What an agent sends to the leader directly, because it changes at every step.
 
@@ -337,6 +346,7 @@ class Generation(Record):
         lost_from_step: the step that the generation before had reached.
         parity: how many nodes of each erasure group may be lost.
         after_failure: something failed in the generation before.
+        failures_per_s: how often something of the job fails, as far as that is known.
     """
 
     generation: int
@@ -353,6 +363,7 @@ class Generation(Record):
     opened_at_s: float = 0.0
     parity: int = 0
     after_failure: bool = False
+    failures_per_s: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -395,6 +406,13 @@ class Closing(Record):
     reason: str
     abort: bool
     detected_at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Record):
+    """Lets members leave that want to: too few stay, and nothing that they hold is needed."""
+
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Decides how a node joins a job, whether it still is a member, and how long its lease holds.
+"""Decides how a node joins a job, whether it leads, and how long its lease holds.
 
 Pure. `keepstep.elastic.agent.membership` and the simulator decide by these functions.
 
@@ -47,15 +47,12 @@ class Lease:
         return now_s >= self.until_s + outage_s
 
 
-def is_member(view: View, node: str, created: int) -> bool:
-    """Whether the node's key is still the one that was created at revision `created`."""
-    joined = view.nodes.get(node)
-    return joined is not None and joined.created == created
-
-
-def leads(view: View, node: str) -> bool:
-    """Whether a node decides: it joined first among those present."""
-    return view.leader == node
+def led_since(view: View, lease: int) -> int:
+    """Return the revision at which the membership of a lease took the lead; 0 if it has not."""
+    leadership = view.leadership
+    if leadership is None or leadership.lease != lease:
+        return 0
+    return view.revisions["leadership"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +79,9 @@ JoinStep = RemoveFinishedJob | AwaitPredecessor | Join
 
 def next_join_step(keys: Keys, view: View, record: NodeRecord) -> JoinStep:
     """Return what a node does next to become a member.
+
+    The view shows the nodes that the decision needs: one of those present, if there are any, and
+    the one of this name. Each of those present was compared with another one when it joined.
 
     Raises:
         UsageError: the job's name is taken by a job that runs something else.

@@ -7,7 +7,9 @@ its writer could not learn its outcome.
 
 Invariants:
 - A record is written only over the version that its own membership wrote last.
-- A leader's action is applied only while its node is the member that decided, and while every
+- There is one leader at a time: whoever takes the lead has found nobody who has it, and has it
+  until its lease ends.
+- A leader's action is applied only while the membership that decided has the lead, and while every
   document that leaders write is the version on which it decided.
 - The job's keys are deleted only if nobody has joined since the view on which that was decided.
 - Members are written before the documents that are about them, under the same conditions; what no
@@ -29,6 +31,7 @@ from keepstep.elastic.rendezvous.placements import (
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Generation,
+    Leadership,
     NodeRecord,
     RestartRequest,
     StoreFailure,
@@ -39,6 +42,7 @@ from keepstep.elastic.store.contract import Change, Created, Delete, KeyValue, M
 LEADER_DOCUMENTS = (
     "generation",
     "closing",
+    "release",
     "snapshot",
     "persist",
     "checkpoint",
@@ -125,8 +129,24 @@ def remove_finished_job(keys: Keys, view: View) -> Transaction:
     )
 
 
+def take_lead(keys: Keys, view: View, record: NodeRecord, created: int) -> Transaction:
+    """Become the leader, if a view shows none and nobody else has become it since.
+
+    Args:
+        keys: the job's keys.
+        view: the node's view.
+        record: the node's record, with its lease.
+        created: revision at which its membership began.
+    """
+    leadership = Leadership(node=record.node, agent=record.agent, lease=record.lease)
+    return Transaction(
+        (Created(keys.node(record.node), created), _unchanged(keys, view, "leadership")),
+        (Put(keys.single("leadership"), leadership.encode(), record.lease),),
+    )
+
+
 def lead(
-    keys: Keys, view: View, node: str, created: int, action: actions.Action, wall_s: float
+    keys: Keys, view: View, led: int, action: actions.Action, wall_s: float
 ) -> tuple[Transaction, ...]:
     """Perform a leader's action; most take one transaction.
 
@@ -136,12 +156,11 @@ def lead(
     Args:
         keys: the job's keys.
         view: the view on which the action was decided.
-        node: the leader.
-        created: revision at which the leader's membership began.
+        led: revision at which this membership took the lead.
         action: what was decided.
         wall_s: wall-clock seconds, stamped into records for people.
     """
-    conditions = leader_conditions(keys, view, node, created)
+    conditions = leader_conditions(keys, view, led)
     operations = leader_operations(keys, view, action, wall_s)
     return tuple(Transaction(conditions, part) for part in _parts(keys, operations))
 
@@ -166,10 +185,10 @@ def _nbytes(operation: Operation) -> int:
     return len(operation.key) + (len(operation.value) if isinstance(operation, Put) else 0)
 
 
-def leader_conditions(keys: Keys, view: View, node: str, created: int) -> tuple[Condition, ...]:
-    """Return the conditions of every leader's action: still a member, and nothing decided since."""
+def leader_conditions(keys: Keys, view: View, led: int) -> tuple[Condition, ...]:
+    """Return the conditions of every leader's action: it still leads, nothing decided since."""
     return (
-        Created(keys.node(node), created),
+        Created(keys.single("leadership"), led),
         *(_unchanged(keys, view, name) for name in LEADER_DOCUMENTS),
     )
 
@@ -186,6 +205,7 @@ def leader_operations(
                 *_placement_operations(keys, view, generation),
                 Put(single("generation"), encode_generation(generation)),
                 Delete(single("closing")),
+                Delete(single("release")),
                 Delete(single("persist")),
                 # Verdicts and restarts name ranks of the generation before.
                 Delete(single("verdicts")),
@@ -214,6 +234,8 @@ def leader_operations(
         case actions.CancelPersist(request, reason, count):
             failure = StoreFailure(request.commit.snapshot.step, reason, wall_s, count)
             return (Put(single("store_failure"), failure.encode()), Delete(single("persist")))
+        case actions.ReleaseMembers(release):
+            return (Put(single("release"), release.encode()),)
         case actions.RecordLoaded(checkpoint):
             return (Put(single("checkpoint"), checkpoint.encode()),)
         case actions.RecordRecovery(history):

@@ -17,6 +17,7 @@ from keepstep.elastic.rendezvous.records import (
     Eviction,
     Generation,
     History,
+    Leadership,
     Member,
     NodePhase,
     NodeRecord,
@@ -26,6 +27,7 @@ from keepstep.elastic.rendezvous.records import (
     PublishedVerdict,
     PublishedVerdicts,
     Record,
+    Release,
     RestartRequest,
     Result,
     SnapshotCommit,
@@ -46,9 +48,19 @@ _SINGLE: Mapping[str, type[Record]] = {
     "checkpoint": CheckpointRecord,
     "store_failure": StoreFailure,
     "history": History,
+    "leadership": Leadership,
+    "release": Release,
     "result": Result,
     "verdicts": PublishedVerdicts,
 }
+
+_FOLLOWED = frozenset(
+    (
+        "secret", "leadership", "generation", "closing", "release", "snapshot", "persist",
+        "checkpoint", "result",
+    )
+)  # fmt: skip
+"""The documents that every agent follows, beside placements, evictions and restarts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +74,29 @@ class Keys:
         """Prefix of all of the job's keys."""
         return f"/keepstep/{self.job}/"
 
-    def node(self, node: str) -> str:
-        """Key of a node's record."""
+    @property
+    def followed(self) -> str:
+        """Prefix of the keys that every agent follows; the leader alone follows all of the job's.
+
+        Its number of changes does not depend on the number of nodes.
+        """
+        return f"{self.prefix}control/"
+
+    def node(self, node: str = "") -> str:
+        """Key of a node's record; without a node the prefix of all of them."""
         return f"{self.prefix}nodes/{node}"
 
     def eviction(self, node: str) -> str:
         """Key whose presence asks a node to leave and not come back."""
-        return f"{self.prefix}evictions/{node}"
+        return f"{self.followed}evictions/{node}"
 
     def restart(self, rank: int | None = None) -> str:
         """Key whose presence asks for a rank's worker to be restarted; None for their prefix."""
-        return f"{self.prefix}restarts/{'' if rank is None else rank}"
+        return f"{self.followed}restarts/{'' if rank is None else rank}"
 
     def placement(self, generation: int) -> str:
         """Key that names the members of a generation."""
-        return f"{self.prefix}placements/{generation}"
+        return f"{self.followed}placements/{generation}"
 
     def chunk(self, digest: str = "") -> str:
         """Key of some of a generation's members; without a digest the prefix of all of them."""
@@ -84,7 +104,11 @@ class Keys:
 
     def single(self, name: str) -> str:
         """Key of one of the job-wide documents, such as `generation`."""
-        return f"{self.prefix}{name}"
+        return f"{self.followed if name in _FOLLOWED else self.prefix}{name}"
+
+    def name(self, key: str) -> str:
+        """Return a key without its prefixes."""
+        return key.removeprefix(self.prefix).removeprefix("control/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +121,20 @@ class JoinedNode:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything the coordinator holds of a job at one revision."""
+    """What the coordinator holds of a job at one revision.
+
+    The leader's view shows everything. A follower's shows what is under `Keys.followed` and the
+    members that placements list: no nodes, and no history, store failures or verdicts.
+    """
 
     revision: int = 0
     nodes: Mapping[str, JoinedNode] = field(default_factory=dict)
     evictions: Mapping[str, Eviction] = field(default_factory=dict)
     restarts: Mapping[int, RestartRequest] = field(default_factory=dict)
     generation: Generation | None = None
+    leadership: Leadership | None = None
     closing: Closing | None = None
+    release: Release | None = None
     snapshot: SnapshotCommit | None = None
     persist: PersistRequest | None = None
     checkpoint: CheckpointRecord | None = None
@@ -133,8 +163,8 @@ class View:
 
     @property
     def leader(self) -> str | None:
-        """The node that decides: the one that joined first among those present."""
-        return min(self.nodes, key=lambda node: self.nodes[node].created, default=None)
+        """The node that decides; None while nobody has taken the lead."""
+        return self.leadership.node if self.leadership is not None else None
 
     @property
     def is_closing(self) -> bool:
@@ -178,12 +208,36 @@ def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
 
 def _order(keys: Keys, change: Change) -> int:
     """Return the order within a revision: members are known before what is about them."""
-    section, _, _ = change.key.removeprefix(keys.prefix).partition("/")
+    section, _, _ = keys.name(change.key).partition("/")
     if section not in ("members", "placements"):
         return 2
     if change.value is None:
         return 3
     return 0 if section == "members" else 1
+
+
+def missing_chunks(keys: Keys, view: View, items: Iterable[KeyValue]) -> frozenset[str]:
+    """Return the digests of members that placements among these items list and a view lacks."""
+    listed: set[str] = set()
+    for item in items:
+        if keys.name(item.key).startswith("placements/"):
+            listed.update(Placement.decode(item.value).chunks)
+    return frozenset(listed - view.chunks.keys())
+
+
+def with_chunks(keys: Keys, view: View, items: Iterable[KeyValue]) -> View:
+    """Add members, under their own keys, that a follower has read."""
+    changes = (Change(item.key, item, view.revision) for item in items)
+    return apply(keys, view, changes)
+
+
+def without_unlisted_chunks(view: View) -> View:
+    """Forget members that no placement lists; a follower is not told when they are removed."""
+    listed = {digest for placement in view.placements.values() for digest in placement.chunks}
+    if len(listed) == len(view.chunks):
+        return view
+    chunks = {digest: chunk for digest, chunk in view.chunks.items() if digest in listed}
+    return replace(view, chunks=chunks)
 
 
 def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
@@ -210,7 +264,7 @@ def with_reports(view: View, reports: Mapping[str, NodeReport]) -> View:
 
 def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[str, Any]:
     """Return the view's fields that one key's new value changes; None if the key was deleted."""
-    name = key.removeprefix(keys.prefix)
+    name = keys.name(key)
     section, _, rest = name.partition("/")
     if section == "nodes":
         nodes = dict(view.nodes)

@@ -7,7 +7,7 @@ keys. `EtcdStore` and `MemoryStore` implement the contract and pass one contract
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,8 +100,11 @@ class Store(Protocol):
     Implementations retry transient faults; after a deadline they raise `StoreUnavailable`.
     """
 
-    async def read(self, prefix: str) -> Listing:
-        """Return all keys that begin with `prefix`, linearizably."""
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
+        """Return the keys that begin with `prefix`, linearizably; with `limit` the first so many.
+
+        A key that equals the prefix comes first.
+        """
         ...
 
     async def commit(
@@ -130,7 +133,7 @@ class Store(Protocol):
         """End a lease now, deleting its keys. Revoking an ended lease is not an error."""
         ...
 
-    def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
+    def watch(self, prefix: str, after: int) -> AsyncGenerator[tuple[Change, ...] | Reset]:
         """Yield every change under `prefix` after revision `after`, in order and exactly once.
 
         One item holds all changes of one revision. The watch survives outages, leader changes and

@@ -22,7 +22,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -149,9 +149,11 @@ class EtcdStore:
             raise
         return store
 
-    async def read(self, prefix: str) -> Listing:
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
         """See `Store.read`."""
-        request = rpc_pb2.RangeRequest(key=prefix.encode(), range_end=_prefix_end(prefix))
+        request = rpc_pb2.RangeRequest(
+            key=prefix.encode(), range_end=_prefix_end(prefix), limit=limit
+        )
         reply = await self._call(lambda endpoint: endpoint.kv.Range(request, **self._options()))
         return Listing(reply.header.revision, tuple(_key_value(item) for item in reply.kvs))
 
@@ -202,7 +204,7 @@ class EtcdStore:
         except LeaseLost:
             return
 
-    async def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
+    async def watch(self, prefix: str, after: int) -> AsyncGenerator[tuple[Change, ...] | Reset]:
         """See `Store.watch`."""
         backoff_s = _BACKOFF_S
         is_token_new = False

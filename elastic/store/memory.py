@@ -7,7 +7,7 @@ drops old changes as etcd does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from keepstep.elastic.errors import LeaseLost
 from keepstep.elastic.store.contract import (
@@ -36,13 +36,13 @@ class MemoryStore:
         self._log: list[tuple[Change, ...]] = []
         self._changed = asyncio.Condition()
 
-    async def read(self, prefix: str) -> Listing:
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
         """See `Store.read`."""
         items = sorted(
             (item for key, item in self._items.items() if key.startswith(prefix)),
             key=lambda item: item.key,
         )
-        return Listing(self._revision, tuple(items))
+        return Listing(self._revision, tuple(items[: limit or None]))
 
     async def commit(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
@@ -81,7 +81,7 @@ class MemoryStore:
                 [Delete(key) for key, item in self._items.items() if item.lease == lease]
             )
 
-    async def watch(self, prefix: str, after: int) -> AsyncIterator[tuple[Change, ...] | Reset]:
+    async def watch(self, prefix: str, after: int) -> AsyncGenerator[tuple[Change, ...] | Reset]:
         """See `Store.watch`."""
         while True:
             if after < self._compacted:

@@ -8,14 +8,22 @@ the view that all mirrors share; production's `invariants.check_transition` chec
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from keepstep.elastic.errors import LeaseLost
-from keepstep.elastic.rendezvous import invariants
+from keepstep.elastic.rendezvous import invariants, placements, transactions
+from keepstep.elastic.rendezvous.records import History
 from keepstep.elastic.rendezvous.transactions import Transaction
-from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
+from keepstep.elastic.rendezvous.view import (
+    Keys,
+    View,
+    apply,
+    from_listing,
+    without_unlisted_chunks,
+)
 from keepstep.elastic.store.contract import Committed, Listing
 from keepstep.elastic.store.memory import MemoryStore
 from tests.sim.rules import must
@@ -40,6 +48,29 @@ class Sender:
     version: int = 0
 
 
+@contextmanager
+def small_requests() -> Iterator[None]:
+    """Have a generation of few nodes opened by several transactions, as one of thousands is."""
+    large = placements.MEMBERS_PER_CHUNK, transactions.MAX_OPERATIONS
+    placements.MEMBERS_PER_CHUNK, transactions.MAX_OPERATIONS = 1, 12
+    try:
+        yield
+    finally:
+        placements.MEMBERS_PER_CHUNK, transactions.MAX_OPERATIONS = large
+
+
+def followed(view: View) -> View:
+    """Return what a follower's mirror shows of a view."""
+    revisions = {
+        name: at for name, at in view.revisions.items()
+        if KEYS.single(name).startswith(KEYS.followed)
+    }  # fmt: skip
+    shown = replace(
+        view, nodes={}, history=History(), store_failure=None, verdicts=None, revisions=revisions
+    )
+    return without_unlisted_chunks(shown)
+
+
 def complete(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine that never waits."""
     try:
@@ -61,6 +92,7 @@ class Coordinator:
         self._in_flight: list[tuple[float, Transaction, Sender]] = []
         self._now_s = 0.0
         self._versions: dict[tuple[str, int], int] = {}
+        self._followed: dict[int, View] = {}
         self.away_until_s = 0.0
         self.is_reliable = False
 
@@ -72,6 +104,12 @@ class Coordinator:
     def view_at(self, revision: int) -> View:
         """Return the view at a revision."""
         return self._views[revision - 1]
+
+    def followed_at(self, revision: int) -> View:
+        """Return what a follower mirrors at a revision, as if folded from what it watches."""
+        if revision not in self._followed:
+            self._followed[revision] = followed(self.view_at(revision))
+        return self._followed[revision]
 
     def grant(self, ttl_s: float) -> int:
         """Grant a lease."""
@@ -149,6 +187,13 @@ class Coordinator:
         """Read the keys as a mirror does at its beginning, which must equal the folded changes."""
         view = from_listing(KEYS, complete(self._store.read(KEYS.prefix)))
         must(view == self.view, "a listing equals the folded changes")
+        listing = complete(self._store.read(KEYS.followed))
+        chunks = complete(self._store.read(KEYS.chunk())).items
+        mirror = from_listing(KEYS, Listing(listing.revision, (*chunks, *listing.items)))
+        must(
+            without_unlisted_chunks(mirror) == self.followed_at(listing.revision),
+            "a follower's listing equals what it folds",
+        )
         return view
 
     def stored(self, key: str) -> Any:

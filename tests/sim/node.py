@@ -90,7 +90,7 @@ class Node:
             node=self.name,
             host="h",
             nproc=RANKS,
-            agent=f"{self.name}:{self.number}",
+            agent=self.agent,
             server="",
             store_port=5,
             lease=0,
@@ -107,6 +107,7 @@ class Node:
         self.modified = 0
         self.version = 0
         self.revision = 1
+        self.mirrors_all = False
         self.written: NodeRecord | None = None
         self.joining: tuple[Transaction, Lease, NodeRecord] | None = None
         self.join_began_s: float | None = None
@@ -150,14 +151,22 @@ class Node:
         self._update(server=self.server, sealed=(), protected=(), persisted=None)
 
     @property
+    def agent(self) -> str:
+        """Where the agent is reached."""
+        return f"{self.name}:{self.number}"
+
+    @property
     def is_member(self) -> bool:
         """Whether the process believes that it is a member."""
         return self.created > 0
 
     @property
     def view(self) -> View:
-        """The node's mirror of the job."""
-        return self.simulation.coordinator.view_at(self.revision)
+        """The node's mirror: a leader's shows all of the job, a follower's what all follow."""
+        coordinator = self.simulation.coordinator
+        if self.mirrors_all:
+            return coordinator.view_at(self.revision)
+        return coordinator.followed_at(self.revision)
 
     @property
     def sender(self) -> Sender:
@@ -289,11 +298,9 @@ class Node:
         newest = self.simulation.coordinator.view.revision
         is_caught_up = self.simulation.is_calm or self.rng.random() < 0.7
         self.revision = newest if is_caught_up else self.rng.randint(self.revision, newest)
-        if not standing.is_member(self.view, self.name, self.created):
-            raise LeaseLost("declared gone")
-        if self.revision == newest:
-            own = self.view.nodes.get(self.name)
-            must(own is not None and own.created == self.created, "a name has one owner")
+        if self._led_since() and not self.mirrors_all:
+            self.mirrors_all = True
+            self.revision = newest
 
     def _write_record(self) -> None:
         """Write the record until the coordinator holds it, as `Membership._write_record`."""
@@ -318,11 +325,15 @@ class Node:
         self.written, self.unknown_record = record, None
 
     def _lead(self) -> None:
-        """Decide and act, as `Membership._lead`."""
+        """Take the lead if nobody has it, decide and act, as `Membership._lead`."""
         now_s = self.simulation.now_s
-        if not standing.leads(self.view, self.name):
+        if not self._led_since():
             self.leader_state = LeaderState()
             self.decided_at_revision = 0
+            if self.view.leader is None:
+                self._take_lead()
+            return
+        if not self.mirrors_all:
             return
         if self.publishing is not None:
             self._continue_publishing(self.publishing)
@@ -350,6 +361,18 @@ class Node:
             self.publishing = Publishing(decision.action, view)
         else:
             self._perform(view, decision.action)
+
+    def _led_since(self) -> int:
+        """The revision at which this membership took the lead; 0 if it has not."""
+        return standing.led_since(self.view, self.lease.id) if self.lease is not None else 0
+
+    def _take_lead(self) -> None:
+        assert self.written is not None
+        attempt = transactions.take_lead(KEYS, self.view, self.written, self.created)
+        try:
+            self.simulation.coordinator.send(attempt, self.sender)
+        except UnknownOutcome:
+            return  # The view will show it, or it is tried again.
 
     def _continue_publishing(self, publishing: Publishing) -> None:
         if not self.simulation.is_calm and self.rng.random() < 0.6:
@@ -381,7 +404,7 @@ class Node:
 
     def _perform(self, view: View, action: actions.Action) -> None:
         now_s = self.simulation.now_s
-        parts = transactions.lead(KEYS, view, self.name, self.created, action, now_s)
+        parts = transactions.lead(KEYS, view, self._led_since(), action, now_s)
         invariants.check_transition(view, transactions.preview(KEYS, view, parts))
         self.lead_after = (self.revision, now_s + UNKNOWN_WAIT_S)
         for part in parts:
@@ -432,7 +455,7 @@ class Node:
         if self.leaving_since_s is not None:
             self._update(leaving=True)
             is_overdue = now_s >= self.leaving_since_s + GRACE_S
-            if is_overdue or decide.may_leave(self.simulation.policy, view, self.name):
+            if is_overdue or decide.may_leave(view, self.name):
                 return True
         if self.has_lost_server:
             self.drained_generation = self.worker_generation
@@ -607,10 +630,9 @@ class Node:
         return {"sealed": tuple(sorted(sealed)), "protected": tuple(sorted(protected))}
 
     def _report(self, view: View) -> None:
-        leader = view.leader
-        if leader is None:
+        if view.leadership is None:
             return
-        address = view.nodes[leader].record.server
+        address = view.leadership.agent
         report = NodeReport(
             node=self.name,
             lease=self.record.lease,

@@ -4,7 +4,8 @@ What runs is production's: `decide`, `transactions`, `standing`, `view`, `checkp
 `invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in
 between is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease
 or a worker, leave, are evicted and come back under their names; transactions are confirmed, late or
-lost; storage fails; leaders decide on views that are out of date.
+lost; storage fails; leaders decide on views that are out of date. Followers see what production's
+followers watch, and large openings take several transactions, as those of thousands of nodes do.
 
 Production's invariants are checked on every revision, on every record and on every action. The
 rules here compare the coordinator's documents with what memory and storage really hold. In the end
@@ -31,7 +32,7 @@ from keepstep.elastic.rendezvous.records import (
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.contract import Delete, Modified, Put
-from tests.sim.coordinator import KEYS, Coordinator, Sender
+from tests.sim.coordinator import KEYS, Coordinator, Sender, small_requests
 from tests.sim.node import Node
 from tests.sim.rules import must
 from tests.sim.storage import Storage
@@ -85,6 +86,10 @@ class Simulation:
 
     def run(self) -> None:
         """Disturb, then leave in peace; the job must run again, commit, store, and finish."""
+        with small_requests():
+            self._run()
+
+    def _run(self) -> None:
         for _ in range(self.policy.max_nodes):
             self._start_node()
         for _ in range(DISTURBED_TICKS):
@@ -119,9 +124,7 @@ class Simulation:
 
     def probe(self, record: NodeRecord) -> bool | None:
         """Ask whether an agent lives; None if that cannot be found out."""
-        owner = next(
-            (n for n in self.nodes if f"{n.name}:{n.number}" == record.agent and n.is_alive), None
-        )
+        owner = next((n for n in self.nodes if n.agent == record.agent and n.is_alive), None)
         if owner is None:
             return None if self.rng.random() < 0.3 and not self.is_calm else False
         is_reached = self.now_s >= max(owner.cut_off_until_s, owner.stalled_until_s)
@@ -137,7 +140,7 @@ class Simulation:
 
     def deliver(self, report: NodeReport, address: str) -> None:
         """Bring a report to the process that a node takes for the leader, if it is reached."""
-        leader = self.servers.get(address)
+        leader = next((n for n in self.nodes if n.agent == address and n.is_alive), None)
         if leader is not None:
             leader.reports[report.node] = report
             leader.decided_at_revision = 0

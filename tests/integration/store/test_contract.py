@@ -56,6 +56,17 @@ def test_read_returns_keys_in_order(play: Callable[[Scenario], None]) -> None:
     play(scenario)
 
 
+def test_limited_read_begins_with_the_key_itself(play: Callable[[Scenario], None]) -> None:
+    async def scenario(store: Store) -> None:
+        puts = [Put(f"/t/{name}", b"1") for name in ("n10", "n1", "n11", "m")]
+        await store.commit((), puts)
+        for limit, keys in ((1, ["/t/n1"]), (2, ["/t/n1", "/t/n10"]), (9, 3), (0, 3)):
+            found = [item.key for item in (await store.read("/t/n1", limit=limit)).items]
+            assert found == keys or len(found) == keys
+
+    play(scenario)
+
+
 def test_transaction_with_a_false_condition_changes_nothing(
     play: Callable[[Scenario], None],
 ) -> None:

@@ -16,7 +16,7 @@ def test_workers_of_the_second_node_follow_those_of_the_first() -> None:
     )
     resume = SnapshotCommit(SnapshotId(1, 40), members)
     generation = Generation(2, members, "host-a", 29500, "lost c", resume=resume)
-    assignments = assignments_of(generation, members[1], CONTEXT, 1e-6)
+    assignments = assignments_of(generation, members[1], CONTEXT)
     assert [place.rank for place in assignments] == [3, 4]
     assert [place.local_rank for place in assignments] == [0, 1]
     first = assignments[0]

@@ -3,7 +3,9 @@
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -17,6 +19,7 @@ from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import Keys, from_listing
 from keepstep.elastic.store.contract import (
+    Change,
     Committed,
     Created,
     Delete,
@@ -177,9 +180,9 @@ def test_action_that_breaks_an_invariant_stops_its_leader_and_writes_nothing() -
 class Interleaved(MemoryStore):
     """Lets other tasks go on before each call, as a coordinator over a network does."""
 
-    async def read(self, prefix: str) -> Listing:
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
         await asyncio.sleep(0)
-        return await super().read(prefix)
+        return await super().read(prefix, limit)
 
     async def commit(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
@@ -201,9 +204,9 @@ class Away(MemoryStore):
             self.refused.set()
             raise StoreUnavailable("no answer")
 
-    async def read(self, prefix: str) -> Listing:
+    async def read(self, prefix: str, limit: int = 0) -> Listing:
         self._answer()
-        return await super().read(prefix)
+        return await super().read(prefix, limit)
 
     async def commit(
         self, conditions: Sequence[Modified | Created], operations: Sequence[Put | Delete]
@@ -274,10 +277,127 @@ def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> Non
         secret = await other.join()
         member = joining(store, secret)
         assert await member.join() == secret
-        assert member.view.nodes["a"].record.sealed == (snapshot,)
+        assert member.record.sealed == (snapshot,)
         another = MemoryStore()
         member = joining(another, secret)
         assert await member.join() != secret
-        assert member.view.nodes["a"].record.sealed == ()
+        assert member.record.sealed == ()
+
+    asyncio.run(scenario())
+
+
+class Watched(MemoryStore):
+    """Counts the changes that its watchers are told of, by the first part of their keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: Counter[str] = Counter()
+
+    async def watch(self, prefix: str, after: int) -> AsyncGenerator[tuple[Change, ...] | Reset]:
+        async for item in super().watch(prefix, after):
+            assert not isinstance(item, Reset)
+            sections = (change.key.removeprefix(Keys("job").prefix) for change in item)
+            self.told.update(section.partition("/")[0] for section in sections)
+            yield item
+
+
+class Job:
+    """Members of one job; the first one leads."""
+
+    def __init__(self, store: MemoryStore, policy: RendezvousPolicy) -> None:
+        self.members: list[Membership] = []
+        self._store = store
+        self._policy = policy
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, node: str) -> None:
+        record = replace(RECORD, node=node, agent=f"{node}:1", server=f"tcp:{node}:2")
+        member = Membership(
+            self._store, "job", self._policy, record, 30.0, self._changed.set, publish_nothing
+        )
+        await member.join()
+        self.members.append(member)
+        self._tasks.append(asyncio.create_task(member.run()))
+        await self.until(lambda: self.members[0].leads)
+
+    async def until(self, is_reached: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not is_reached():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(store: MemoryStore, nodes: Sequence[str]) -> AsyncIterator[Job]:
+    """Run members that join in this order, until all have seen the first generation."""
+    job = Job(store, replace(POLICY, min_nodes=len(nodes), max_nodes=len(nodes)))
+    try:
+        for node in nodes:
+            await job.start(node)
+        await job.until(lambda: all(m.view.generation_number == 1 for m in job.members))
+        yield job
+    finally:
+        await job.close()
+
+
+def test_followers_are_told_nothing_of_other_nodes_records() -> None:
+    async def scenario() -> None:
+        store = Watched()
+        async with running(store, "abc") as job:
+            members = job.members
+            before = store.told["nodes"]
+            for step in range(1, 11):
+                for member in members:
+                    member.update(generation=1, phase=NodePhase.RUNNING, step=step)
+                await job.until(
+                    lambda step=step: all(  # type: ignore[misc]
+                        joined.record.step == step for joined in members[0].view.nodes.values()
+                    )
+                )
+            assert store.told["nodes"] - before == 30
+            assert [len(member.view.nodes) for member in members] == [3, 0, 0]
+
+    asyncio.run(scenario())
+
+
+def test_follower_that_takes_the_lead_reads_all_nodes_and_decides() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        async with running(store, "abc") as job:
+            members = job.members
+            await store.revoke(members[0].record.lease)
+            others = members[1:]
+            await job.until(lambda: any(member.leads for member in others))
+            await job.until(lambda: all(member.view.is_closing for member in others))
+            assert [member.leads for member in others].count(True) == 1
+            (leader,) = (member for member in others if member.leads)
+            assert set(leader.view.nodes) == {"b", "c"}
+            assert leader.view.closing is not None
+            assert leader.view.closing.reason == "lost a"
+
+    asyncio.run(scenario())
+
+
+def test_follower_that_missed_a_generation_whose_members_are_removed_reads_anew() -> None:
+    async def scenario() -> None:
+        store = Watched()
+        keys = Keys("job")
+        async with running(store, "ab") as job:
+            leader, follower = job.members
+            listing = await store.read(keys.chunk())
+            follower.view = replace(follower.view, chunks={})
+            await store.commit((), tuple(Delete(item.key) for item in listing.items))
+            item = (await store.read(keys.placement(1))).items[0]
+            change = Change(item.key, item, follower.view.revision + 1)
+            assert not await follower._fold((change,))
+            await store.commit((), tuple(Put(item.key, item.value) for item in listing.items))
+            view = await follower._read_followed()
+            assert view.generation == leader.view.generation
 
     asyncio.run(scenario())

@@ -48,7 +48,7 @@ def program(code: str) -> Command:
 
 def places(generation: int, size: int = 2) -> tuple[Assignment, ...]:
     member = Member("a", "h", size, 0, "h:1", "tcp:h:2")
-    return assignments_of(Generation(generation, (member,), "h", 1, "start"), member, CONTEXT, 0.0)
+    return assignments_of(Generation(generation, (member,), "h", 1, "start"), member, CONTEXT)
 
 
 class Group(WorkerGroup):

@@ -56,12 +56,14 @@ from keepstep.elastic.rendezvous.records import (
     Failure,
     Generation,
     History,
+    Leadership,
     NodePhase,
     NodeRecord,
     NodeReport,
     PersistedPart,
     PersistRequest,
     Record,
+    Release,
     RestartRequest,
     Result,
     SnapshotCommit,
@@ -131,7 +133,7 @@ class Case:
         elif found := re.fullmatch(r"([\d.]+) s pass", line):
             self.now_s += float(found[1])
         elif found := re.fullmatch(r"may (\w+) leave\?", line):
-            return ["yes" if may_leave(self.policy, self._leaders_view(), found[1]) else "no"]
+            return ["yes" if may_leave(self._leaders_view(), found[1]) else "no"]
         elif found := re.fullmatch(r"lease of (\w+) ends", line):
             self._delete(KEYS.node(found[1]))
             del self.memory[found[1]]
@@ -155,6 +157,7 @@ class Case:
     def decide(self) -> list[str]:
         """Let the leader decide and act until it waits; return each decision and its changes."""
         output: list[str] = []
+        self._choose_leader()
         for _ in range(_MAX_DECISIONS):
             view = self._leaders_view()
             if view.leader is None:
@@ -170,6 +173,17 @@ class Case:
             output.append(f"{view.leader}: {type(decision.action).__name__}")
             output += [f"  {text}" for text in self._describe_changes(before)]
         raise AssertionError(f"the leader still acts after {_MAX_DECISIONS} decisions: {output}")
+
+    def _choose_leader(self) -> None:
+        """Let who joined first take the lead if nobody has it."""
+        nodes = self.view.nodes
+        if self.view.leader is None and nodes:
+            record = nodes[min(nodes, key=lambda node: nodes[node].created)].record
+            self._put(
+                KEYS.single("leadership"),
+                Leadership(record.node, record.agent, record.lease),
+                record.lease,
+            )
 
     def _describe_wait(self, again_at_s: float | None, message: str) -> str:
         until = "" if again_at_s is None else f" until {again_at_s:g} s"
@@ -188,9 +202,7 @@ class Case:
                 lines += [f"{name}: {head}", *(f"  {text}" for text in rest)]
         # How members are written is not for a reader of cases.
         documents = (key for key in before if "/members/" not in key and "/placements/" not in key)
-        deleted = sorted(
-            key.removeprefix(KEYS.prefix) for key in documents if key not in self._items
-        )
+        deleted = sorted(KEYS.name(key) for key in documents if key not in self._items)
         return [*lines, *(f"{name}: deleted" for name in deleted)]
 
     def _leaders_view(self) -> View:
@@ -362,7 +374,12 @@ class Case:
         self._apply((Put(key, record.encode(), lease),))
 
     def _delete(self, key: str) -> None:
-        self._apply((Delete(key),))
+        """Delete a key, and with a node's all that is under the same lease."""
+        lease = self._items[key].lease
+        self._apply(
+            [Delete(k) for k, item in self._items.items() if lease and item.lease == lease]
+            or [Delete(key)]
+        )
 
     def _perform(self, action: actions.Action) -> None:
         if isinstance(action, actions.Publish) and self._manifest_failure:
@@ -409,6 +426,8 @@ def describe(record: Record) -> list[str]:
                 f'generation {record.generation} "{record.reason}", {how}, '
                 f"detected {_time(record.detected_at_s)}"
             ]
+        case Release():
+            return [f"those who leave generation {record.generation}"]
         case SnapshotCommit():
             return _describe_commit(record)
         case PersistRequest():

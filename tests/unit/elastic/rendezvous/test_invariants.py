@@ -9,7 +9,14 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated
-from keepstep.elastic.rendezvous.actions import Action, Commit, Open, Persist, Publish
+from keepstep.elastic.rendezvous.actions import (
+    Action,
+    Commit,
+    Open,
+    Persist,
+    Publish,
+    ReleaseMembers,
+)
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
@@ -24,10 +31,12 @@ from keepstep.elastic.rendezvous.records import (
     Closing,
     Eviction,
     Generation,
+    Leadership,
     NodePhase,
     NodeRecord,
     PersistedPart,
     PersistRequest,
+    Release,
     Result,
     ShardRebuild,
     SnapshotCommit,
@@ -76,6 +85,7 @@ OPEN = View(
 CLOSED = replace(OPEN, closing=CLOSING, revisions={**OPEN.revisions, "closing": 7})
 OPENED = replace(OPEN, generation=SECOND)
 STORING = replace(OPEN, persist=REQUEST, revisions={**OPEN.revisions, "persist": 6})
+LEADERSHIP = Leadership("a", "a:1", 7)
 STORED = CheckpointRecord(step=4, generation=1, url="/c", at_s=0.0)
 
 
@@ -117,6 +127,9 @@ ALLOWED: dict[str, Callable[[], None]] = {
             )
         ),
     ),
+    "a leader after another": changed(OPEN, leadership=LEADERSHIP),
+    "a release": changed(CLOSED, release=Release(1)),
+    "a release, checked": acted(CLOSED, ReleaseMembers(Release(1))),
     "a newer commit": changed(OPEN, snapshot=replace(COMMIT, snapshot=SnapshotId(1, 5))),
     "commit": acted(OPEN, Commit(COMMIT)),
     "a request to store": changed(OPEN, persist=REQUEST),
@@ -215,6 +228,18 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "a commit of another generation": (
         "only the current generation's snapshots are committed",
         changed(replace(OPENED, snapshot=None), snapshot=COMMIT),
+    ),
+    "a second leader": (
+        "a leader leads until its lease ends",
+        changed(replace(OPEN, leadership=LEADERSHIP), leadership=Leadership("b", "b:1", 8)),
+    ),
+    "a release while the generation is open": (
+        "members are released from a generation that closes",
+        changed(OPEN, release=Release(1)),
+    ),
+    "a release before all have drained": (
+        "all that remain of the last one have drained",
+        acted(with_record(CLOSED, "b", phase=NodePhase.RUNNING), ReleaseMembers(Release(1))),
     ),
     "closed twice": ("a generation is closed once", changed(CLOSED, closing=None)),
     "closing of an older generation": (

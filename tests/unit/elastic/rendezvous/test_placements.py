@@ -75,12 +75,12 @@ def test_members_are_read_as_they_were_placed(count: int) -> None:
 def test_16384_nodes_are_placed_by_requests_that_etcd_takes() -> None:
     records = records_of(16384)
     first = generation_of(1, records)
-    parts = transactions.lead(KEYS, View(), records[0].node, 1, Open(first), 0.0)
+    parts = transactions.lead(KEYS, View(), 1, Open(first), 0.0)
     view = fold(View(), parts)
     assert view.generation == first
     resume = SnapshotCommit(SnapshotId(1, 7), first.members, first.parity)
     second = generation_of(2, records[:-1], first.members, resume=resume)
-    parts += transactions.lead(KEYS, view, records[0].node, 1, Open(second), 0.0)
+    parts += transactions.lead(KEYS, view, 1, Open(second), 0.0)
     view = fold(view, parts[-1:])
     assert (view.generation, view.snapshot) == (second, resume)
     assert max(nbytes_of(part) for part in parts) < MAX_REQUEST_NBYTES
@@ -91,9 +91,9 @@ def test_commit_is_of_the_same_size_at_any_number_of_nodes() -> None:
     sizes = set()
     for count in (4, 4096):
         generation = generation_of(1, records_of(count))
-        view = fold(View(), transactions.lead(KEYS, View(), "a", 1, Open(generation), 0.0))
+        view = fold(View(), transactions.lead(KEYS, View(), 1, Open(generation), 0.0))
         commit = SnapshotCommit(SnapshotId(1, 7), generation.members, generation.parity)
-        parts = transactions.lead(KEYS, view, "a", 1, Commit(commit), 0.0)
+        parts = transactions.lead(KEYS, view, 1, Commit(commit), 0.0)
         sizes.add(sum(map(nbytes_of, parts)))
         assert fold(view, parts).snapshot == commit
     assert len(sizes) == 1
@@ -102,10 +102,10 @@ def test_commit_is_of_the_same_size_at_any_number_of_nodes() -> None:
 def test_generation_without_one_node_shares_most_chunks_with_the_one_before() -> None:
     records = records_of(1000)
     first = generation_of(1, records)
-    view = fold(View(), transactions.lead(KEYS, View(), "a", 1, Open(first), 0.0))
+    view = fold(View(), transactions.lead(KEYS, View(), 1, Open(first), 0.0))
     lost = [record for n, record in enumerate(records) if n != 300]
     second = generation_of(2, lost, first.members)
-    (part,) = transactions.lead(KEYS, view, "a", 1, Open(second), 0.0)
+    (part,) = transactions.lead(KEYS, view, 1, Open(second), 0.0)
     written = [o for o in part.operations if isinstance(o, Put) and o.key.startswith(KEYS.chunk())]
     assert len(written) == 2
     assert sum(len(o.value) for o in part.operations if isinstance(o, Put)) < 10_000
@@ -115,7 +115,7 @@ def test_what_no_placement_lists_is_removed_when_the_next_generation_is_opened()
     generations = [generation_of(n, records_of(4)[n - 1 :]) for n in (1, 2, 3)]
     view = View()
     for generation in generations:
-        (part,) = transactions.lead(KEYS, view, "a", 1, Open(generation), 0.0)
+        (part,) = transactions.lead(KEYS, view, 1, Open(generation), 0.0)
         view = fold(view, [part])
     digests = [next(iter(place(generation.members)[1])) for generation in generations]
     assert Delete(KEYS.chunk(digests[0])) in part.operations
@@ -126,21 +126,21 @@ def test_what_no_placement_lists_is_removed_when_the_next_generation_is_opened()
 def test_placement_stays_as_long_as_a_generation_resumes_from_its_snapshot() -> None:
     first = generation_of(1, records_of(3))
     resume = SnapshotCommit(SnapshotId(1, 7), first.members, first.parity)
-    view = fold(View(), transactions.lead(KEYS, View(), "a", 1, Open(first), 0.0))
+    view = fold(View(), transactions.lead(KEYS, View(), 1, Open(first), 0.0))
     for number in (2, 3, 4):
         following = generation_of(number, records_of(2), first.members, resume=resume)
-        view = fold(view, transactions.lead(KEYS, view, "a", 1, Open(following), 0.0))
+        view = fold(view, transactions.lead(KEYS, view, 1, Open(following), 0.0))
         assert set(view.placements) == {1, number}
         assert view.snapshot == resume
 
 
 def test_holders_of_a_snapshot_that_storage_completes_are_those_that_are_left() -> None:
     first = generation_of(1, records_of(3))
-    view = fold(View(), transactions.lead(KEYS, View(), "a", 1, Open(first), 0.0))
+    view = fold(View(), transactions.lead(KEYS, View(), 1, Open(first), 0.0))
     lost = first.members[1].node
     left = tuple(member for member in first.members if member.node != lost)
     commit = SnapshotCommit(SnapshotId(1, 7), left, 1, stored="/c", absent=(lost,))
-    assert fold(view, transactions.lead(KEYS, view, "a", 1, Commit(commit), 0.0)).snapshot == commit
+    assert fold(view, transactions.lead(KEYS, view, 1, Commit(commit), 0.0)).snapshot == commit
 
 
 def test_chunk_that_is_missing_or_another_is_a_usage_error() -> None:

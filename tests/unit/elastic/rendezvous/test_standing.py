@@ -6,15 +6,21 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, UsageError
-from keepstep.elastic.rendezvous.records import Generation, Member, NodePhase, NodeRecord, Result
+from keepstep.elastic.rendezvous.records import (
+    Generation,
+    Leadership,
+    Member,
+    NodePhase,
+    NodeRecord,
+    Result,
+)
 from keepstep.elastic.rendezvous.standing import (
     AwaitPredecessor,
     Join,
     Lease,
     RemoveFinishedJob,
-    is_member,
     joining_again,
-    leads,
+    led_since,
     may_revoke_predecessor,
     next_join_step,
     settle_record,
@@ -49,12 +55,12 @@ def test_lease_is_counted_from_the_request_and_given_up_when_an_outage_lasts_too
     assert lease.renewed(ttl_s=4.0, asked_s=12.0) == Lease(7, ttl_s=4.0, until_s=16.0)
 
 
-def test_member_owns_the_key_that_its_membership_created() -> None:
-    view = view_of(RECORD, replace(RECORD, node="b"))
-    assert is_member(view, "a", created=3)
-    assert not is_member(view, "a", created=2)
-    assert not is_member(view, "c", created=3)
-    assert (leads(view, "a"), leads(view, "b")) == (True, False)
+def test_membership_leads_from_when_it_took_the_lead_under_its_lease() -> None:
+    leadership = Leadership("a", "h:1", lease=7)
+    view = view_of(RECORD, leadership=leadership, revisions={"leadership": 5})
+    assert led_since(view, lease=7) == 5
+    assert led_since(view, lease=8) == 0
+    assert led_since(view_of(RECORD), lease=7) == 0
 
 
 def test_free_name_is_joined_and_a_taken_one_waited_for() -> None:

@@ -16,14 +16,17 @@ from keepstep.elastic.rendezvous.actions import (
     Persist,
     Publish,
     RecordRecovery,
+    ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.records import (
     Closing,
     Generation,
     History,
+    Leadership,
     Member,
     NodeRecord,
     PersistRequest,
+    Release,
     RestartRequest,
     Result,
     SnapshotCommit,
@@ -51,14 +54,15 @@ ACTIONS: tuple[Action, ...] = (
     Publish(REQUEST, ({},), 6),
     CancelPersist(REQUEST, "no space"),
     RecordRecovery(History()),
+    ReleaseMembers(Release(1)),
     Finish(Result(True, "done")),
 )
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
 def test_every_action_depends_on_the_leader_and_on_all_documents(action: Action) -> None:
-    (transaction,) = transactions.lead(KEYS, VIEW, "a", 3, action, wall_s=110.0)
-    assert transaction.conditions[0] == Created(KEYS.node("a"), 3)
+    (transaction,) = transactions.lead(KEYS, VIEW, 3, action, wall_s=110.0)
+    assert transaction.conditions[0] == Created(KEYS.single("leadership"), 3)
     assert set(transaction.conditions[1:]) == {
         Modified(KEYS.single(name), VIEW.revisions.get(name, 0))
         for name in transactions.LEADER_DOCUMENTS
@@ -72,11 +76,11 @@ def test_every_action_depends_on_the_leader_and_on_all_documents(action: Action)
 
 
 def test_preview_shows_what_a_transaction_will_make_of_the_view() -> None:
-    opened = transactions.lead(KEYS, VIEW, "a", 3, Open(GENERATION), wall_s=110.0)
+    opened = transactions.lead(KEYS, VIEW, 3, Open(GENERATION), wall_s=110.0)
     after = transactions.preview(KEYS, VIEW, opened)
     assert (after.revision, after.generation, after.snapshot) == (10, GENERATION, COMMIT)
     assert (after.generation_revision, dict(after.restarts)) == (10, {})
-    published = transactions.lead(KEYS, VIEW, "a", 3, Publish(REQUEST, ({},), 6), wall_s=110.0)
+    published = transactions.lead(KEYS, VIEW, 3, Publish(REQUEST, ({},), 6), wall_s=110.0)
     after = transactions.preview(KEYS, VIEW, published)
     assert after.checkpoint is not None
     assert (after.checkpoint.step, after.checkpoint.took_s, after.persist) == (4, 10.0, None)
@@ -97,6 +101,14 @@ def test_join_needs_a_free_name_and_the_run_of_the_job_that_was_read() -> None:
     first = transactions.join(KEYS, replace(VIEW, secret=None, revisions={}), record, b"11")
     assert first.conditions[1] == Modified(KEYS.single("secret"), 0)
     assert KEYS.single("secret") in {operation.key for operation in first.operations}
+
+
+def test_lead_is_taken_by_a_member_under_its_lease_if_nobody_has_it() -> None:
+    record = NodeRecord("a", "h", 2, "h:1", "tcp:h:2", 5, 7, "d")
+    attempt = transactions.take_lead(KEYS, VIEW, record, 3)
+    key = KEYS.single("leadership")
+    assert attempt.conditions == (Created(KEYS.node("a"), 3), Modified(key, 0))
+    assert attempt.operations == (Put(key, Leadership("a", "h:1", 7).encode(), lease=7),)
 
 
 def test_removal_and_restart_requests_depend_on_what_was_read() -> None:
