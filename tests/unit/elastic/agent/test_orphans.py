@@ -29,13 +29,15 @@ def started_agent() -> tuple[subprocess.Popen[str], psutil.Process, str]:
     )
     assert agent.stdout is not None
     orphan, mark = agent.stdout.readline().split()
-    return agent, psutil.Process(int(orphan)), mark
+    process = psutil.Process(int(orphan))
+    while process.pid not in marked_processes(mark):
+        continue  # While a program begins to be executed, it has no environment yet.
+    return agent, process, mark
 
 
 def test_killed_agent_takes_along_what_left_its_sessions() -> None:
     agent, orphan, mark = started_agent()
     with agent:
-        assert orphan.pid in marked_processes(mark)
         agent.kill()
     _, alive = psutil.wait_procs([orphan], timeout=60)
     assert not alive
