@@ -587,7 +587,7 @@ MUTANTS: dict[str, Patch] = {
 
 FAILED_SEEDS = {
     "writes_records_over_later_ones": (3, "a late write took a node's record back"),
-    "joins_a_job_whose_keys_are_deleted": (118, "a node joined without the job's secret"),
+    "joins_a_job_whose_keys_are_deleted": (225, "a node joined without the job's secret"),
     "removes_a_job_that_somebody_has_joined": (98, "the last to leave removed a node that joined"),
     "removes_a_finished_job_in_any_case": (2, "two that joined a finished job removed each other"),
     "completes_a_later_generations_restart": (4, "a late write removed the next request"),
