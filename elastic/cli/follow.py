@@ -18,7 +18,7 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
 from keepstep.elastic.store.address import Address, parse_address
-from keepstep.elastic.store.contract import Delete, Modified, Put, Reset
+from keepstep.elastic.store.contract import Delete, Modified, Put, Reset, Store
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.local_jobs import local_jobs
 
@@ -66,7 +66,7 @@ def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> None:
     asyncio.run(_set_eviction(job, node, None if undo else Eviction(reason, may_return=False)))
 
 
-async def views(client: EtcdStore, keys: Keys) -> AsyncIterator[View]:
+async def views(client: Store, keys: Keys) -> AsyncIterator[View]:
     """Yield the job's current view, then a new one after every change."""
     listing = await client.read(keys.prefix)
     view = from_listing(keys, listing)

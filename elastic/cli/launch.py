@@ -28,10 +28,13 @@ from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.orphans import orphans_ended
 from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.cli.coordinator import coordinator
+from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import Address
+from keepstep.elastic.store.contract import Store
 from keepstep.elastic.store.local_jobs import registered
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Command, CommandKind
@@ -245,6 +248,11 @@ async def _launch(
             found.store,
         )
         log.info("job %s on %s", job, found.address.url)
+        if found.is_own and policy.max_nodes > 1:
+            log.warning(
+                "this node serves the coordinator: if it is lost, so is the job; "
+                "--store with an etcd of its own outlives any node"
+            )
         task = asyncio.ensure_future(agent.run())
         stop.connect(agent, task)
         try:
@@ -252,7 +260,29 @@ async def _launch(
         except asyncio.CancelledError:
             log.error("interrupted: workers were killed")
             succeeded = False
+        else:
+            if found.is_own:
+                serving = asyncio.ensure_future(_serve_others(found.store, job))
+                stop.connect(agent, serving)
+                try:
+                    await serving
+                except asyncio.CancelledError:
+                    log.error("interrupted: the coordinator ends, and with it the job")
         return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
+
+
+async def _serve_others(store: Store, job: str) -> None:
+    """Keep the coordinator that this process has started until the other nodes have left."""
+    has_warned = False
+    async for view in views(store, Keys(job)):
+        if not view.nodes:
+            return
+        if view.result is None and not has_warned:
+            has_warned = True
+            log.warning(
+                "still serving the coordinator for %s; interrupt again to end it, and their job",
+                ", ".join(sorted(view.nodes)),
+            )
 
 
 def _print_tasks() -> None:
@@ -272,13 +302,13 @@ class _Signals:
     def __init__(self) -> None:
         self.number: int | None = None
         self._agent: Agent | None = None
-        self._task: asyncio.Future[bool] | asyncio.Task[Any] | None = asyncio.current_task()
+        self._task: asyncio.Future[Any] | None = asyncio.current_task()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
         # For debugging an agent that waits.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
 
-    def connect(self, agent: Agent, task: asyncio.Future[bool]) -> None:
+    def connect(self, agent: Agent, task: asyncio.Future[Any]) -> None:
         self._agent, self._task = agent, task
 
     def close(self) -> None:

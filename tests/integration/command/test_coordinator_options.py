@@ -132,6 +132,41 @@ def test_nodes_started_at_the_same_time_with_one_endpoint_form_one_job(
     assert [path.name for path in (tmp_path / "keepstep").glob("node-*")] == []
 
 
+def test_interrupted_node_keeps_serving_the_coordinator_that_others_still_need(
+    tmp_path: Path, free_port: int
+) -> None:
+    finish = tmp_path / "finish"
+    a, b = (
+        subprocess.Popen(
+            [
+                sys.executable, "-P", "-m", "keepstep", "run", "--nnodes", "1:2", "--node", node,
+                "--rdzv-endpoint", f"localhost:{free_port}", "--job", "pair", "--no-python",
+                "sh", "-c", f"while [ ! -e {finish} ]; do sleep 0.1; done",
+            ],
+            cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for node in ("a", "b")
+    )  # fmt: skip
+    assert a.stderr is not None
+    host, other = a, b
+    shown = ""
+    while "2 ranks on 2 nodes" not in shown:
+        shown += a.stderr.readline()
+    if "this node serves the coordinator" not in shown:
+        host, other = b, a
+    host.send_signal(signal.SIGINT)
+    assert host.stderr is not None
+    line = ""
+    while "still serving the coordinator" not in line:
+        line = host.stderr.readline()
+        assert line, "the host has ended"
+    finish.touch()
+    other.communicate(timeout=120)
+    assert other.returncode == 0
+    host.communicate(timeout=120)
+    assert host.returncode == 128 + signal.SIGINT
+
+
 def waiting_job(tmp_path: Path) -> subprocess.Popen[str]:
     """Start a job with its own coordinator; return when it is registered."""
     waiting = script(tmp_path, "import signal\nprint('ready', flush=True)\nsignal.pause()\n")
