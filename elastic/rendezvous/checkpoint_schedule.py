@@ -74,14 +74,18 @@ def begin_persist_if_due(
 
 
 def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
-    """Record the checkpoint of an earlier launch that the job has resumed from.
+    """Record the checkpoint that the job has resumed from, if it is not the one that is recorded.
 
-    It need not be stored again, and numbers of generations in storage go on from there.
+    An earlier launch has stored it: it need not be stored again, and numbers of generations in
+    storage go on from there. Or what this launch has stored since is damaged: that does not count
+    as stored any more.
     """
-    if view.checkpoint is not None or view.generation is None:
+    if view.generation is None:
         return None
     for record in _of_generation(view):
         if record.loaded is not None and record.checkpoint_url is not None:
+            if not _replaces_recorded(view, record.loaded.step):
+                return None
             return RecordLoaded(
                 CheckpointRecord(
                     step=record.loaded.step,
@@ -92,6 +96,18 @@ def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
                 )
             )
     return None
+
+
+def _replaces_recorded(view: View, step: int) -> bool:
+    """Whether a checkpoint of this step, that the generation has resumed from, is to be recorded.
+
+    What is recorded stands if the generation has not read storage, or has stored it itself.
+    """
+    generation, recorded = view.generation, view.checkpoint
+    if recorded is None or generation is None:
+        return recorded is None
+    has_read = generation.resume is None and recorded.generation < generation.generation
+    return has_read and step < recorded.step
 
 
 def _is_storage_known(view: View) -> bool:

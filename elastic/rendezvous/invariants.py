@@ -361,9 +361,9 @@ def _check_storing(before: View, after: View) -> None:
         if before.checkpoint is not None and _is_of(before.checkpoint, after.persist.commit):
             raise InvariantViolated("a snapshot is stored once", f"{before.checkpoint}")
     is_loaded = (
-        before.checkpoint is None
-        and after.checkpoint is not None
+        after.checkpoint is not None
         and after.checkpoint.generation == 0
+        and _may_be_loaded(before, after.checkpoint)
         and after.persist == request
     )
     if (
@@ -390,6 +390,17 @@ def _check_storing(before: View, after: View) -> None:
             "a failure to store is recorded for the request that it answers",
             f"{after.store_failure} for {request}",
         )
+
+
+def _may_be_loaded(view: View, checkpoint: CheckpointRecord) -> bool:
+    """Whether the generation may have resumed from a checkpoint although another is recorded."""
+    recorded, generation = view.checkpoint, view.generation
+    return recorded is None or (
+        generation is not None
+        and generation.resume is None
+        and recorded.generation < generation.generation
+        and checkpoint.step < recorded.step
+    )
 
 
 def _check_evicted(policy: RendezvousPolicy, view: View, node: str) -> None:

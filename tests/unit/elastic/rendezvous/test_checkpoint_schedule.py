@@ -2,19 +2,31 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.stored.format import Attempt, StoredStep
+from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous.checkpoint_schedule import (
     PartAttempt,
     is_over,
     next_commit,
     next_part,
+    record_loaded,
 )
-from keepstep.elastic.rendezvous.records import Generation, Member, PersistRequest, SnapshotCommit
-from keepstep.elastic.rendezvous.view import View
+from keepstep.elastic.rendezvous.invariants import check_transition
+from keepstep.elastic.rendezvous.records import (
+    CheckpointRecord,
+    Generation,
+    LoadedCheckpoint,
+    Member,
+    NodeRecord,
+    PersistRequest,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.view import JoinedNode, View
 
 HOLDER = Member("a", "h", 2, 0, "h:1", "tcp:h:2")
 COMMIT = SnapshotCommit(SnapshotId(1, 4), (HOLDER,))
@@ -81,3 +93,52 @@ def test_part_is_begun_once_by_each_holder_that_has_entered_the_generation() -> 
     assert next_part(VIEW, HOLDER.server, entered=2, begun=begun) is None
     again = replace(VIEW, revisions={"persist": 41})
     assert next_part(again, HOLDER.server, entered=2, begun=begun) is not None
+
+
+def resumed_from_storage(step: int, recorded: CheckpointRecord | None) -> View:
+    """A view of generation 3, which rank 0 has resumed from a stored step."""
+    record = NodeRecord(
+        node="a", host="h", nproc=2, agent="h:1", server="tcp:h:2", store_port=5, lease=1,
+        digest="", generation=3, checkpoint_url="/c", loaded=LoadedCheckpoint(step, 2),
+    )  # fmt: skip
+    return View(
+        revision=50,
+        nodes={"a": JoinedNode(record, 3)},
+        generation=Generation(3, (HOLDER,), "h", 5, "lost a"),
+        checkpoint=recorded,
+        revisions={"generation": 40, "checkpoint": 30},
+    )
+
+
+def recorded(step: int, generation: int) -> CheckpointRecord:
+    return CheckpointRecord(step=step, generation=generation, url="/c", at_s=1.0)
+
+
+def test_checkpoint_that_was_found_damaged_does_not_count_as_stored() -> None:
+    before = resumed_from_storage(201, recorded(240, 2))
+    action = record_loaded(before, 9.0)
+    assert action is not None
+    assert (action.checkpoint.step, action.checkpoint.generation) == (201, 0)
+    # Numbers in storage go on after that of the damaged one.
+    assert action.checkpoint.base == 2
+    after = replace(before, revision=51, checkpoint=action.checkpoint, revisions={"checkpoint": 51})
+    check_transition(before, after)
+    assert record_loaded(after, 9.0) is None
+
+
+def test_checkpoint_that_stands_is_not_recorded_again() -> None:
+    assert record_loaded(resumed_from_storage(201, None), 9.0) is not None
+    for stands in (recorded(201, 2), recorded(240, 3)):
+        # The one that was loaded, or one that this generation has stored since.
+        assert record_loaded(resumed_from_storage(201, stands), 9.0) is None
+    from_memory = resumed_from_storage(201, recorded(240, 2))
+    assert from_memory.generation is not None
+    generation = replace(from_memory.generation, resume=NEWER)
+    assert record_loaded(replace(from_memory, generation=generation), 9.0) is None
+
+
+def test_recorded_checkpoint_goes_back_to_one_that_was_loaded_only() -> None:
+    before = resumed_from_storage(201, recorded(240, 3))
+    after = replace(before, revision=51, checkpoint=recorded(201, 0), revisions={"checkpoint": 51})
+    with pytest.raises(InvariantViolated, match="recorded for the request"):
+        check_transition(before, after)
