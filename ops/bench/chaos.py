@@ -15,6 +15,7 @@ was not as it must be. Logs and records of a seed that failed are kept, and thei
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -35,7 +36,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
 import click  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from ops.bench.chaos.campaign import Limits, play  # noqa: E402
+from ops.bench.chaos.campaign import Limits, Outcome, play  # noqa: E402
 from ops.bench.chaos.machine import isolate  # noqa: E402
 from ops.bench.chaos.report import as_json, table  # noqa: E402
 from ops.bench.chaos.schedule import KINDS  # noqa: E402
@@ -80,7 +81,9 @@ def main(
     for seed in seeds:
         directory = base / f"seed-{seed}"
         directory.mkdir(parents=True)
-        outcome = play(seed, limits, directory, isolated=is_isolated, console=console)
+        # Each seed has networks of its own, and threads of libraries stay in their first one.
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            outcome = pool.apply(_play, (seed, limits, directory, is_isolated, only_json))
         outcomes.append(outcome)
         (directory / "outcome.json").write_text(json.dumps(outcome.summary(), indent=1))
         for text in outcome.complaints():
@@ -94,6 +97,10 @@ def main(
     console.print(table(outcomes))
     print(json.dumps(as_json(outcomes)))
     sys.exit(any(outcome.failed for outcome in outcomes))
+
+
+def _play(seed: int, limits: Limits, directory: Path, isolated: bool, only_json: bool) -> Outcome:
+    return play(seed, limits, directory, isolated=isolated, console=Console(stderr=only_json))
 
 
 if __name__ == "__main__":

@@ -191,7 +191,8 @@ class Watcher:
         before, now = self.view, view
         if before.secret != now.secret or before.checkpoint is None or now.checkpoint is None:
             return
-        if now.checkpoint.step < before.checkpoint.step:
+        # Generation 0: one that the job has resumed from, as a newer one is damaged.
+        if now.checkpoint.step < before.checkpoint.step and now.checkpoint.generation:
             self.went_back.append(
                 f"checkpoint {now.checkpoint.step} published after {before.checkpoint.step}"
             )
