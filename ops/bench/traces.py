@@ -172,7 +172,7 @@ class Simulation:
             offset_s = float(self.offset_s[place])
             rings[rank] = RankRecords(
                 rank, self.nodes[rank], rank_records, at_s - offset_s, rank not in dead,
-                offset_s + float(self.offset_error_s[place]), 2e-4,
+                offset_s=offset_s + float(self.offset_error_s[place]), offset_error_s=2e-4,
             )  # fmt: skip
         return JobRecords(rings, self.communicators)
 
