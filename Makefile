@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test lint demo bench clean
+.PHONY: setup test lint demo bench mutants clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ bench: setup
 	$(BIN)/python ops/bench/checkpoint.py --json
 	$(BIN)/python ops/bench/diagnosis_scale.py --json
 	$(BIN)/python ops/bench/diagnosis.py --json --quick
+
+mutants: setup
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/python ops/mutants.py --json
 
 clean:
 	rm -rf $(VENV) demo-output build dist *.egg-info

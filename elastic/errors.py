@@ -34,7 +34,7 @@ class JobFailed(ElasticError):
 
 
 class ReplicasDiverged(ElasticError):
-    """Ranks that must hold the same state do not, and the job was told to stop then."""
+    """Ranks that must hold the same state do not, and the job is to stop then."""
 
 
 class InvariantViolated(ElasticError):

@@ -394,6 +394,8 @@ class Participation:
             finishing=worker_group.finishing,
             checkpoint_url=worker_group.checkpoint_url,
             checkpoint_every=worker_group.checkpoint_every,
+            rank_multiple=worker_group.rank_multiple,
+            max_ranks=worker_group.max_ranks,
             phase=self._phase(),
         )
         if membership.record.phase is NodePhase.DONE:

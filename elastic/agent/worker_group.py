@@ -105,6 +105,8 @@ class WorkerGroup:
         self.replica_comparison: ReplicaComparison | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
+        self.rank_multiple = 1
+        self.max_ranks = 0
         self.snapshot_every = 0
         self.snapshot_cost_s = 0.0
 
@@ -310,6 +312,8 @@ class WorkerGroup:
                 worker.has_joined = True
                 self.checkpoint_url = message.checkpoint_url
                 self.checkpoint_every = message.checkpoint_every
+                self.rank_multiple = message.rank_multiple
+                self.max_ranks = message.max_ranks
                 if self._is_draining:
                     # It is being ended as a script that does not report; that goes on.
                     log.debug("rank %s joined while its generation drains", worker.rank)

@@ -44,6 +44,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     eligible,
     newest_restorable,
     present_members,
+    rank_limits,
     with_shard_rebuilds,
 )
 from keepstep.elastic.rendezvous.records import (
@@ -216,7 +217,7 @@ def _open_first_generation(
 ) -> Decision:
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
-        return _await_quorum(policy, len(nodes), leader_state, now_s)
+        return _await_quorum(policy, view, nodes, leader_state, now_s)
     if len(nodes) < policy.max_nodes:
         # The set of nodes is part of the name: each arrival starts the last call anew.
         leader_state, until_s = _wait(
@@ -226,16 +227,26 @@ def _open_first_generation(
             return Decision(
                 leader_state, again_at_s=until_s, message=f"{len(nodes)} nodes here, last call"
             )
-    members = assign_ranks((), nodes, policy.max_nodes)
+    members = assign_ranks((), nodes, policy.max_nodes, rank_limits(view))
+    if len(members) < policy.min_nodes:
+        return _await_quorum(policy, view, nodes, leader_state, now_s)
     opened = _new_generation(policy, view, members, 1, "start", wall_s, wall_s)
     return Decision(LeaderState(), Open(opened))
 
 
 def _await_quorum(
-    policy: RendezvousPolicy, here: int, leader_state: LeaderState, now_s: float
+    policy: RendezvousPolicy,
+    view: View,
+    nodes: Sequence[NodeRecord],
+    leader_state: LeaderState,
+    now_s: float,
 ) -> Decision:
     leader_state, until_s = _wait(leader_state, "quorum", now_s, policy.quorum_timeout_s)
-    message = f"waiting for nodes: {here} of at least {policy.min_nodes} are here"
+    message = f"waiting for nodes: {len(nodes)} of at least {policy.min_nodes} are here"
+    multiple = rank_limits(view).multiple
+    if multiple > 1:
+        ranks = sum(record.nproc for record in nodes)
+        message += f", with {ranks} ranks; the mesh needs a multiple of {multiple}"
     if now_s >= until_s:
         failure = Result(
             False,
@@ -341,17 +352,17 @@ def _open_next_generation(
             return Decision(LeaderState(), ending)
         failures = replace(failures, count=0, node="")
     nodes = eligible(view)
-    if len(nodes) < policy.min_nodes:
+    members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view))
+    if len(members) < policy.min_nodes:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
             return Decision(LeaderState(), rescue)
         release = _release(view, old, present, resume)
         if release is not None:
             return Decision(leader_state, release)
-        return _await_quorum(policy, len(nodes), leader_state, now_s)
+        return _await_quorum(policy, view, nodes, leader_state, now_s)
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
-    members = assign_ranks(old.members, nodes, policy.max_nodes)
     opened = replace(
         _new_generation(
             policy,
@@ -384,7 +395,8 @@ def _end_failures(
     plural = "s" if policy.max_restarts != 1 else ""
     restarts = f"after {policy.max_restarts} restart{plural} without progress"
     others = [record for record in eligible(view) if record.node != node]
-    if node and len(others) >= policy.min_nodes:
+    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
+    if node and len(enough) >= policy.min_nodes:
         what, _, _ = cause.message.partition("\n")
         return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
     return Finish(Result(False, f"{cause.message} ({restarts})"))
@@ -490,24 +502,27 @@ def _admit_spares(
     wall_s: float,
 ) -> Decision:
     """Close a running generation to let spare nodes in if there is room, after a last call."""
-    members = {member.node for member in generation.members}
-    spares = [record for record in eligible(view) if record.node not in members]
+    now = {member.node for member in generation.members}
+    nodes = eligible(view)
+    then = assign_ranks(generation.members, nodes, policy.max_nodes, rank_limits(view))
+    has_room = sum(member.nproc for member in then) > generation.world_size
+    joining = [member.node for member in then if member.node not in now] if has_room else []
     room = policy.max_nodes - len(generation.members)
     settled = all(
         r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present
     )
     finishing = any(r.finishing or r.phase is NodePhase.DONE for r in present)
-    if not spares or room <= 0 or not settled or finishing:
+    if not joining or not settled or finishing:
         return Decision(LeaderState())
-    if len(spares) < room:
+    if len(joining) < room:
         leader_state, until_s = _wait(
-            leader_state, f"last call after {len(spares)} spares", now_s, policy.last_call_s
+            leader_state, f"last call after {len(joining)} spares", now_s, policy.last_call_s
         )
         if now_s < until_s:
             return Decision(
-                leader_state, again_at_s=until_s, message=f"{len(spares)} nodes join soon"
+                leader_state, again_at_s=until_s, message=f"{len(joining)} nodes join soon"
             )
-    names = ", ".join(record.node for record in spares[:room])
+    names = ", ".join(joining)
     return Decision(
         LeaderState(), Close(Closing(generation.generation, f"{names} joins", False, wall_s))
     )

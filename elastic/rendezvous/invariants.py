@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import actions
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.rank_assignment import rank_limits
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Generation,
@@ -241,6 +242,12 @@ def _check_members(policy: RendezvousPolicy, view: View, generation: Generation)
         raise InvariantViolated(
             "a generation has min to max nodes",
             f"{len(members)} of {policy.min_nodes} to {policy.max_nodes}",
+        )
+    limits = rank_limits(view)
+    if not limits.allow(generation.world_size):
+        raise InvariantViolated(
+            "a generation has as many ranks as the mesh has places for",
+            f"{generation.world_size} ranks, {limits}",
         )
     for member in members:
         record = _record(view, member)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from itertools import cycle
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle
 
 from keepstep.checkpoint.parity.groups import group_nodes
 from keepstep.elastic.rendezvous.records import (
@@ -35,17 +35,52 @@ def eligible(view: View) -> tuple[NodeRecord, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RankLimits:
+    """How many ranks the training's mesh has places for.
+
+    Attributes:
+        multiple: the number must be a multiple of this: the product of the mesh's fixed sizes.
+        most: the greatest number; 0 for any.
+    """
+
+    multiple: int = 1
+    most: int = 0
+
+    def allow(self, ranks: int) -> bool:
+        """Whether a generation may have this many ranks."""
+        return ranks > 0 and ranks % self.multiple == 0 and (not self.most or ranks <= self.most)
+
+
+ANY_NUMBER = RankLimits()
+"""What holds until the workers know the mesh."""
+
+
+def rank_limits(view: View) -> RankLimits:
+    """Return the limits of the job's mesh; none as long as no node's workers know it."""
+    records = [joined.record for joined in view.nodes.values()]
+    return RankLimits(
+        max((record.rank_multiple for record in records), default=1),
+        max((record.max_ranks for record in records), default=0),
+    )
+
+
 def assign_ranks(
-    previous: Sequence[Member], nodes: Iterable[NodeRecord], max_nodes: int
+    previous: Sequence[Member],
+    nodes: Iterable[NodeRecord],
+    max_nodes: int,
+    limits: RankLimits = ANY_NUMBER,
 ) -> tuple[Member, ...]:
     """Choose the members and give them ranks: old members keep their place where it still exists.
 
-    Old members come before spares, and among equals those first that joined first. A place freed by
-    a lost member goes to the first node without one; ranks follow the places in order.
+    Old members come before spares, and among equals those first that joined first. If the mesh has
+    no place for all, the last of them are spares; no members are returned if none would fit. A
+    place freed by a lost member goes to the first node without one; ranks follow the places in
+    order.
     """
     old = {member.node: position for position, member in enumerate(previous)}
     by_priority = sorted(enumerate(nodes), key=lambda item: (item[1].node not in old, item[0]))
-    chosen = [record for _, record in by_priority][:max_nodes]
+    chosen = _fitting([record for _, record in by_priority], max_nodes, limits)
     places: list[NodeRecord | None] = [None] * len(chosen)
     without_place = []
     for record in chosen:
@@ -71,6 +106,27 @@ def assign_ranks(
         )
         first_rank += record.nproc
     return tuple(members)
+
+
+def _fitting(
+    records: Sequence[NodeRecord], max_nodes: int, limits: RankLimits
+) -> Sequence[NodeRecord]:
+    """Return the first of these nodes, as many as the limits allow.
+
+    Where nodes differ in size, nodes of one size alone are considered as well.
+    """
+    groups = [records]
+    sizes = {record.nproc for record in records}
+    if len(sizes) > 1:
+        groups += [[r for r in records if r.nproc == size] for size in sorted(sizes, reverse=True)]
+    best: Sequence[NodeRecord] = ()
+    most = 0
+    for group in groups:
+        totals = accumulate(record.nproc for record in group[:max_nodes])
+        for count, ranks in enumerate(totals, start=1):
+            if ranks > most and limits.allow(ranks):
+                best, most = group[:count], ranks
+    return best
 
 
 def assign_groups(

@@ -210,6 +210,8 @@ class NodeRecord(Record):
         loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
         restore_comparison: of this generation; None if nothing could be compared here.
         replica_comparison: the last one that its rank 0 has reported.
+        rank_multiple: the number of ranks must be a multiple of this; 1 until its workers know.
+        max_ranks: the greatest number of ranks that the mesh has places for; 0 for any.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
@@ -246,6 +248,8 @@ class NodeRecord(Record):
     loaded: LoadedCheckpoint | None = None
     restore_comparison: RestoreComparison | None = None
     replica_comparison: ReplicaComparison | None = None
+    rank_multiple: int = 1
+    max_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

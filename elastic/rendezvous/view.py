@@ -232,7 +232,7 @@ def with_chunks(keys: Keys, view: View, items: Iterable[KeyValue]) -> View:
 
 
 def without_unlisted_chunks(view: View) -> View:
-    """Forget members that no placement lists; a follower is not told when they are removed."""
+    """Forget members that no placement lists; a follower does not learn when they are removed."""
     listed = {digest for placement in view.placements.values() for digest in placement.chunks}
     if len(listed) == len(view.chunks):
         return view

@@ -13,6 +13,7 @@ belongs to the job, yields the batch of the restored position next.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import random
 import sys
@@ -85,7 +86,7 @@ def join(
         seed: seed of the random number generators and of the data order.
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.
-        on_divergence: what to do if they differ. "report": say so; "repair": also give the odd
+        on_divergence: what to do if they differ. "report": log it; "repair": also give the odd
             ranks the state of the majority, if there is one; "stop": end the job.
 
     Raises:
@@ -103,11 +104,20 @@ def join(
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
     session = current()
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
-    session.report(Joined(checkpoint_url=checkpoint, checkpoint_every=checkpoint_interval))
+    sizes = dict(mesh or {"dp": -1})
+    multiple = math.prod(size for size in sizes.values() if size > 0)
+    session.report(
+        Joined(
+            checkpoint_url=checkpoint,
+            checkpoint_every=checkpoint_interval,
+            rank_multiple=multiple,
+            max_ranks=0 if -1 in sizes.values() else multiple,
+        )
+    )
     return Job(
         session=session,
         build=build,
-        mesh=dict(mesh or {"dp": -1}),
+        mesh=sizes,
         checkpoint=checkpoint,
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
         seed=seed,

@@ -123,10 +123,14 @@ class Joined(Message, frozen=True, kw_only=True):
     Args:
         checkpoint_url: where checkpoints are stored; None: nowhere.
         checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
+        rank_multiple: the world size must be a multiple of this, as the mesh asks.
+        max_ranks: the world size may not be greater; 0: any.
     """
 
     checkpoint_url: str | None
     checkpoint_every: int | None
+    rank_multiple: int = 1
+    max_ranks: int = 0
 
 
 class Finishing(Message, frozen=True, kw_only=True):

@@ -387,6 +387,23 @@ def test_recovery_on_a_two_dimensional_mesh_keeps_samples_and_losses(
     assert mean_losses(data_parallel) == pytest.approx(mean_losses(without_dropout), rel=1e-4)
 
 
+def test_job_whose_mesh_has_no_place_for_those_that_are_left_waits_for_a_node(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, mesh={"dp": -1, "tp": 4}) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: step_of(view) >= 5, 120)
+        running.kill("b")
+        while "the mesh needs a multiple of 4" not in running.output():
+            assert running.agents["a"].poll() is None, running.output()
+        running.start("b")
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
+    disturbed = last_run_of_each_step(tmp_path)
+    assert disturbed.keys() == set(range(1, STEPS + 1))
+    assert {len(lines) for lines in disturbed.values()} == {4}
+
+
 def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_path: Path) -> None:
     def keepstep(*arguments: str) -> str:
         command = [

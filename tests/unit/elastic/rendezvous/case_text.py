@@ -21,6 +21,7 @@ the present members of the current generation. A rank stands for the node that h
     lease of a ends                      its agent died, left or was cut off
     a rejoins                            its agent died and another joined before anybody looked
     a wants checkpoints in URL [every 10 steps | as often as best]
+    a wants ranks in multiples of 4[, at most 8]    what its workers' mesh has places for
     a writes its part                    of the checkpoint that is requested
     a cannot write its part: REASON
     the manifest cannot be written: REASON      at the next attempt
@@ -255,6 +256,8 @@ class Case:
             self._enter(node)
         elif found := re.fullmatch(r"runs?(?: restored from (.+))?", what):
             self._run_workers(node, found[1])
+        elif found := re.fullmatch(r"wants? ranks in multiples of (\d+)(?:, at most (\d+))?", what):
+            self._write(record, rank_multiple=int(found[1]), max_ranks=int(found[2] or 0))
         elif found := re.fullmatch(r"completes? step (\d+)", what):
             self._write(record, step=int(found[1]))
         elif found := re.fullmatch(r"seals? step (\d+)", what):

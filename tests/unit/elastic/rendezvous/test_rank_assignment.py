@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
+    RankLimits,
     assign_groups,
+    assign_ranks,
     completed_by_storage,
     newest_restorable,
     with_shard_rebuilds,
@@ -136,3 +140,30 @@ def test_nodes_of_one_domain_are_in_different_groups() -> None:
     assert parity == 1
     assert members[0].group != members[1].group
     assert members[2].group != members[3].group
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limits", "max_nodes", "expected"),
+    [
+        ("8888", RankLimits(), 4, "8888"),
+        ("8888", RankLimits(), 3, "888"),
+        ("8888888", RankLimits(32), 9, "8888"),
+        ("888", RankLimits(32), 9, ""),
+        ("8888", RankLimits(16, 16), 9, "88"),
+        ("8888", RankLimits(3), 9, "888"),
+        # With nodes of several sizes: the first that fit together, or those of one size.
+        ("848", RankLimits(4), 9, "848"),
+        ("488", RankLimits(8), 9, "88"),
+        ("844", RankLimits(8), 9, "844"),
+        ("84", RankLimits(8), 9, "8"),
+    ],
+)
+def test_as_many_nodes_are_members_as_the_mesh_has_places_for(
+    sizes: str, limits: RankLimits, max_nodes: int, expected: str
+) -> None:
+    nodes = [replace(record(f"n{n}"), nproc=int(size)) for n, size in enumerate(sizes)]
+    members = assign_ranks((), nodes, max_nodes, limits)
+    assert "".join(str(member.nproc) for member in members) == expected
+    assert [member.first_rank for member in members] == [
+        sum(before.nproc for before in members[:n]) for n in range(len(members))
+    ]
