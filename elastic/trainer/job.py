@@ -446,6 +446,9 @@ class Job:
             self._snapshot_manager.close()
         self._snapshot_manager = None
         self._groups.leave()
+        if "torch._dynamo" in sys.modules:
+            # What was compiled belongs to models and process groups that are gone.
+            torch._dynamo.reset()
         gc.collect()
 
     def _finish(self) -> None:

@@ -125,7 +125,7 @@ class SnapshotManager:
                 optimizer.register_step_pre_hook(lambda *_: self._before_write())
                 for optimizer in self.training.optimizers
             ),
-            state.model.register_forward_hook(lambda *_: self._after_forward()),
+            state.model.register_forward_hook(self._after_forward),
         )
 
     def resume(self, seed: int) -> Resumed:
@@ -196,7 +196,10 @@ class SnapshotManager:
         """Begin a step: from here to `complete_step` all ranks run the same collectives."""
         self._in_step = True
 
-    def _after_forward(self) -> None:
+    def _after_forward(self, *_: object) -> None:
+        # A graph that is compiled whole has no place for this: it begins before the optimizer then.
+        if torch.compiler.is_compiling():
+            return
         # Outside of steps ranks may do different things: one of them may run an evaluation.
         if self._in_step and self._pending_agreement is None:
             self._start_agreement()

@@ -17,6 +17,8 @@ options = json.loads(sys.argv[1])
 
 def build(world: keepstep.World) -> keepstep.State:
     model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+    if options.get("compile"):
+        model.compile(backend="eager", fullgraph=True)
     if options["parallel"]:
         model = DistributedDataParallel(model)
     return keepstep.State(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))

@@ -92,6 +92,13 @@ def test_job_that_shall_stop_ends_at_the_first_comparison_without_another_attemp
     assert "generation 2" not in output
 
 
+def test_model_that_is_compiled_as_one_graph_is_trained(tmp_path: Path) -> None:
+    status, output, _ = run(tmp_path, parallel=False, compile=True)
+    assert status == 0, output
+    assert "generation 2" not in output
+    assert max(sums(tmp_path)) == STEPS
+
+
 def test_model_that_is_not_parallel_is_reported_after_the_first_step(tmp_path: Path) -> None:
     status, output, _ = run(tmp_path, parallel=False)
     assert status == 0, output
