@@ -117,7 +117,9 @@ def uses_a_generations_number_again(patch: pytest.MonkeyPatch) -> None:
 
 def opens_with_more_than_the_most_nodes(patch: pytest.MonkeyPatch) -> None:
     right = decide.assign_ranks
-    patch.setattr(decide, "assign_ranks", lambda old, nodes, most: right(old, nodes, most + 1))
+    patch.setattr(
+        decide, "assign_ranks", lambda old, nodes, most, limits: right(old, nodes, most + 1, limits)
+    )
 
 
 def counts_on_parity_that_is_not_complete(patch: pytest.MonkeyPatch) -> None:
