@@ -61,6 +61,7 @@ class Worker:
         has_joined: its script has called `keepstep.join`.
         has_drained: it writes nothing more in its generation.
         finishing_step: the last step of its loop, once it has done that.
+        is_ending: its script has failed, and it ends by itself once what runs at exit has run.
         is_stopping: the agent is ending it, so that its exit is no failure.
         kill_reason: why it was killed as if it had crashed; "" if it was not.
         code: its exit status; None while it lives.
@@ -87,6 +88,7 @@ class Worker:
         self.has_joined = False
         self.has_drained = False
         self.finishing_step: int | None = None
+        self.is_ending = False
         self.is_stopping = False
         self.kill_reason = ""
         self.code: int | None = None

@@ -280,7 +280,7 @@ class WorkerGroup:
         for worker in self.workers.values():
             if worker.has_joined:
                 await worker.send(CloseGeneration(generation=self.generation, aborts=abort))
-            elif worker.is_alive and not worker.is_stopping:
+            elif worker.is_alive and not worker.is_stopping and not worker.is_ending:
                 self._end_soon(worker, _TERM_GRACE_S)
 
     def _kill_undrained(self, limit_s: float) -> None:
@@ -321,6 +321,7 @@ class WorkerGroup:
                 worker.finishing_step = step
             case Failed():
                 # Its exit may be long in coming: until then what runs at exit runs.
+                worker.is_ending = True
                 kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
                 self._record_failure(kind, _describe_failed_script(worker, message), worker.rank)
             case RestartRequested(reason=reason):

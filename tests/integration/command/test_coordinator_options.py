@@ -136,30 +136,34 @@ def test_interrupted_node_keeps_serving_the_coordinator_that_others_still_need(
     tmp_path: Path, free_port: int
 ) -> None:
     finish = tmp_path / "finish"
-    a, b = (
-        subprocess.Popen(
+
+    def started(node: str) -> subprocess.Popen[str]:
+        program = (
+            f"touch {tmp_path}/$RANK-of-$WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.1; done"
+        )
+        return subprocess.Popen(
             [
                 sys.executable, "-P", "-m", "keepstep", "run", "--nnodes", "1:2", "--node", node,
                 "--rdzv-endpoint", f"localhost:{free_port}", "--job", "pair", "--no-python",
-                "sh", "-c", f"while [ ! -e {finish} ]; do sleep 0.1; done",
+                "sh", "-c", program,
             ],
             cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )
-        for node in ("a", "b")
-    )  # fmt: skip
-    assert a.stderr is not None
-    host, other = a, b
-    shown = ""
-    while "2 ranks on 2 nodes" not in shown:
-        shown += a.stderr.readline()
-    if "this node serves the coordinator" not in shown:
-        host, other = b, a
+        )  # fmt: skip
+
+    def read_until(process: subprocess.Popen[str], text: str) -> None:
+        assert process.stderr is not None
+        while line := process.stderr.readline():
+            if text in line:
+                return
+        raise AssertionError(f"the process has ended before {text!r}")
+
+    host = started("a")
+    read_until(host, "this node serves the coordinator")
+    other = started("b")
+    while not (tmp_path / "1-of-2").exists():
+        assert host.poll() is None
     host.send_signal(signal.SIGINT)
-    assert host.stderr is not None
-    line = ""
-    while "still serving the coordinator" not in line:
-        line = host.stderr.readline()
-        assert line, "the host has ended"
+    read_until(host, "still serving the coordinator")
     finish.touch()
     other.communicate(timeout=120)
     assert other.returncode == 0

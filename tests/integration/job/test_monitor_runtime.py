@@ -15,7 +15,9 @@ import pytest
 
 from examples.local_cluster import LocalCluster
 from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
+from keepstep.elastic.rendezvous.actions import Open
 from keepstep.elastic.rendezvous.records import Closing, Generation, Member, Record
+from keepstep.elastic.rendezvous.transactions import leader_operations
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
 from keepstep.elastic.store.address import parse_address
 from keepstep.elastic.store.blocking import BlockingStore
@@ -298,7 +300,8 @@ def test_verdicts_and_actions_of_an_ended_generation_are_not_written(
     def view() -> View:
         return from_listing(keys, store.read(keys.prefix))
 
-    put("generation", Generation(2, members, "h", 5, "start"))
+    opening = Open(Generation(2, members, "h", 5, "start"))
+    store.commit((), leader_operations(keys, view(), opening, 0.0))
     verdicts.publish([hang], 1, 10.0)
     assert view().verdicts is None
     assert not verdicts.enforce(restart, 1)
