@@ -1,4 +1,4 @@
-"""Digests of this rank's training state, to compare replicas and what becomes of them."""
+"""Digests of this rank's training state, to compare replicas."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class ReplicaCheck:
         return comparison
 
     def _measure(self, replicas: tuple[int, ...], content: str) -> None:
-        """Report the digest to the monitor, which names nodes and acts on them."""
+        """Report the digest to the monitor, if a process group has these ranks."""
         for group in (dist.group.WORLD, *self._world.mesh.get_all_groups()):
             if group is not None and tuple(dist.get_process_group_ranks(group)) == replicas:
                 checksum = float(int(content[:8], 16))

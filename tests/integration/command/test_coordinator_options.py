@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -138,32 +138,30 @@ def test_interrupted_node_keeps_serving_the_coordinator_that_others_still_need(
     finish = tmp_path / "finish"
 
     def started(node: str) -> subprocess.Popen[str]:
-        program = (
-            f"touch {tmp_path}/$RANK-of-$WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.1; done"
-        )
+        program = f"echo one of $WORLD_SIZE; while [ ! -e {finish} ]; do sleep 0.1; done"
         return subprocess.Popen(
             [
                 sys.executable, "-P", "-m", "keepstep", "run", "--nnodes", "1:2", "--node", node,
                 "--rdzv-endpoint", f"localhost:{free_port}", "--job", "pair", "--no-python",
                 "sh", "-c", program,
             ],
-            cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
         )  # fmt: skip
 
-    def read_until(process: subprocess.Popen[str], text: str) -> None:
-        assert process.stderr is not None
-        while line := process.stderr.readline():
+    def read_until(stream: IO[str] | None, text: str) -> None:
+        assert stream is not None
+        while line := stream.readline():
             if text in line:
                 return
         raise AssertionError(f"the process has ended before {text!r}")
 
     host = started("a")
-    read_until(host, "this node serves the coordinator")
+    read_until(host.stderr, "this node serves the coordinator")
     other = started("b")
-    while not (tmp_path / "1-of-2").exists():
-        assert host.poll() is None
+    read_until(other.stdout, "one of 2")
     host.send_signal(signal.SIGINT)
-    read_until(host, "still serving the coordinator")
+    read_until(host.stderr, "still serving the coordinator")
     finish.touch()
     other.communicate(timeout=120)
     assert other.returncode == 0

@@ -1,9 +1,13 @@
 """Starts complete jobs for tests, and reads what their ranks recorded."""
 
 import json
+import subprocess
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from examples.local_cluster import LocalCluster
 from keepstep.elastic.rendezvous.view import View
@@ -63,3 +67,12 @@ def mean_losses(lines: Lines) -> list[float]:
 
 def step_of(view: View) -> int:
     return max((joined.record.step for joined in view.nodes.values()), default=0)
+
+
+def wait_for_output(running: LocalCluster, text: str) -> None:
+    """Wait until an agent has printed a text, while node a's agent lives."""
+    deadline_s = time.monotonic() + 60
+    while text not in running.output():
+        assert time.monotonic() < deadline_s, running.output()
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait("a", 0.2)

@@ -1,14 +1,17 @@
 """Claims about a job whose coordinator of three members loses one of them, or all."""
 
-import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from examples.local_cluster import LocalCluster
-from tests.integration.job.jobs import STEPS, cluster, last_run_of_each_step, step_of
+from tests.integration.job.jobs import (
+    STEPS,
+    cluster,
+    last_run_of_each_step,
+    step_of,
+    wait_for_output,
+)
 from tests.integration.store.cluster import EtcdCluster
 
 
@@ -68,11 +71,3 @@ def test_node_that_lost_its_lease_joins_again_with_what_it_holds_in_memory(tmp_p
         assert before.snapshot is not None
         assert recovery.source == "memory"
         assert recovery.resumed_step >= before.snapshot.snapshot.step
-
-
-def wait_for_output(running: LocalCluster, text: str) -> None:
-    deadline_s = time.monotonic() + 60
-    while text not in running.output():
-        assert time.monotonic() < deadline_s, running.output()
-        with pytest.raises(subprocess.TimeoutExpired):
-            running.wait("a", 0.2)

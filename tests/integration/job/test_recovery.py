@@ -26,6 +26,7 @@ from tests.integration.job.jobs import (
     mean_losses,
     samples,
     step_of,
+    wait_for_output,
 )
 
 
@@ -395,8 +396,7 @@ def test_job_whose_mesh_has_no_place_for_those_that_are_left_waits_for_a_node(
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 5, 120)
         running.kill("b")
-        while "the mesh needs a multiple of 4" not in running.output():
-            assert running.agents["a"].poll() is None, running.output()
+        wait_for_output(running, "the mesh needs a multiple of 4")
         running.start("b")
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
     disturbed = last_run_of_each_step(tmp_path)

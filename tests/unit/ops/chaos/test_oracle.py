@@ -53,7 +53,9 @@ def judged(lines: list[Line], *floors: Floor) -> Judgement:
 
 def changed(lines: list[Line], step: int, rank: int, **changes: object) -> list[Line]:
     return [
-        replace(line, **changes) if (line.step, line.rank) == (step, rank) else line  # type: ignore[arg-type]
+        replace(line, **changes)  # type: ignore[arg-type]
+        if (line.step, line.rank) == (step, rank)
+        else line
         for line in lines
     ]
 
