@@ -69,6 +69,11 @@ def step_of(view: View) -> int:
     return max((joined.record.step for joined in view.nodes.values()), default=0)
 
 
+def committed_step_of(view: View) -> int:
+    """Return the step of the newest committed snapshot; 0 before the first one."""
+    return view.snapshot.snapshot.step if view.snapshot else 0
+
+
 def wait_for_output(running: LocalCluster, text: str) -> None:
     """Wait until an agent has printed a text, while node a's agent lives."""
     deadline_s = time.monotonic() + 60
