@@ -1,4 +1,4 @@
-"""Reads the batches of a job through torch's DataLoader.
+"""Reads the batches of a job from a dataset with an index, through torch's DataLoader.
 
 `keepstep.elastic.trainer.data_order` determines their order. A position in the data is a number of
 global batches, and means the same samples for any number of ranks.
@@ -6,55 +6,72 @@ global batches, and means the same samples for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from keepstep.elastic.trainer.data_order import DataOrder
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer.data_order import DataOrder, share
+from keepstep.elastic.trainer.datasets import Dataset
+from keepstep.elastic.trainer.sample_randomness import kept_generators, seeded
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
+_END = object()
 
-
-class Dataset(Protocol[T_co]):
-    """A map-style dataset: `len(dataset)` samples, `dataset[i]`."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> T_co:
-        """Return one sample."""
-        ...
+# `Batches` gives these arguments of the loader itself.
+_OWN_ARGUMENTS = frozenset(
+    {
+        "batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator",
+        "num_workers", "sampler", "shuffle",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Progress of a job: completed optimizer steps, and global batches consumed."""
+    """Progress of a job: completed optimizer steps, and global batches consumed.
+
+    Attributes:
+        step: number of completed steps.
+        batch: number of global batches consumed.
+        stream: where a stream of samples is after these batches; None for other datasets.
+    """
 
     step: int = 0
     batch: int = 0
+    stream: Json = field(default=None, compare=False)
 
 
 class Batches(Generic[T]):
-    """One pass over a dataset in the job's order; arguments as for `Job.batches`."""
+    """One pass over a dataset in the job's order; arguments as for `Job.batches`.
+
+    Raises:
+        UsageError: an argument is not possible.
+    """
 
     def __init__(
         self,
         dataset: Dataset[T],
-        global_batch: int,
-        seed: int,
-        shuffle: bool,
+        order: DataOrder,
         collate: Callable[[list[T]], Any] | None,
         workers: int,
+        loader_options: Mapping[str, Any],
     ) -> None:
+        taken = sorted(_OWN_ARGUMENTS & loader_options.keys())
+        if taken:
+            raise UsageError(
+                f"loader_options={{{taken[0]!r}: ...}}: job.batches sets it; its own arguments are "
+                "global_batch, shuffle, collate and workers"
+            )
         self._dataset = dataset
-        self._order = DataOrder(len(dataset), global_batch, seed=seed, shuffle=shuffle)
+        self._order = order
         self._collate = collate
         self._workers = workers
+        self._loader_options = loader_options
 
     @property
     def per_epoch(self) -> int:
@@ -65,8 +82,12 @@ class Batches(Generic[T]):
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
         return self._order.loss_scale(rank, world_size)
 
-    def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
+    def from_position(
+        self, first: int, end: int, rank: int, world_size: int, state: Json = None
+    ) -> Iterator[Any]:
         """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
+
+        A position in an order needs no `state`, which is for streams.
 
         Raises:
             UsageError: the global batch is smaller than `world_size`.
@@ -74,17 +95,30 @@ class Batches(Generic[T]):
         # Raises for impossible sizes before any loader process starts.
         self._order.loss_scale(rank, world_size)
         loader: DataLoader[Any] = DataLoader(
-            self._dataset,  # type: ignore[arg-type]
+            seeded(self._dataset, self._order.key),  # type: ignore[arg-type]
             batch_sampler=_RankBatches(self._order, first, end, rank, world_size),
             collate_fn=self._collate,
             num_workers=self._workers,
             # By default the loader draws from the global generator, whose state is training state.
-            generator=torch.Generator().manual_seed(self._order.seed + first),
+            generator=torch.Generator().manual_seed(self._order.key),
+            **self._loader_options,
         )
-        return iter(loader)
+        return iter(loader) if self._workers else _without_drawing(iter(loader))
+
+
+def _without_drawing(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches that are read in this process, and leave its generators as they are."""
+    while True:
+        with kept_generators():
+            batch = next(batches, _END)
+        if batch is _END:
+            return
+        yield batch
 
 
 class _RankBatches:
+    """Yields the rank's share of each batch: numbers of samples in the pass, and indices."""
+
     def __init__(self, order: DataOrder, first: int, end: int, rank: int, world_size: int) -> None:
         self._order = order
         self._steps = range(first, end)
@@ -94,6 +128,8 @@ class _RankBatches:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        begin, _ = share(self._order.global_batch, self._rank, self._world_size)
         for step in self._steps:
-            yield list(self._order.local_indices(step, self._rank, self._world_size))
+            indices = self._order.local_indices(step, self._rank, self._world_size)
+            yield list(enumerate(indices, step * self._order.global_batch + begin))

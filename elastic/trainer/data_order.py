@@ -22,13 +22,15 @@ _MASK = (1 << 64) - 1
 class DataOrder:
     """The order of one dataset of `samples` samples in global batches of `global_batch`.
 
-    An epoch's last, incomplete batch is dropped.
+    An epoch's last, incomplete batch is dropped. Passes over the data with different
+    `pass_number`, counted from 0, have different orders.
     """
 
     samples: int
     global_batch: int
     seed: int = 0
     shuffle: bool = True
+    pass_number: int = 0
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -38,6 +40,11 @@ class DataOrder:
                 f"the dataset has {self.samples} samples, fewer than one global batch of "
                 f"{self.global_batch}; give a smaller global_batch"
             )
+
+    @property
+    def key(self) -> int:
+        """The key of what is random in this pass."""
+        return pass_key(self.seed, self.pass_number)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -54,7 +61,7 @@ class DataOrder:
         Raises:
             UsageError: there are more ranks than samples in a batch.
         """
-        return self._slice(step, *self._share(rank, world_size))
+        return self._slice(step, *share(self.global_batch, rank, world_size))
 
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the factor for a rank's mean loss that makes the mean over ranks exact.
@@ -64,19 +71,7 @@ class DataOrder:
         Raises:
             UsageError: there are more ranks than samples in a batch.
         """
-        begin, end = self._share(rank, world_size)
-        return (end - begin) * world_size / self.global_batch
-
-    def _share(self, rank: int, world_size: int) -> tuple[int, int]:
-        if self.global_batch < world_size:
-            raise UsageError(
-                f"global_batch={self.global_batch} leaves some of {world_size} data-parallel ranks "
-                f"without a sample; give at least {world_size}"
-            )
-        return (
-            self.global_batch * rank // world_size,
-            self.global_batch * (rank + 1) // world_size,
-        )
+        return loss_scale(self.global_batch, rank, world_size)
 
     def _slice(self, step: int, begin: int, end: int) -> Sequence[int]:
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -84,9 +79,38 @@ class DataOrder:
         if not self.shuffle:
             return range(first + begin, first + end)
         return [
-            permute(i, self.samples, _mix(self.seed, epoch))
+            permute(i, self.samples, mix(self.key, epoch))
             for i in range(first + begin, first + end)
         ]
+
+
+def pass_key(seed: int, pass_number: int) -> int:
+    """Return the key, of 64 bits, of what is random in a pass over the data; the first is 0."""
+    return mix(seed, pass_number) if pass_number else seed & _MASK
+
+
+def share(global_batch: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return where a rank's share of a global batch begins and ends.
+
+    Raises:
+        UsageError: there are more ranks than samples in a batch.
+    """
+    if global_batch < world_size:
+        raise UsageError(
+            f"global_batch={global_batch} leaves some of {world_size} data-parallel ranks "
+            f"without a sample; give at least {world_size}"
+        )
+    return global_batch * rank // world_size, global_batch * (rank + 1) // world_size
+
+
+def loss_scale(global_batch: int, rank: int, world_size: int) -> float:
+    """Return the factor for a rank's mean loss that makes the mean over ranks exact.
+
+    Raises:
+        UsageError: there are more ranks than samples in a batch.
+    """
+    begin, end = share(global_batch, rank, world_size)
+    return (end - begin) * world_size / global_batch
 
 
 def permute(index: int, size: int, key: int) -> int:
@@ -96,7 +120,7 @@ def permute(index: int, size: int, key: int) -> int:
     while True:
         left, right = index >> half_bits, index & half_mask
         for round_number in range(_ROUNDS):
-            left, right = right, left ^ (_mix(key + round_number, right) & half_mask)
+            left, right = right, left ^ (mix(key + round_number, right) & half_mask)
         index = (left << half_bits) | right
         # The network permutes a power of four that is at least `size`; repeating it until the
         # result is below `size` gives a permutation of `range(size)`.
@@ -104,7 +128,7 @@ def permute(index: int, size: int, key: int) -> int:
             return index
 
 
-def _mix(key: int, value: int) -> int:
+def mix(key: int, value: int) -> int:
     """Hash two integers to 64 bits with splitmix64's finalizer (Steele et al., OOPSLA 2014)."""
     mixed = (key * 0x9E3779B97F4A7C15 + value * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, cast, get_args
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -30,14 +31,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep import monitor
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
-from keepstep.elastic.trainer.data import Batches, Dataset, Position
+from keepstep.elastic.trainer.data import Batches, Position
+from keepstep.elastic.trainer.data_order import DataOrder, pass_key
+from keepstep.elastic.trainer.datasets import Dataset, Stream, is_stream
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
+from keepstep.elastic.trainer.stream_batches import StreamBatches
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -153,6 +158,7 @@ class Job:
         self._seed = seed
         self._position = Position()
         self._passes: list[int] = []
+        self._stream: tuple[StreamBatches[Any], int] | None = None
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
@@ -227,7 +233,7 @@ class Job:
 
     def batches(
         self,
-        dataset: Dataset[T],
+        dataset: Dataset[T] | Stream[T],
         global_batch: int,
         *,
         epochs: int = 1,
@@ -235,38 +241,70 @@ class Job:
         shuffle: bool = True,
         collate: Callable[[list[T]], Any] | None = None,
         workers: int = 0,
+        loader_options: Mapping[str, Any] | None = None,
     ) -> Iterator[Any]:
         """Yield this rank's share of each global batch.
 
-        Samples and order are the same for any world size. After a recovery the iterator continues
-        at the restored position. Each call is one pass; in a script that calls it once per epoch,
-        passes that were completed before a restart yield nothing.
+        Samples, their order and what is drawn at random to make them are the same for any world
+        size. After a recovery the iterator continues at the restored position. Each call is one
+        pass with an order of its own; in a script that calls it once per epoch, passes that were
+        completed before a restart yield nothing.
 
         Args:
-            dataset: an object with `len` and indexing by int.
+            dataset: an object with `len` and indexing by int; or a stream, which is iterated (also
+                torch's IterableDataset). Every rank reads the whole stream and keeps its share; it
+                must yield the same samples on all of them. With `state_dict` and `load_state_dict`
+                it resumes where it was, else it is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by
                 `step.loss_scale` to keep the average exact.
             epochs: number of passes through the dataset; an epoch's last, incomplete batch is
                 dropped.
-            steps: number of steps after which the pass ends; overrides `epochs`.
-            shuffle: permute each epoch by the job's seed.
+            steps: number of steps after which the pass ends; overrides `epochs`. A stream needs it.
+            shuffle: permute each epoch by the job's seed; a stream is read in its own order.
             collate: makes a batch of a list of samples; default as in torch's DataLoader.
-            workers: number of loader processes, as in torch's DataLoader.
+            workers: number of loader processes, as in torch's DataLoader. A stream has none; one
+                that reads ahead itself, such as torchdata's StatefulDataLoader, may be given.
+            loader_options: further arguments of torch's DataLoader, such as `pin_memory` and
+                `prefetch_factor`.
 
         Raises:
-            UsageError: the batch is larger than the dataset or smaller than the data-parallel size.
+            UsageError: the batch is larger than the dataset or smaller than the data-parallel
+                size, or a stream is given without `steps` or with what it cannot have.
         """
-        batches = Batches(dataset, global_batch, self._seed, shuffle, collate, workers)
-        length = steps if steps is not None else epochs * batches.per_epoch
-        begin = sum(self._passes)
+        pass_number, begin = len(self._passes), sum(self._passes)
+        batches: Batches[T] | StreamBatches[T]
+        if is_stream(dataset):
+            if steps is None or workers or loader_options:
+                raise UsageError(
+                    "a dataset that is only iterated has no length and is read in this process: "
+                    "give steps=, and neither workers nor loader_options"
+                )
+            key = pass_key(self._seed, pass_number)
+            batches, length = StreamBatches(dataset, global_batch, key, collate), steps
+        else:
+            indexed = cast("Dataset[T]", dataset)
+            order = DataOrder(
+                len(indexed),
+                global_batch,
+                seed=self._seed,
+                shuffle=shuffle,
+                pass_number=pass_number,
+            )
+            batches = Batches(indexed, order, collate, workers, loader_options or {})
+            length = steps if steps is not None else epochs * order.steps_per_epoch
         self._passes.append(length)
+        self._stream = (batches, begin) if isinstance(batches, StreamBatches) else None
         while self._position.batch < begin + length:
             if self._position.batch < begin:
                 self._restart_script("the restored position is in an earlier pass over the data")
             generation = self.world.generation
             loader = batches.from_position(
-                self._position.batch - begin, length, self.world.data_rank, self.world.data_size
+                self._position.batch - begin,
+                length,
+                self.world.data_rank,
+                self.world.data_size,
+                self._position.stream,
             )
             while True:
                 if self._position.batch < begin + length:
@@ -286,6 +324,16 @@ class Job:
                 if self._position == before:
                     # The loop skipped this batch: it did not run a step.
                     self._position = replace(before, batch=before.batch + 1)
+
+    def _stream_state(self, position: Position) -> Json:
+        """Return where the stream of samples is at a position; None without one that can tell."""
+        if self._stream is not None:
+            batches, begin = self._stream
+            state = batches.state(position.batch - begin)
+            if state is not None:
+                return state
+        # It was not read since it was restored.
+        return position.stream
 
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
@@ -379,6 +427,7 @@ class Job:
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
         torch.manual_seed(self._seed)
         random.seed(self._seed)
+        np.random.seed(self._seed & 0xFFFFFFFF)
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
         self._snapshot_manager = SnapshotManager(
             self._build(self._world),
@@ -388,6 +437,7 @@ class Job:
             self._session.is_committed,
             partial(self._session.is_closing, assignment.generation),
             self._snapshot_interval,
+            self._stream_state,
             copies_synchronously=self._copies_synchronously,
         )
         self._replicas = ReplicaCheck(

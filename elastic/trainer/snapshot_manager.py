@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import rank
 from keepstep.checkpoint.errors import CheckpointDamaged, StateChanged
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
@@ -94,6 +95,7 @@ class SnapshotManager:
         is_committed: Callable[[int], bool],
         is_closing: Callable[[], bool],
         interval: SnapshotInterval,
+        stream_state: Callable[[Position], Json],
         *,
         copies_synchronously: bool = False,
     ) -> None:
@@ -116,6 +118,7 @@ class SnapshotManager:
         """Whether training waits for each copy, because the state was written to during one."""
         self._is_committed = is_committed
         self._is_closing = is_closing
+        self._stream_state = stream_state
         self.is_ending = False
         """Whether all ranks have agreed that the generation ends after the step just completed."""
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
@@ -254,7 +257,7 @@ class SnapshotManager:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            live = self.training.capture(position)
+            live = self.training.capture(replace(position, stream=self._stream_state(position)))
             self._snapshotter.start(
                 position.step,
                 live.tensors,

@@ -7,9 +7,10 @@ and the position.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -86,7 +87,7 @@ class TrainingState:
             scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
         self._restore_extra(source, trainer["extra"])
         self._restore_randomness(source, seed)
-        return Position(trainer["step"], trainer["batch"])
+        return Position(trainer["step"], trainer["batch"], trainer.get("stream"))
 
     def invalidate_if_moved(self) -> None:
         """Make the next `capture` check for tensors whose memory was replaced."""
@@ -120,6 +121,7 @@ class TrainingState:
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
+            "stream": position.stream,
             "extra": extra,
             "schedulers": [
                 to_json_value("the scheduler's state", scheduler.state_dict())
@@ -131,7 +133,7 @@ class TrainingState:
             _TRAINER: trainer,
             f"rank/{rank:05d}/random": random.getstate(),
         }
-        return LiveState((*tensors, *_generators(rank)), documents)
+        return LiveState((*tensors, *_generators(rank, _generator_states())), documents)
 
     def _restore_extra(self, source: Source, stored: Mapping[str, Json]) -> None:
         """Restore the objects that the source has; others keep their initial state."""
@@ -153,26 +155,60 @@ class TrainingState:
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._rank + 1)
         random.seed(f"{seed}/{step}/{self._rank}")
+        np.random.seed([seed & 0xFFFFFFFF, step & 0xFFFFFFFF, self._rank])
 
     def _restore_randomness(self, source: Source, seed: int) -> None:
         """Restore this rank's generators; a rank that the source does not have seeds its own."""
         rank = self._rank
-        generators = _generators(rank)
-        if any(tensor.key not in source.tensors for tensor in generators):
-            self._seed_randomness(seed, source.step)
-            return
-        restore(LiveState(generators, {}), source, strict=False)
-        torch.set_rng_state(generators[0].data)
-        if len(generators) > 1:
-            torch.cuda.set_rng_state(generators[1].data)
-        version, internal, gauss = source.documents[f"rank/{rank:05d}/random"]
-        random.setstate((version, tuple(internal), gauss))
+        self._seed_randomness(seed, source.step)
+        states = _generator_states()
+        generators = {
+            name: tensor
+            for name, tensor in zip(states, _generators(rank, states), strict=True)
+            if tensor.key in source.tensors
+        }
+        restore(LiveState(tuple(generators.values()), {}), source, strict=False)
+        for name in generators:
+            _SET_STATE[name](states[name])
+        document = f"rank/{rank:05d}/random"
+        if document in source.documents:
+            version, internal, gauss = source.documents[document]
+            random.setstate((version, tuple(internal), gauss))
 
 
-def _generators(rank: int) -> tuple[LiveTensor, ...]:
-    states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+# Little-endian. NumPy's global generator is MT19937.
+_NUMPY_STATE = np.dtype(
+    [("key", "<u4", 624), ("position", "<i8"), ("has_gauss", "<i8"), ("gauss", "<f8")]
+)
+
+
+def _numpy_state() -> torch.Tensor:
+    _, key, position, has_gauss, gauss = np.random.get_state()
+    state = np.array([(key, position, has_gauss, gauss)], _NUMPY_STATE)
+    return torch.from_numpy(state.view(np.uint8))
+
+
+def _set_numpy_state(state: torch.Tensor) -> None:
+    key, position, has_gauss, gauss = state.numpy().view(_NUMPY_STATE)[0].tolist()
+    np.random.set_state(("MT19937", key, position, has_gauss, gauss))
+
+
+_SET_STATE: Mapping[str, Callable[[torch.Tensor], None]] = {
+    "cpu": torch.set_rng_state,
+    "numpy": _set_numpy_state,
+    "cuda": torch.cuda.set_rng_state,
+}
+
+
+def _generator_states() -> dict[str, torch.Tensor]:
+    """Return copies of the states of the global generators."""
+    states = {"cpu": torch.get_rng_state(), "numpy": _numpy_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _generators(rank: int, states: Mapping[str, torch.Tensor]) -> tuple[LiveTensor, ...]:
     return tuple(
         LiveTensor(f"rank/{rank:05d}/rng/{name}", tuple(state.shape), Box.whole(state.shape), state)
         for name, state in states.items()

@@ -3,15 +3,19 @@
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from gpt import GPT, GPTConfig, initialize
 from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
@@ -76,6 +80,30 @@ class Entered:
 
 
 entered = Entered()
+# One scale doubles so often that it matters where the scaler resumes.
+scaler = torch.amp.GradScaler("cpu", enabled=bool(options.get("scaled")), growth_interval=3)
+
+
+class Stream:
+    """The same windows without an index, each changed at random."""
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        self._next = self._start = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        start, self._start = self._start, 0
+        for number in range(start, len(self._windows)):
+            self._next = number + 1
+            places = random.randrange(8)
+            yield tuple(part.roll(places) for part in self._windows[number])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._next = self._start = state["next"]
+
 
 if options.get("starts_session"):
     subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -123,7 +151,7 @@ def build(world: keepstep.World) -> keepstep.State:
         (lambda _: two_optimizers(model))
         if options.get("two")
         else functools.partial(AdamW, lr=1e-3),
-        extra={"entered": entered, **({"average": average} if average else {})},
+        extra={"entered": entered, "scaler": scaler, **({"average": average} if average else {})},
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20),
         initialize=initialize,
     )
@@ -137,16 +165,33 @@ with keepstep.join(
     snapshot_every=options.get("snapshots", 1),
     mesh=options.get("mesh"),
 ) as job:
+    has_converged = torch.zeros((), dtype=torch.int64)
+    windows = Windows(standard_library(), 32)
     for batch in job.batches(
-        Windows(standard_library(), 32), global_batch=8, steps=options["steps"]
+        Stream(windows) if options.get("stream") else windows,
+        global_batch=8,
+        steps=options["steps"],
     ):
         with job.step() as step:
             entered_before, entered.step = entered.step, job.steps + 1
-            loss = job.model(batch) * step.loss_scale
-            loss.backward()
+            drawn = [random.random(), np.random.rand()]
+            losses = []
+            chunks = (part.chunk(options.get("micro_batches", 1)) for part in batch)
+            micro_batches = list(zip(*chunks, strict=True))
+            for number, micro_batch in enumerate(micro_batches, 1):
+                job.model.set_requires_gradient_sync(number == len(micro_batches))
+                loss = job.model(micro_batch) * step.loss_scale / len(micro_batches)
+                scaler.scale(loss).backward()
+                losses.append(loss.detach())
             for optimizer, scheduler in zip(job.optimizers, job.schedulers, strict=True):
-                optimizer.step()
+                scaler.step(optimizer)
                 scheduler.step()
+            scaler.update()
+            loss = torch.stack(losses).sum()
+            if options.get("stop_at"):
+                # One rank decides, as one that evaluates would.
+                has_converged.fill_(job.world.rank == 0 and job.steps + 1 >= options["stop_at"])
+                dist.all_reduce(has_converged)
             if average is not None:
                 average.update(job.model)
             # Inside the step, so that the line is written before the step can be committed. A step
@@ -160,6 +205,8 @@ with keepstep.join(
                 "loss": loss.item().hex(),
                 "average": average.checksum() if average else None,
                 "entered_before": entered_before,
+                "drawn": drawn,
+                "scale": scaler.get_scale(),
                 "samples": [zlib.crc32(sample.numpy().tobytes()) for sample in batch[0]],
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
@@ -170,3 +217,5 @@ with keepstep.join(
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)
             state_written.set()
+        if has_converged:
+            break

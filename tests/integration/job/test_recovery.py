@@ -80,6 +80,35 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
             )
 
 
+@pytest.mark.parametrize("nodes_after", [1, 2])
+def test_scaled_micro_batches_of_a_stream_that_stop_early_are_those_of_an_undisturbed_run(
+    tmp_path: Path, nodes_after: int
+) -> None:
+    """Gradients accumulate, a GradScaler's scale grows, and rank 0 decides when to stop."""
+    options = {"stream": True, "scaled": True, "micro_batches": 2, "stop_at": 20}
+    undisturbed = run_undisturbed(tmp_path / "undisturbed", **options)
+    assert max(undisturbed) == 20
+    with cluster(tmp_path, **options) as running:
+        running.start("a")
+        running.start("b")
+        running.wait_until(lambda view: committed_step_of(view) >= 6, 60)
+        if nodes_after == 2:
+            running.workers_of("b")[1].kill()
+        else:
+            running.kill("b")
+        assert running.wait("a", 120) == 0, running.output()
+    disturbed = last_run_of_each_step(tmp_path)
+    assert samples(disturbed) == samples(undisturbed)
+    assert mean_losses(disturbed) == pytest.approx(mean_losses(undisturbed), rel=1e-3)
+    for step, lines in disturbed.items():
+        for rank, line in lines.items():
+            expected = undisturbed[step][rank]
+            assert line["scale"] == expected["scale"]
+            if nodes_after == 2:
+                # NumPy's and Python's generators too are where they were.
+                assert (line["loss"], line["drawn"]) == (expected["loss"], expected["drawn"])
+
+
 def test_wrongly_restored_state_is_found_never_committed_and_restored_again(
     tmp_path: Path, with_dropout: Lines
 ) -> None:

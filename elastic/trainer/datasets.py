@@ -1,0 +1,50 @@
+"""Defines what `Job.batches` reads from: datasets with an index, and streams of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+
+from torch.utils.data import IterableDataset
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Dataset(Protocol[T_co]):
+    """A map-style dataset: `len(dataset)` samples, `dataset[i]`."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> T_co:
+        """Return one sample."""
+        ...
+
+
+class Stream(Protocol[T_co]):
+    """A sequence of samples without an index, the same on every rank and each time it is read."""
+
+    def __iter__(self) -> Iterator[T_co]:
+        """Read from the first sample, or from where `load_state_dict` has put it since."""
+        ...
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A stream that can go on where it was, such as Hugging Face's and torchdata's."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return where it is: numbers, strings, lists and dictionaries."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Have the next iteration begin at a result of `state_dict`."""
+        ...
+
+
+def is_stream(dataset: Dataset[T] | Iterable[T]) -> TypeGuard[Stream[T]]:
+    """Whether a dataset can only be read in order."""
+    # torch's IterableDataset inherits a `__getitem__` that raises.
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")

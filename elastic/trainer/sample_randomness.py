@@ -1,0 +1,78 @@
+"""Seeds what datasets draw at random by the sample's number in the job.
+
+An augmentation then depends neither on the number of ranks and loader processes nor on where a run
+resumed, and takes nothing from the generators that belong to the training state.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from keepstep.elastic.trainer.data_order import mix
+from keepstep.elastic.trainer.datasets import Dataset
+
+T = TypeVar("T")
+
+
+class SeededSamples(Generic[T]):
+    """A dataset whose samples are read by `(number in the job, index)`, each with its own seed.
+
+    It seeds the global generators of torch (CPU), Python and NumPy.
+    """
+
+    def __init__(self, dataset: Dataset[T], seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int], /) -> T:
+        """Return one sample."""
+        number, index = key
+        seed_generators(mix(self._seed, number))
+        return self.dataset[index]
+
+
+class SeededBatches(SeededSamples[T]):
+    """The same for a dataset with `__getitems__`, which reads several samples at once.
+
+    They share the seed of the first one.
+    """
+
+    def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
+        """Return several samples."""
+        seed_generators(mix(self._seed, keys[0][0]))
+        return self.dataset.__getitems__([index for _, index in keys])  # type: ignore[attr-defined]
+
+
+def seeded(dataset: Dataset[T], seed: int) -> SeededSamples[T]:
+    """Return a dataset whose samples have seeds of their own, made from `seed`."""
+    reads_several = callable(getattr(dataset, "__getitems__", None))
+    return SeededBatches(dataset, seed) if reads_several else SeededSamples(dataset, seed)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of torch (CPU), Python and NumPy with 64 bits."""
+    # torch.manual_seed would seed the GPUs, too, whose generators belong to the training state.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Leave the global generators of torch (CPU), Python and NumPy as they were at the start."""
+    kept = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(kept[0])
+        random.setstate(kept[1])
+        np.random.set_state(kept[2])

@@ -1,0 +1,107 @@
+"""Claims about reading: what is drawn at random for a sample follows from its number alone."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer.data import Batches
+from keepstep.elastic.trainer.data_order import DataOrder
+
+SAMPLES = 24
+GLOBAL_BATCH = 6
+Sample = tuple[int, float, float, float]
+
+
+def drawn(index: int) -> Sample:
+    return index, torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+class Augmented:
+    """Draws from all global generators for each sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Sample:
+        return drawn(index)
+
+
+class AugmentedInGroups(Augmented):
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return [drawn(index) for index in indices]
+
+
+def read(
+    first: int = 0,
+    world_size: int = 1,
+    workers: int = 0,
+    dataset: Any = None,
+    pass_number: int = 0,
+    **loader_options: Any,
+) -> dict[int, list[Sample]]:
+    """Return the samples of each global batch from `first` on, of all ranks."""
+    order = DataOrder(SAMPLES, GLOBAL_BATCH, seed=3, pass_number=pass_number)
+    batches: Batches[Sample] = Batches(
+        dataset or Augmented(), order, lambda samples: samples, workers, loader_options
+    )
+    end = 2 * order.steps_per_epoch
+    found: dict[int, list[Sample]] = {step: [] for step in range(first, end)}
+    for rank in range(world_size):
+        shares: Iterator[list[Sample]] = batches.from_position(first, end, rank, world_size)
+        for step, share in zip(found, shares, strict=True):
+            found[step] += share
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_samples_are_drawn_alike_for_any_number_of_ranks(world_size: int) -> None:
+    assert read(world_size=world_size) == read()
+
+
+def test_samples_are_drawn_alike_wherever_a_run_resumed() -> None:
+    undisturbed = read()
+    assert read(first=5) == {step: undisturbed[step] for step in range(5, 8)}
+
+
+def test_samples_are_drawn_alike_by_loader_processes() -> None:
+    assert read(workers=2, persistent_workers=True, prefetch_factor=3) == read()
+
+
+def test_samples_of_one_run_are_drawn_differently() -> None:
+    samples = [sample for batch in read().values() for sample in batch]
+    for generator in (1, 2, 3):
+        assert len({sample[generator] for sample in samples}) == len(samples)
+
+
+def test_samples_read_in_groups_are_drawn_alike_for_the_same_number_of_ranks() -> None:
+    undisturbed = read(dataset=AugmentedInGroups(), world_size=2)
+    resumed = read(dataset=AugmentedInGroups(), world_size=2, first=3)
+    assert resumed == {step: undisturbed[step] for step in range(3, 8)}
+
+
+def test_reading_takes_nothing_from_the_generators_of_the_training_state() -> None:
+    def states() -> tuple[bytes, object, str]:
+        return (
+            torch.get_rng_state().numpy().tobytes(),
+            random.getstate(),
+            repr(np.random.get_state(legacy=False)),
+        )
+
+    before = states()
+    read()
+    assert states() == before
+
+
+def test_each_pass_has_an_order_of_its_own() -> None:
+    orders = [[sample[0] for sample in read(pass_number=number)[0]] for number in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+
+
+def test_an_argument_that_the_job_gives_the_loader_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"loader_options=\{'shuffle': ...\}: job.batches sets it"):
+        read(shuffle=True)
