@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous import placements
 from keepstep.elastic.rendezvous.placements import Place
 from keepstep.elastic.rendezvous.records import (
@@ -35,6 +36,9 @@ from keepstep.elastic.rendezvous.records import (
     decode_number,
 )
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
+
+# An older or newer version that writes what others cannot read concerns itself alone.
+_OF_ONE_WRITER = ("nodes/", "evictions/", "restarts/")
 
 _Members = Mapping[int, tuple[Member, ...]]
 _COMPLETED: Mapping[str, Callable[[bytes, _Members], Record]] = {
@@ -143,6 +147,8 @@ class View:
     result: Result | None = None
     verdicts: PublishedVerdicts | None = None
     secret: bytes | None = None
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    """Why records of nodes, evictions and restarts, by the key's name, count as absent."""
     placements: Mapping[int, Placement] = field(default_factory=dict)
     members: Mapping[int, tuple[Member, ...]] = field(default_factory=dict)
     """The members of each generation that has a placement."""
@@ -201,9 +207,26 @@ def from_listing(keys: Keys, listing: Listing) -> View:
 def apply(keys: Keys, view: View, changes: Iterable[Change]) -> View:
     """Fold the changes of one or more revisions into the view."""
     for change in sorted(changes, key=lambda change: (change.revision, _order(keys, change))):
-        updates = _updates(keys, view, change.key, change.value)
-        view = replace(view, revision=change.revision, **updates)
+        view = replace(view, revision=change.revision, **_readable_updates(keys, view, change))
     return view
+
+
+def _readable_updates(keys: Keys, view: View, change: Change) -> dict[str, Any]:
+    """Return the fields that a change updates; what one writer wrote for itself may be unreadable.
+
+    Raises:
+        UsageError: what concerns the whole job is unreadable.
+    """
+    name = keys.name(change.key)
+    unreadable = {other: why for other, why in view.unreadable.items() if other != name}
+    try:
+        updates = _updates(keys, view, change.key, change.value)
+    except UsageError as error:
+        if not name.startswith(_OF_ONE_WRITER):
+            raise
+        updates = _updates(keys, view, change.key, None)
+        unreadable[name] = str(error)
+    return {"unreadable": unreadable, **updates}
 
 
 def _order(keys: Keys, change: Change) -> int:
@@ -286,10 +309,9 @@ def _updates(keys: Keys, view: View, key: str, item: KeyValue | None) -> dict[st
             evictions[rest] = Eviction.decode(item.value)
         return {"evictions": evictions}
     if section == "restarts":
-        asked = decode_number(rest)
-        restarts = {rank: request for rank, request in view.restarts.items() if rank != asked}
+        restarts = {rank: request for rank, request in view.restarts.items() if str(rank) != rest}
         if item is not None:
-            restarts[asked] = RestartRequest.decode(item.value)
+            restarts[decode_number(rest)] = RestartRequest.decode(item.value)
         return {"restarts": restarts}
     updates: dict[str, Any] = {}
     if name in _COMPLETED:

@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous import records
-from keepstep.elastic.rendezvous.records import Record, RestartRequest, decode_secret
-from keepstep.elastic.rendezvous.view import Keys, apply, from_listing
+from keepstep.elastic.rendezvous.records import (
+    Eviction,
+    NodeRecord,
+    Record,
+    RestartRequest,
+    decode_secret,
+)
+from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
 from keepstep.elastic.store.contract import Change, KeyValue, Listing
 
 RECORDS = [
@@ -79,15 +85,45 @@ def test_arbitrary_keys_are_a_view_or_a_usage_error(items: list[tuple[str, bytes
             pass
 
 
-def test_restart_of_what_is_no_rank_is_a_usage_error() -> None:
+def test_restart_of_what_is_no_rank_is_left_out() -> None:
     request = RestartRequest(generation=1, rank=3, reason="hangs").encode()
     for name, is_rank in (("3", True), ("x", False), ("-1", False), ("9" * 5000, False)):
         listing = Listing(1, (KeyValue(KEYS.single(f"restarts/{name}"), request, 1, 1),))
-        if is_rank:
-            assert set(from_listing(KEYS, listing).restarts) == {3}
-        else:
-            with pytest.raises(UsageError, match="is not a number"):
-                from_listing(KEYS, listing)
+        view = from_listing(KEYS, listing)
+        assert set(view.restarts) == ({3} if is_rank else set())
+        assert set(view.unreadable) == (set() if is_rank else {f"restarts/{name}"})
+
+
+@pytest.mark.parametrize("section", ["nodes", "evictions", "restarts"])
+def test_what_one_writer_wrote_unreadably_is_left_out_until_it_is_readable(section: str) -> None:
+    """A node of another version does not end the agents of all others."""
+    node = NodeRecord(
+        node="1", host="h", nproc=1, agent="h:1", server="h:2", store_port=3, lease=1, digest=""
+    )
+    readable = {
+        "nodes": node.encode(),
+        "evictions": Eviction(reason="slow", may_return=False).encode(),
+        "restarts": RestartRequest(generation=1, rank=1, reason="hangs").encode(),
+    }[section]
+    name = f"{section}/1"
+
+    def change(value: bytes | None) -> Change:
+        key = KEYS.single(name)
+        return Change(key, KeyValue(key, value, 1, 1) if value is not None else None, 1)
+
+    view = apply(KEYS, View(), [change(readable)])
+    assert len(getattr(view, section)) == 1
+    view = apply(KEYS, view, [change(b'{"reason": 3, "generation": "x"}')])
+    assert not getattr(view, section)
+    assert "run one version of keepstep" in view.unreadable[name]
+    for value in (readable, None):
+        assert not apply(KEYS, view, [change(value)]).unreadable
+
+
+def test_unreadable_document_of_the_whole_job_is_a_usage_error() -> None:
+    key = KEYS.single("generation")
+    with pytest.raises(UsageError, match="run one version of keepstep"):
+        apply(KEYS, View(), [Change(key, KeyValue(key, b"[]", 1, 1), 1)])
 
 
 @pytest.mark.parametrize("secret", [b"", b"no hexadecimal", b"\xff", b"ab"])
