@@ -89,6 +89,9 @@ _REREAD_S = 0.05
 _PREDECESSOR_POLL_S = 0.2
 _UNKNOWN_WRITE_WAIT_S = 2.0
 _OUTAGE_POLL_S = 0.2
+# A leader decides for at most a fifth of the time, and not later than this after a change.
+_REST_RATIO = 4
+_MOST_REST_S = 0.05
 
 
 class Membership:
@@ -386,6 +389,9 @@ class Membership:
         self._show(view)
 
     def _show(self, view: View) -> None:
+        for name, reason in view.unreadable.items():
+            if self.view.unreadable.get(name) != reason:
+                log.warning("%s counts as absent: %s", name, reason)
         self.view = view
         self._changed.set()
         self._on_change()
@@ -463,12 +469,15 @@ class Membership:
     async def _lead(self) -> None:
         """Decide, act, and wait for changes, as long as this node leads."""
         leader_state = LeaderState()
+        rest_s = 0.0
         while True:
             self._changed.clear()
             again_at_s = None
             if self.leads:
                 view = with_reports(self.view, self._reports.newest)
-                decision = decide(self._policy, view, leader_state, time.monotonic(), time.time())
+                began_s = time.monotonic()
+                decision = decide(self._policy, view, leader_state, began_s, time.time())
+                rest_s = min(_MOST_REST_S, _REST_RATIO * (time.monotonic() - began_s))
                 leader_state, again_at_s = decision.leader_state, decision.again_at_s
                 # Decisions without a message come between, such as commits: once is enough.
                 message = (view.generation_number, decision.message)
@@ -490,6 +499,9 @@ class Membership:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+            # Of many nodes each writes its record when a generation begins: what they write in the
+            # meantime is decided upon at once.
+            await asyncio.sleep(rest_s)
 
     async def _take_lead(self) -> None:
         """Try to become the leader, and wait until the view shows who is."""
