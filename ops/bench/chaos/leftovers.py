@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
 
+from keepstep.checkpoint.stored.housekeeping import collect_garbage
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import parse_address
@@ -44,6 +46,8 @@ def find(
     if owns_shared_memory:
         left += [f"shared memory {path}" for path in _files(_SHARED_MEMORY)]
     left += [f"etcd key {key}" for key in asyncio.run(_keys(url, job))]
+    # What writers left that were killed is garbage, which `keepstep ckpt gc` must find.
+    collect_garbage(storage_url, now=time.time(), grace_s=0.0)
     left += [f"unfinished object {name}" for name in open_storage(storage_url).unfinished()]
     return left
 
