@@ -74,6 +74,7 @@ def launch(**options: Any) -> int:
         parity=options["parity"],
         group_size=options["group_size"],
         max_restarts=options["max_restarts"],
+        return_s=options["lease_ttl"],
         **_settings(options["rdzv_conf"]),
     )
     workers = parse_workers(options["nproc_per_node"])

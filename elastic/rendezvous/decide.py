@@ -75,6 +75,7 @@ class RendezvousPolicy:
         min_nodes, max_nodes: how many nodes a generation has.
         last_call_s: how long to wait for further nodes once there are enough.
         quorum_timeout_s: how long to wait for enough nodes.
+        return_s: how long to wait for lost nodes that alone hold what is committed.
         max_restarts: generations in a row that may end in a worker failure without progress.
         parity: nodes of each erasure group that may be lost at once.
         group_size: about how many nodes an erasure group has.
@@ -84,6 +85,7 @@ class RendezvousPolicy:
     max_nodes: int
     last_call_s: float = 1.0
     quorum_timeout_s: float = 600.0
+    return_s: float = 5.0
     max_restarts: int = 3
     parity: int = 1
     group_size: int = 8
@@ -361,6 +363,17 @@ def _open_next_generation(
         if release is not None:
             return Decision(leader_state, release)
         return _await_quorum(policy, view, nodes, leader_state, now_s)
+    lost = _holders_that_may_return(view, resume)
+    if lost:
+        # When the coordinator was away for long, all leases end at the same time.
+        names = ", ".join(lost)
+        leader_state, until_s = _wait(leader_state, f"return of {names}", now_s, policy.return_s)
+        if now_s < until_s:
+            return Decision(
+                leader_state,
+                again_at_s=until_s,
+                message=f"waiting for {names}, without which step {_committed_step(view)} is lost",
+            )
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing else wall_s
     opened = replace(
@@ -381,6 +394,21 @@ def _open_next_generation(
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
     )
     return Decision(LeaderState(), Open(opened))
+
+
+def _committed_step(view: View) -> int:
+    return view.snapshot.snapshot.step if view.snapshot else 0
+
+
+def _holders_that_may_return(view: View, resume: SnapshotCommit | None) -> list[str]:
+    """Return the lost nodes for want of which the committed snapshot would be given up."""
+    if view.snapshot is None or (resume and resume.snapshot.step >= _committed_step(view)):
+        return []
+    return [
+        holder.node
+        for holder in view.snapshot.holders
+        if holder.node not in view.nodes and holder.node not in view.evictions
+    ]
 
 
 def _end_failures(

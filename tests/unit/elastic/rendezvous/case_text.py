@@ -19,6 +19,7 @@ the present members of the current generation. A rank stands for the node that h
     a is done                            its workers exited with success
     a asks to leave                      a preemption notice, Ctrl-C, an eviction that it has seen
     lease of a ends                      its agent died, left or was cut off
+    a returns                            with its memory and 1 worker, after its lease has ended
     a rejoins                            its agent died and another joined before anybody looked
     a wants checkpoints in URL [every 10 steps | as often as best]
     a wants ranks in multiples of 4[, at most 8]    what its workers' mesh has places for
@@ -102,6 +103,7 @@ class Case:
         )
         self.now_s = 0.0
         self.memory: dict[str, Memory] = {}
+        self._lost_memory: dict[str, Memory] = {}
         self._items: dict[str, KeyValue] = {}
         self._revision = 0
         self._leases = 0
@@ -137,7 +139,7 @@ class Case:
             return ["yes" if may_leave(self._leaders_view(), found[1]) else "no"]
         elif found := re.fullmatch(r"lease of (\w+) ends", line):
             self._delete(KEYS.node(found[1]))
-            del self.memory[found[1]]
+            self._lost_memory[found[1]] = self.memory.pop(found[1])
         elif found := re.fullmatch(r"the manifest cannot be written: (.+)", line):
             self._manifest_failure = found[1]
         elif found := re.fullmatch(r"restart of rank (\d+) is requested: (.+)", line):
@@ -247,6 +249,14 @@ class Case:
         """Carry out one node's part of a line."""
         if found := re.fullmatch(r"joins? with (\d+) workers?(?: in rack (\w+))?( cold)?", what):
             self._join(node, int(found[1]), domain=found[2] or "", warm=not found[3])
+            return
+        if what in ("returns", "return"):
+            number = self.view.generation_number
+            self._join(node, 1)
+            self.memory[node] = self._lost_memory.pop(node)
+            holdings = self._holdings(node)
+            record = self._record(node)
+            self._write(record, generation=number, phase=NodePhase.DRAINED, **holdings)
             return
         record = self._record(node)
         memory = self.memory[node]
