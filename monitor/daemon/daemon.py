@@ -31,6 +31,7 @@ from keepstep.monitor.diagnosis.policy import EnforcementAction
 from keepstep.monitor.errors import MonitorError, MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.node.stacks import StackDumps
 from keepstep.monitor.telemetry.clocks import ClockOffset
+from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.children import Children
 from keepstep.monitor.views.events import EventFile
 from keepstep.monitor.views.pages import no_ranks_text
@@ -232,12 +233,13 @@ class Daemon:
         """Request the changes of every child, all at once."""
         urls = tuple(self._components.children())
         await self.on_watch(lambda watch: watch.release(urls))
-        await asyncio.gather(*map(self._poll_child, urls))
+        ranks = round(self._settings.record_ranks_per_s * self._settings.poll_every_s)
+        cursors = await self.on_watch(lambda watch: watch.child_registry.cursors(urls, ranks))
+        await asyncio.gather(*(self._poll_child(url, cursors[url]) for url in urls))
 
-    async def _poll_child(self, url: str) -> None:
-        incarnation, since = await self.on_watch(lambda watch: watch.child_registry.cursor(url))
+    async def _poll_child(self, url: str, cursor: Cursor) -> None:
         try:
-            summary = await self._children.summary(url, incarnation, since, self._settings.budget)
+            summary = await self._children.summary(url, cursor, self._settings.budget)
             await self.on_watch(lambda watch: watch.receive(url, summary))
         except (MonitorUnreachable, ProtocolViolation) as error:
             reason = str(error)

@@ -38,6 +38,8 @@ class Settings:
         align_every_s: seconds between measurements of clock offsets; quartz drifts by a tenth of a
             millisecond meanwhile.
         budget: ended operations that a child sends of each rank at a time, at most.
+        record_ranks_per_s: of how many ranks children send the records in a second; more ranks take
+            turns, and what the page shows of them is older.
         events: file for events; None for none.
         state: file for the state that survives a restart; None for none.
         limits: of what is kept.
@@ -57,6 +59,7 @@ class Settings:
     poll_every_s: float = 1.0
     align_every_s: float = 10.0
     budget: int = 256
+    record_ranks_per_s: int = 1000
     events: Path | None = None
     state: Path | None = None
     limits: WatchLimits = field(default_factory=WatchLimits)

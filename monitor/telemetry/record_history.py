@@ -178,6 +178,8 @@ class RankHistory:
         self.state = state
         self.highest_step = 0
         """Of all records so far."""
+        self.turned_at = 0
+        """The reading by which the writer began, or whether and how it lives changed last."""
         self._operations = _RecordLane(capacity)
         self._marks = _RecordLane(capacity)
         self._sorted: np.ndarray | None = None
@@ -191,6 +193,8 @@ class RankHistory:
 
     def merge(self, fresh: np.ndarray, number: int) -> ChangedRecords:
         """Merge all or some records of the ring; return those that are new or have changed."""
+        if not len(fresh):
+            return ChangedRecords(fresh, np.empty(0))
         is_operation = fresh["kind"] == Kind.OPERATION
         parts = []
         for lane, records in (
@@ -251,6 +255,10 @@ class RankHistory:
         return _by_begin(parts)
 
 
+def _turns_of(state: RankState) -> tuple[object, ...]:
+    return state.is_alive, state.ending, state.generation, state.world_size, state.node
+
+
 def _by_begin(parts: list[np.ndarray]) -> np.ndarray:
     both = joined(parts)
     return both.take(np.argsort(both["enqueued_s"], kind="stable"))
@@ -292,6 +300,9 @@ class RecordHistory:
         rank = self.ranks.get(state.rank)
         if rank is None or not _is_same_writer(rank.state, state):
             rank = self.ranks[state.rank] = RankHistory(state, capacity or self._capacity)
+            rank.turned_at = self.number
+        elif _turns_of(rank.state) != _turns_of(state):
+            rank.turned_at = self.number
         changed = rank.merge(fresh, self.number)
         progress_at_s = max(
             state.progress_at_s, state.read_at_s if len(changed) else rank.state.progress_at_s
@@ -324,6 +335,12 @@ class RecordHistory:
         ]:
             del self.communicators[identity]
             del self._communicators_at[identity]
+
+    def turned_since(self, number: int) -> Iterator[RankHistory]:
+        """Yield the ranks whose writer or life changed after reading `number`, by rank."""
+        for rank in sorted(self.ranks):
+            if self.ranks[rank].turned_at > number:
+                yield self.ranks[rank]
 
     def updated_since(self, number: int) -> Iterator[RankHistory]:
         """Yield the ranks that were merged after reading `number`, by rank."""

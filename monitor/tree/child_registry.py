@@ -65,15 +65,40 @@ class ChildrenFile:
         return tuple(line for line in lines if line)
 
 
+_NEVER_S = float("-inf")
+# A child that has not answered yet is taken to have so many ranks: those of eight nodes.
+_RANKS_OF_A_CHILD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where to continue with a child.
+
+    Attributes:
+        incarnation: the child's; empty before its first answer.
+        since: the number of this incarnation since which to request changes.
+        records_since: the same for records; None to request none now.
+    """
+
+    incarnation: str
+    since: int
+    records_since: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChildRecord:
-    """The last answer of a child: its incarnation and number, its ranks and nodes, and when."""
+    """The last answer of a child: its incarnation and number, its ranks and nodes, and when.
+
+    `records_number` and `records_at_s` are those of its last answer with records.
+    """
 
     incarnation: str = ""
     number: int = 0
+    records_number: int = 0
+    records_at_s: float = _NEVER_S
     ranks: tuple[int, ...] = ()
     nodes: tuple[str, ...] = ()
-    answered_at_s: float = float("-inf")
+    answered_at_s: float = _NEVER_S
 
 
 class ChildRegistry:
@@ -86,11 +111,28 @@ class ChildRegistry:
         Daemons further down are named by the URLs on the way to them.
         """
         self._children: dict[str, _ChildRecord] = {}
+        self._url_of_rank: dict[int, str] = {}
 
-    def cursor(self, url: str) -> tuple[str, int]:
-        """Return the incarnation of a child and the number since which to request changes."""
-        child = self._children.setdefault(url, _ChildRecord())
-        return child.incarnation, child.number
+    def cursors(self, urls: Sequence[str], record_ranks: int) -> dict[str, Cursor]:
+        """Return where to continue with each child.
+
+        Records are requested of at least one child and of about `record_ranks` ranks, first from
+        those whose records are the oldest.
+        """
+        children = {url: self._children.setdefault(url, _ChildRecord()) for url in urls}
+        left = record_ranks
+        cursors: dict[str, Cursor] = {}
+        for url in sorted(urls, key=lambda url: children[url].records_at_s):
+            child = children[url]
+            records_since = child.records_number if left > 0 else None
+            left -= len(child.ranks) or _RANKS_OF_A_CHILD
+            cursors[url] = Cursor(child.incarnation, child.number, records_since)
+        return cursors
+
+    def records_age_s(self, rank: int) -> float:
+        """Return how much older the records of a rank are than its child's last answer."""
+        child = self._children.get(self._url_of_rank.get(rank, ""))
+        return child.answered_at_s - child.records_at_s if child is not None else 0.0
 
     def record_answer(self, url: str, summary: Summary, ranks: Sequence[int], now_s: float) -> bool:
         """Record an answer and the ranks accepted from it.
@@ -98,16 +140,27 @@ class ChildRegistry:
         Returns whether the child is the incarnation that answered before.
         """
         before = self._children.setdefault(url, _ChildRecord())
+        is_same = before.incarnation == summary.incarnation
         self._clear_missing(url)
         self.missing.update({f"{url}, {name}": reason for name, reason in summary.missing.items()})
+        accepted = tuple(ranks)
+        if accepted != before.ranks:
+            self._forget_ranks(url, before.ranks)
+            self._url_of_rank.update(dict.fromkeys(accepted, url))
         self._children[url] = _ChildRecord(
             incarnation=summary.incarnation,
             number=summary.number,
-            ranks=tuple(ranks),
+            records_number=(
+                summary.number if summary.has_records else before.records_number if is_same else 0
+            ),
+            records_at_s=(
+                now_s if summary.has_records else before.records_at_s if is_same else _NEVER_S
+            ),
+            ranks=accepted,
             nodes=tuple(facts.node for facts in summary.nodes),
             answered_at_s=now_s,
         )
-        return before.incarnation == summary.incarnation
+        return is_same
 
     def record_failure(self, url: str, reason: str) -> None:
         """Record that a child did not answer."""
@@ -118,7 +171,7 @@ class ChildRegistry:
         """Drop the children that are not among `urls`, and return them."""
         dropped = set(self._children) - set(urls)
         for url in dropped:
-            del self._children[url]
+            self._forget_ranks(url, self._children.pop(url).ranks)
             self._clear_missing(url)
         return dropped
 
@@ -134,8 +187,13 @@ class ChildRegistry:
         return ranks, nodes
 
     def url_of_rank(self, rank: int) -> str | None:
-        """Return the child that reported a rank; None if none did."""
-        return next((url for url, child in self._children.items() if rank in child.ranks), None)
+        """Return the child that reported a rank, the last one if several did; None if none did."""
+        return self._url_of_rank.get(rank)
+
+    def _forget_ranks(self, url: str, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if self._url_of_rank.get(rank) == url:
+                del self._url_of_rank[rank]
 
     def _clear_missing(self, url: str) -> None:
         for name in [name for name in self.missing if name == url or name.startswith(f"{url}, ")]:

@@ -9,6 +9,7 @@ from urllib.parse import urlencode
 from keepstep.monitor.errors import MonitorUnreachable, ProtocolViolation
 from keepstep.monitor.node.stacks import TIMEOUT_S as STACKS_TIMEOUT_S
 from keepstep.monitor.telemetry.clocks import ClockOffset
+from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.monitor_client import MonitorClient
 from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.tree.summary import MAX_NBYTES, Summary, decode
@@ -22,19 +23,25 @@ class Children:
     def __init__(self, secret: bytes) -> None:
         self._client = MonitorClient(secret)
 
-    async def summary(self, url: str, incarnation: str, since: int, budget: int) -> Summary:
+    async def summary(self, url: str, cursor: Cursor, budget: int) -> Summary:
         """Return the summary of the daemon at `url`.
 
         Args:
             url: of the daemon.
-            incarnation, since: request what has changed since this number of this incarnation.
+            cursor: where to continue.
             budget: finished operations to send of each rank, at most.
 
         Raises:
             MonitorUnreachable: it does not answer, or refuses, or does not know the job's secret.
             ProtocolViolation: its answer is not a summary.
         """
-        query = urlencode({"incarnation": incarnation, "since": since, "budget": budget})
+        asked = {"incarnation": cursor.incarnation, "since": cursor.since, "budget": budget}
+        records = (
+            {"records": 0}
+            if cursor.records_since is None
+            else {"records_since": cursor.records_since}
+        )
+        query = urlencode(asked | records)
         address = f"{url.rstrip('/')}/v1/summary?{query}"
         return decode(await self._client.ask("GET", address, _TIMEOUT_S, MAX_NBYTES))
 

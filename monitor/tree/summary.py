@@ -63,7 +63,9 @@ class Summary:
         incarnation: of the daemon; numbers of different incarnations are unrelated.
         number: the number to request changes since, next time.
         present: all known ranks, including those without changes.
-        ranks: those that were read since, with their new records.
+        ranks: those that were read since, with their new records; without `has_records` those
+            whose process or life has changed since.
+        has_records: whether the records were asked for.
         communicators: new process groups.
         nodes: the known nodes.
         digests: for diagnosis, in order.
@@ -78,6 +80,7 @@ class Summary:
     nodes: tuple[NodeFacts, ...]
     digests: tuple[Digest, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
+    has_records: bool = True
 
 
 class _VersionOnly(msgspec.Struct):
@@ -132,6 +135,7 @@ class _Header(msgspec.Struct):
     nodes: tuple[_NodeEntry, ...]
     digests: tuple[tuple[_Count, ...], ...]
     missing: dict[str, str]
+    has_records: bool = True
 
 
 def summarize(
@@ -141,9 +145,10 @@ def summarize(
     missing: Mapping[str, str],
     incarnation: str,
     since: int,
+    records_since: int | None,
     budget: int,
 ) -> Summary:
-    """Return the changes since number `since`.
+    """Return the changes since number `since`, and records since another number.
 
     Args:
         history: the records of all ranks.
@@ -152,20 +157,27 @@ def summarize(
         missing: child daemons that do not answer, with the reason.
         incarnation: of this daemon.
         since: number of a reading; 0 for everything.
+        records_since: the same for ranks' records; None for none.
         budget: finished operations of each rank, about and at most.
     """
+    ranks = (
+        ((rank.state, np.empty(0, RECORD)) for rank in history.turned_since(since))
+        if records_since is None
+        else (
+            (rank.state, sample_operations(rank.since(records_since), budget))
+            for rank in history.updated_since(records_since)
+        )
+    )
     return Summary(
         incarnation=incarnation,
         number=history.number,
         present=tuple(sorted(history.ranks)),
-        ranks=tuple(
-            (rank.state, sample_operations(rank.since(since), budget))
-            for rank in history.updated_since(since)
-        ),
+        ranks=tuple(ranks),
         communicators=history.communicators_since(since),
         nodes=tuple(nodes.values()),
         digests=outbox.since(since),
         missing=dict(missing),
+        has_records=records_since is not None,
     )
 
 
@@ -183,6 +195,7 @@ def encode(summary: Summary) -> bytes:
         "nodes": [asdict(node) for node in summary.nodes],
         "digests": [counts(digest) for digest in summary.digests],
         "missing": dict(summary.missing),
+        "has_records": summary.has_records,
     }
     body = json.dumps(header, separators=(",", ":")).encode()
     records = (records.tobytes() for _, records in summary.ranks)
@@ -218,7 +231,9 @@ def decode(data: bytes) -> Summary:
                 raise ProtocolViolation("the summary announces more records than it contains")
             records = np.frombuffer(data, RECORD, entry.count, offset)
             offset += entry.count * RECORD.itemsize
-            ranks.append((entry.state(), records.compress(has_meaning(records))))
+            if len(records):
+                records = records.compress(has_meaning(records))
+            ranks.append((entry.state(), records))
         digests = []
         for rows in header.digests:
             digest, offset = from_bytes(data, offset, rows)
@@ -237,6 +252,7 @@ def decode(data: bytes) -> Summary:
             nodes=tuple(node.facts() for node in header.nodes),
             digests=tuple(digests),
             missing=header.missing,
+            has_records=header.has_records,
         )
     # RecursionError: nesting deeper than the interpreter's stack allows.
     except (struct.error, msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

@@ -34,6 +34,7 @@ from keepstep.monitor.signing import (
     sign_answer,
 )
 from keepstep.monitor.telemetry.clocks import ClockOffset
+from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.node_clocks import decode_clocks
 from keepstep.monitor.tree.summary import encode
 from keepstep.monitor.views.exporter import CONTENT_TYPE, exposition
@@ -184,11 +185,12 @@ class _Handlers:
     async def summary(self, request: web.Request) -> web.Response:
         incarnation = request.query.get("incarnation", "")
         since = _number(request, "since", 0, 1 << 62)
+        wants_records = _number(request, "records", 1, 1)
+        records_since = _number(request, "records_since", since, 1 << 62)
         budget = _number(request, "budget", 256, 1 << 20)
+        cursor = Cursor(incarnation, since, records_since if wants_records else None)
         # Encoded on that thread too: the arrays of a summary change with the next reading.
-        data = await self._backend.on_watch(
-            lambda watch: encode(watch.summary(incarnation, since, budget))
-        )
+        data = await self._backend.on_watch(lambda watch: encode(watch.summary(cursor, budget)))
         return web.Response(body=data, content_type="application/octet-stream")
 
     async def set_clocks(self, request: web.Request) -> web.Response:

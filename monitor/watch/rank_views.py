@@ -31,9 +31,17 @@ class RankViews:
         store: keeps the ranks.
         clocks: of the nodes.
         now_s: monotonic clock.
+        records_age_s: how much older a rank's records are than its daemon's last answer.
     """
 
-    def __init__(self, store: RankStore, clocks: NodeClocks, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: RankStore,
+        clocks: NodeClocks,
+        now_s: Callable[[], float],
+        records_age_s: Callable[[int], float],
+    ) -> None:
+        self._records_age_s = records_age_s
         self._store = store
         self._clocks = clocks
         self._now_s = now_s
@@ -101,8 +109,12 @@ class RankViews:
         return group.name if group else f"{identity:08x}"
 
     def silence_s(self, rank: int) -> float:
-        """Return how many seconds ago a new reading of a rank's ring was received."""
-        return self._now_s() - self._store.received_at_s(rank)
+        """Return how many seconds ago a new reading of a rank's ring was received.
+
+        The time for which its records were not asked for does not count.
+        """
+        age_s = self._now_s() - self._store.received_at_s(rank)
+        return max(0.0, age_s - self._records_age_s(rank))
 
     def heat(self, columns: int, rows: int, phase: Phase) -> HeatMap:
         """Return times of steps or of one phase of them, ranks by steps."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -26,7 +27,7 @@ from keepstep.monitor.telemetry.record_history import (
     is_stale,
     newest_of,
 )
-from keepstep.monitor.tree.child_registry import ChildRegistry
+from keepstep.monitor.tree.child_registry import ChildRegistry, Cursor
 from keepstep.monitor.tree.digest_relay import Inbox, Outbox, without
 from keepstep.monitor.tree.node_clocks import NodeClocks
 from keepstep.monitor.tree.summary import NodeFacts, Summary, summarize
@@ -80,7 +81,9 @@ class Watch:
         self._clocks = NodeClocks(node)
         self._store = RankStore(node, self._limits)
         self._history = self._store.history
-        self.rank_views = RankViews(self._store, self._clocks, now_s)
+        self.rank_views = RankViews(
+            self._store, self._clocks, now_s, self.child_registry.records_age_s
+        )
         self._local: tuple[int, ...] = ()
         self._local_digests = LocalDigests(node)
         self._inbox, self._outbox = Inbox(), Outbox()
@@ -149,28 +152,30 @@ class Watch:
                 "start one of the two with --gather-only"
             )
             self.child_registry.record_failure(url, reason)
-        self._drop_inactive()
 
     def record_failure(self, url: str, reason: str) -> None:
         """Record that the child daemon at `url` did not answer."""
         self.child_registry.record_failure(url, reason)
-        self._drop_inactive()
 
     def release(self, urls: Sequence[str]) -> None:
         """Drop the daemons that are not among `urls`: they are no longer children."""
         for url in self.child_registry.release(urls):
             self._inbox.drop(url)
-        self._drop_inactive()
 
-    def summary(self, incarnation: str, since: int, budget: int) -> Summary:
-        """Return the changes since `since`, a number of this incarnation; else everything."""
+    def summary(self, cursor: Cursor, budget: int) -> Summary:
+        """Return the changes since `cursor`; everything if it is of another incarnation."""
+        if cursor.incarnation != self.incarnation:
+            cursor = replace(
+                cursor, since=0, records_since=None if cursor.records_since is None else 0
+            )
         return summarize(
             self._history,
             self._outbox,
             self.nodes,
             self.child_registry.missing,
             self.incarnation,
-            since if incarnation == self.incarnation else 0,
+            cursor.since,
+            cursor.records_since,
             budget,
         )
 
@@ -180,6 +185,7 @@ class Watch:
         The result goes to the diagnosis here and to the parent. Called less often than `read`: it
         costs more, and verdicts take seconds anyway.
         """
+        self._drop_inactive()
         # Needs its own number: the parent may have requested changes since the last reading, and
         # then has that number already.
         number = self._history.begin()

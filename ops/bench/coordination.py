@@ -73,6 +73,7 @@ from keepstep.elastic.store.credentials import Credentials, coordinator_secret  
 from keepstep.elastic.store.embedded import EmbeddedEtcd  # noqa: E402
 from keepstep.elastic.store.etcd import EtcdStore  # noqa: E402
 from keepstep.monitor.daemon.assembly import diagnose  # noqa: E402
+from keepstep.monitor.daemon.settings import Settings  # noqa: E402
 from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, DigestState, digest  # noqa: E402
 from keepstep.monitor.records import Ending  # noqa: E402
 from keepstep.monitor.telemetry.record_history import RankState  # noqa: E402
@@ -83,7 +84,8 @@ T = TypeVar("T")
 
 JOB = "bench"
 etcd_store._CHANNEL_OPTIONS += (("grpc.use_local_subchannel_pool", 1),)
-RANKS_PER_CHILD, RECORDS_PER_ROUND = 256, 16
+RANKS_PER_CHILD, RECORDS_PER_ROUND, ROUNDS = 256, 16, 20
+RECORD_RANKS_PER_S = Settings(job="", node="", secret=b"").record_ranks_per_s
 LEASE_S = 1800.0
 """Longer than a measurement, so that no renewal is counted: each costs the same at any size."""
 LINE_NBYTES = 1 << 22
@@ -563,7 +565,10 @@ def root_daemon(ranks: int, rounds: int) -> dict[str, Any]:
         now_s = end_s
         rings = job.read(records, end_s, frozenset())
         readings = [replace(ring, ending=Ending.NONE) for ring in rings.ranks.values()]
-        for first in range(0, ranks, RANKS_PER_CHILD):
+        urls = [f"http://{first}" for first in range(0, ranks, RANKS_PER_CHILD)]
+        cursors = watch.child_registry.cursors(urls, RECORD_RANKS_PER_S)
+        for first, url in zip(range(0, ranks, RANKS_PER_CHILD), urls, strict=True):
+            has_records = cursors[url].records_since is not None
             own = readings[first : first + RANKS_PER_CHILD]
             state = digest_states.get(first, EMPTY_DIGEST_STATE)
             digest_states[first], made = digest(own, rings.communicators, state)
@@ -581,13 +586,15 @@ def root_daemon(ranks: int, rounds: int) -> dict[str, Any]:
                         ring.records[-RECORDS_PER_ROUND:],
                     )
                     for ring in own
+                    if has_records
                 ),
+                has_records=has_records,
                 communicators=tuple(rings.communicators.values()) if step == 1 else (),
                 nodes=(), digests=(made,),
             )  # fmt: skip
             encoded = encode(summary)
             began_s = time.process_time()
-            watch.receive(f"http://{first}", decode(encoded))
+            watch.receive(url, decode(encoded))
             spent_s += time.process_time() - began_s
             received += len(encoded)
         began_s = time.process_time()
@@ -633,7 +640,7 @@ def main(
         results["pure"][str(nodes)] = pure(nodes)
         console.print(f"{nodes} nodes, functions alone: {results['pure'][str(nodes)]}")
     for ranks in () if sizes else (2048,) if quick else (2048, 16384):
-        results["root_daemon"][str(ranks)] = root_daemon(ranks, 5)
+        results["root_daemon"][str(ranks)] = root_daemon(ranks, ROUNDS)
         console.print(f"topmost daemon of {ranks} ranks: {results['root_daemon'][str(ranks)]}")
     console.print(report(results))
     print(json.dumps(results))

@@ -146,9 +146,10 @@ class Tree:
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "it did not answer")
             return
-        summary = self.watches[below].summary(
-            *self.watches[above].child_registry.cursor(below), 256
-        )
+        children = [name for name, parent in ABOVE.items() if parent == above]
+        # Records of at most one child at a time, as above a large tree.
+        cursors = self.watches[above].child_registry.cursors(children, 1)
+        summary = self.watches[below].summary(cursors[below], 256)
         if self.random.random() < self.disorder.lost_calls:
             self.watches[above].record_failure(below, "its answer was lost")
             return

@@ -15,6 +15,7 @@ from rich.console import Console
 from keepstep.monitor.cli.top import render, show, strip
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.errors import MonitorUnreachable
+from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.views.pages import overview
 from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import settings
@@ -127,10 +128,10 @@ def test_rank_without_recent_reading_is_not_shown_as_alive() -> None:
     root = Watch("root", None, Probe(), FixedDiagnosis(), now_s=lambda: now_s)
     for watch in below:
         watch.read()
-        root.receive(watch.node, watch.summary("", 0, 100))
+        root.receive(watch.node, watch.summary(Cursor("", 0, 0), 100))
     now_s += 41
     below[0].read()
-    root.receive("n0", below[0].summary("", 0, 100))
+    root.receive("n0", below[0].summary(Cursor("", 0, 0), 100))
     root.record_failure("n1", "no answer")
     values = overview(root, "run7", None, tuple)
     assert [rank["state"] for rank in values["ranks"]] == ["alive", "alive", "unheard"]

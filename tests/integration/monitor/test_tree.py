@@ -22,6 +22,7 @@ from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.records import Phase
 from keepstep.monitor.secret import bearer_token
 from keepstep.monitor.telemetry.clocks import ClockOffset, align
+from keepstep.monitor.tree.child_registry import Cursor
 from keepstep.monitor.tree.monitor_client import MonitorClient
 from keepstep.monitor.tree.node_clocks import encode_clocks
 from keepstep.monitor.verdicts import Syndrome
@@ -30,6 +31,10 @@ from keepstep.monitor.watch.watch import Watch
 from tests.integration.monitor.parts import PLAN, FixedDiagnosis, Probe, settings
 from tests.integration.monitor.running import SECRET, get, running, until
 from tests.integration.monitor.sample import Plan, SampleReader, verdict
+
+
+def cursor_of(watch: Watch, url: str) -> Cursor:
+    return watch.child_registry.cursors([url], 1)[url]
 
 
 def test_root_of_racks_of_nodes_receives_every_rank_and_alone_diagnoses() -> None:
@@ -222,7 +227,7 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
         for node in order:
             below[node].read()
             below[node].digest()
-            root.receive(node, below[node].summary(*root.child_registry.cursor(node), 256))
+            root.receive(node, below[node].summary(cursor_of(root, node), 256))
         root.digest()
         turn = root.diagnose()
         assert turn is not None
@@ -241,8 +246,9 @@ def test_ranks_of_an_earlier_launch_that_a_node_still_has_are_dropped() -> None:
     # They do not reappear when all ranks of the new launch have died.
     new.alive = False
     below["a"].read()
-    root.receive("a", below["a"].summary(*root.child_registry.cursor("a"), 256))
-    root.receive("b", below["b"].summary(*root.child_registry.cursor("b"), 256))
+    root.receive("a", below["a"].summary(cursor_of(root, "a"), 256))
+    root.receive("b", below["b"].summary(cursor_of(root, "b"), 256))
+    root.digest()
     assert [history.state.rank for history in root.rank_views.ranks()] == [0, 1]
 
 

@@ -105,27 +105,55 @@ def test_rank_makes_progress_only_when_its_records_change() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 30), st.booleans()), min_size=1, max_size=12
+    ),
     st.integers(1, 40),
 )
 def test_repeated_requests_for_changes_give_the_childs_records(
-    windows: list[tuple[int, int]], capacity: int
+    windows: list[tuple[int, int, bool]], capacity: int
 ) -> None:
-    """Readings may overlap in any way; the parent requests the changes since its last number."""
+    """Readings may overlap in any way; the parent requests the changes since its last number.
+
+    It does not ask for records each time.
+    """
     child, parent = RecordHistory(capacity), RecordHistory(capacity)
-    since = 0
+    since = records_since = 0
     end = 0
-    for first, count in windows:
+    for first, count, wants_records in [*windows, (60, 1, True)]:
         first = max(first, end - count)  # Positions in a ring only grow.
         end = max(end, first + count)
         child.begin()
         child.merge(STATE, operations(count, first + 1))
-        summary = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, 10**6)))
+        asked = records_since if wants_records else None
+        summary = decode(encode(summarize(child, Outbox(), {}, {}, "x", since, asked, 10**6)))
+        assert summary.has_records == wants_records
         since = summary.number
+        if wants_records:
+            records_since = since
         parent.begin()
         for state, records in summary.ranks:
             parent.merge(state, records)
     assert parent.ranks[3].records.tobytes() == child.ranks[3].records.tobytes()
+
+
+def test_rank_that_has_died_is_reported_without_records() -> None:
+    history = RecordHistory(10)
+
+    def reported(since: int) -> list[tuple[bool, int]]:
+        summary = summarize(history, Outbox(), {}, {}, "x", since, None, 10)
+        return [(state.is_alive, len(records)) for state, records in summary.ranks]
+
+    history.begin()
+    history.merge(STATE, operations(5))
+    assert reported(0) == [(True, 0)]
+    first = history.number
+    history.begin()
+    history.merge(replace(STATE, read_at_s=20.0), operations(6))
+    assert reported(first) == []
+    history.begin()
+    history.merge(replace(STATE, is_alive=False), operations(6))
+    assert reported(first) == [(False, 0)]
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 64))
@@ -164,7 +192,7 @@ def test_summary_survives_encoding() -> None:
     )
     summary = decode(
         encode(
-            summarize(history, Outbox(), {"node-a": facts}, {"http://x": "silent"}, "x", 0, 1000)
+            summarize(history, Outbox(), {"node-a": facts}, {"http://x": "silent"}, "x", 0, 0, 1000)
         )
     )
     assert summary.ranks[0][0] == history.ranks[3].state
@@ -181,7 +209,7 @@ def test_damaged_summary_is_refused_without_another_error(
     history = RecordHistory(100)
     history.begin()
     history.merge(STATE, operations(3))
-    good = bytearray(encode(summarize(history, Outbox(), {}, {}, "x", 0, 1000)))
+    good = bytearray(encode(summarize(history, Outbox(), {}, {}, "x", 0, 0, 1000)))
     with pytest.raises(ProtocolViolation):
         decode(bytes(good[:-1]))
     with pytest.raises(ProtocolViolation):
