@@ -7,10 +7,12 @@ job has begun to recover, and those that crash the job wait until it has stored 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -164,6 +166,11 @@ class Harm:
         assert storage.file_system is not None
         filler = storage.file_system.folder / "filler"
         with filler.open("wb", buffering=0) as file:
+            free = os.statvfs(file.fileno())
+            # A checkpoint may take some of it meanwhile.
+            with suppress(OSError):
+                os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize * 15 // 16)
+            file.seek(0, os.SEEK_END)
             for nbytes in (1 << 20, 1 << 12):
                 try:
                     while True:

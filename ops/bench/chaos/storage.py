@@ -20,7 +20,7 @@ from pathlib import Path
 from keepstep.checkpoint.stored.storage import open_storage
 from ops.bench.chaos.machine import FileSystem
 
-MEGABYTES = 256
+MEGABYTES = 2048
 _BUCKET = "chaos"
 _SLOW_DOWN = (
     b'<?xml version="1.0"?><Error><Code>SlowDown</Code>'
