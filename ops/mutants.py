@@ -31,7 +31,16 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 
-_RENDEZVOUS = ("tests/unit/elastic/rendezvous", "tests/sim")
+_CASES = "tests/unit/elastic/rendezvous/test_cases.py"
+_SCHEDULES = (
+    "tests/sim/test_rendezvous.py"
+    "::test_any_schedule_keeps_the_invariants_and_ends_in_a_finished_job"
+)
+_RENDEZVOUS = (_CASES, "tests/unit/elastic/rendezvous", _SCHEDULES)
+_DIAGNOSIS = "tests/unit/monitor/diagnosis"
+_MEMORY = "tests/unit/checkpoint/memory"
+_STORED = "tests/unit/checkpoint/stored"
+_ON_DISK = "tests/integration/checkpoint"
 SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "decide": ("elastic/rendezvous/decide.py", _RENDEZVOUS),
     "storing": ("elastic/rendezvous/checkpoint_schedule.py", _RENDEZVOUS),
@@ -42,26 +51,38 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "failure_budget": ("elastic/rendezvous/failure_budget.py", _RENDEZVOUS),
     "membership": (
         "elastic/agent/membership.py",
-        ("tests/unit/elastic/agent/test_membership.py", "tests/sim"),
+        ("tests/unit/elastic/agent/test_membership.py",),
     ),
-    "retention": ("checkpoint/memory/snapshot_table.py", ("tests/unit/checkpoint/memory",)),
+    "retention": (
+        "checkpoint/memory/snapshot_table.py",
+        (f"{_MEMORY}/test_snapshot_table.py", _SCHEDULES),
+    ),
     "protection": (
         "checkpoint/server/protection.py",
-        ("tests/unit/checkpoint/server", "tests/integration/checkpoint/test_protection.py"),
+        ("tests/unit/checkpoint/server", f"{_ON_DISK}/test_protection.py"),
     ),
-    "restore_check": ("checkpoint/server/restore_check.py", ("tests/unit/checkpoint/server",)),
-    "files": ("checkpoint/stored/files.py", ("tests/unit/checkpoint/stored",)),
+    "restore_check": (
+        "checkpoint/server/restore_check.py",
+        ("tests/unit/checkpoint/server/test_restore_check.py",),
+    ),
+    "files": ("checkpoint/stored/files.py", (f"{_STORED}/test_files.py", _STORED)),
     "pruning": (
         "checkpoint/stored/pruning.py",
-        ("tests/unit/checkpoint/stored", "tests/integration/checkpoint/test_housekeeping.py"),
+        (f"{_STORED}/test_pruning.py", f"{_ON_DISK}/test_housekeeping.py"),
     ),
     "writer": (
         "checkpoint/stored/writer.py",
-        ("tests/unit/checkpoint/stored", "tests/integration/checkpoint/test_stored_checkpoints.py"),
+        (f"{_STORED}/test_requests.py", f"{_ON_DISK}/test_stored_checkpoints.py"),
     ),
-    "hangs": ("monitor/diagnosis/hangs.py", ("tests/unit/monitor/diagnosis",)),
-    "policy": ("monitor/diagnosis/policy.py", ("tests/unit/monitor/diagnosis",)),
-    "replicas": ("elastic/trainer/replicas.py", ("tests/unit/elastic/trainer",)),
+    "hangs": (
+        "monitor/diagnosis/hangs.py",
+        (f"{_DIAGNOSIS}/test_hangs.py", f"{_DIAGNOSIS}/test_cases.py", _DIAGNOSIS),
+    ),
+    "policy": ("monitor/diagnosis/policy.py", (f"{_DIAGNOSIS}/test_policy.py",)),
+    "replicas": (
+        "elastic/trainer/replicas.py",
+        ("tests/unit/elastic/trainer/test_replicas.py",),
+    ),
 }
 """Modules by name, and the tests that concern each, the quick ones first."""
 
