@@ -24,6 +24,7 @@ from keepstep.transport.admission import MAX_PENDING
 from keepstep.transport.blocking_handshake import HANDSHAKE_S
 from keepstep.transport.handshake import NONCE_NBYTES, Handshake
 from tests.integration.checkpoint.servers import SECRET, Server
+from tests.patience import patient
 
 MIB = 2**20
 
@@ -43,7 +44,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 def open_idle_connections(address: str, count: int, stack: ExitStack) -> None:
     """Open connections that send nothing."""
     for _ in range(count):
-        stack.enter_context(socket.create_connection(host_and_port(address), timeout=10))
+        stack.enter_context(socket.create_connection(host_and_port(address), timeout=patient(10)))
 
 
 def open_files(server: Server) -> int:
@@ -52,7 +53,7 @@ def open_files(server: Server) -> int:
 
 
 def wait_until(is_reached: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + patient(timeout_s)
     while not is_reached():
         assert time.monotonic() < deadline_s
         time.sleep(0.02)

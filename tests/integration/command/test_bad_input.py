@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from keepstep.elastic.store.embedded import EmbeddedEtcd
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +21,7 @@ def keepstep(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProc
         [sys.executable, "-P", "-m", "keepstep", *arguments],
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=patient(timeout_s),
         cwd=ROOT,
     )
 
@@ -214,7 +215,7 @@ def test_two_interrupts_leave_no_process_and_no_file(tmp_path: Path) -> None:
         agent.send_signal(signal.SIGINT)
         agent.send_signal(signal.SIGINT)
         assert agent.wait(30) == 128 + signal.SIGINT
-        _, alive = psutil.wait_procs(processes, timeout=10)
+        _, alive = psutil.wait_procs(processes, timeout=patient(10))
         assert not alive
         # Only the user's secret is kept, for the next job.
         assert [

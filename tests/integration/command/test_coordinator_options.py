@@ -20,6 +20,7 @@ from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.ports import ReservedPort
 from tests.integration.command.test_bad_input import ROOT, keepstep, script
+from tests.patience import patient
 
 OPTIONS: dict[str, Any] = {
     "store": None,
@@ -126,7 +127,7 @@ def test_nodes_started_at_the_same_time_with_one_endpoint_form_one_job(
         )
         for node in ("a", "b")
     ]  # fmt: skip
-    outputs = [node.communicate(timeout=120) for node in nodes]
+    outputs = [node.communicate(timeout=patient(120)) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert sorted(output for output, _ in outputs) == ["rank 0 of 2\n", "rank 1 of 2\n"]
     assert [path.name for path in (tmp_path / "keepstep").glob("node-*")] == []
@@ -163,9 +164,9 @@ def test_interrupted_node_keeps_serving_the_coordinator_that_others_still_need(
     host.send_signal(signal.SIGINT)
     read_until(host.stderr, "still serving the coordinator")
     finish.touch()
-    other.communicate(timeout=120)
+    other.communicate(timeout=patient(120))
     assert other.returncode == 0
-    host.communicate(timeout=120)
+    host.communicate(timeout=patient(120))
     assert host.returncode == 128 + signal.SIGINT
 
 

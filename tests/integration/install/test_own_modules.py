@@ -12,6 +12,7 @@ import pytest
 
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.telemetry.job_rings import JobRings
+from tests.patience import patient
 
 OWN = ("checkpoint", "monitor", "elastic", "data", "worker", "transport", "records")
 
@@ -112,7 +113,7 @@ def run_ranks(commands: list[tuple[list[str], Mapping[str, str]]], folder: Path)
         for command, env in commands
     ]  # fmt: skip
     try:
-        printed = [process.communicate(timeout=240)[0] for process in running]
+        printed = [process.communicate(timeout=patient(240))[0] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[3]
 
 EVERY_MODULE = """
@@ -77,7 +79,7 @@ def outside(python: Path, *arguments: str, cwd: Path, **more: str) -> str:
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [python, *arguments],
-        capture_output=True, text=True, cwd=cwd, timeout=240,
+        capture_output=True, text=True, cwd=cwd, timeout=patient(240),
         env={**inherited, "XDG_RUNTIME_DIR": str(cwd), **more}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from examples.local_cluster import LocalCluster
 from keepstep.elastic.rendezvous.view import View
+from tests.patience import patient
+from tests.patient_cluster import PatientCluster
 
 STEPS = 30
 SCRIPT = Path(__file__).parent / "record.py"
@@ -19,12 +20,12 @@ Lines = dict[int, dict[int, dict[str, Any]]]
 
 def cluster(
     directory: Path, nnodes: str = "1:2", store: str | None = None, **options: Any
-) -> LocalCluster:
+) -> PatientCluster:
     """Return a cluster that runs `record.py` with these options; use it as a context manager."""
     (directory / "log").mkdir(parents=True, exist_ok=True)
     script_options = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
     # The long last call keeps the first generation open for a second node that starts late.
-    return LocalCluster(
+    return PatientCluster(
         "job",
         [str(SCRIPT), script_options],
         nnodes=nnodes,
@@ -74,9 +75,9 @@ def committed_step_of(view: View) -> int:
     return view.snapshot.snapshot.step if view.snapshot else 0
 
 
-def wait_for_output(running: LocalCluster, text: str) -> None:
+def wait_for_output(running: PatientCluster, text: str) -> None:
     """Wait until an agent has printed a text, while node a's agent lives."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patient(60)
     while text not in running.output():
         assert time.monotonic() < deadline_s, running.output()
         with pytest.raises(subprocess.TimeoutExpired):

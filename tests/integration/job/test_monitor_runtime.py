@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from examples.local_cluster import LocalCluster
 from keepstep.elastic.monitor_bridge.verdicts import CoordinatorVerdicts
 from keepstep.elastic.rendezvous.actions import Open
 from keepstep.elastic.rendezvous.records import Closing, Generation, Member, Record
@@ -29,6 +28,8 @@ from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from tests.patience import patient
+from tests.patient_cluster import PatientCluster
 
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("c++")), reason="the recorder needs a C++ compiler"
@@ -120,7 +121,7 @@ def test_verdict_of_a_hanging_rank_is_published_and_its_restart_lets_the_job_con
             for verdict in view.current_verdicts
         )
 
-    running = LocalCluster(
+    running = PatientCluster(
         "job",
         [str(script), str(finish), "1"],
         nnodes="2:2",
@@ -176,7 +177,7 @@ def test_monitor_that_starts_before_a_local_job_acts_in_each_of_its_runs(
 
     def wait_for_log(text: str, times: int) -> None:
         # A hang is acted on after half a minute.
-        deadline_s = time.monotonic() + 120
+        deadline_s = time.monotonic() + patient(120)
         while monitor_log.read_text().count(text) < times:
             assert time.monotonic() < deadline_s, monitor_log.read_text()
             time.sleep(0.05)
@@ -216,7 +217,7 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
     script, finish = tmp_path / "train.py", tmp_path / "finish"
     script.write_text(SCRIPT)
     # Node a joins first and has ranks 0 and 1, so ranks 2 and 3 are those of node b.
-    running = LocalCluster(
+    running = PatientCluster(
         "job",
         [str(script), str(finish), "2", "3"],
         nnodes="1:2",
@@ -267,7 +268,7 @@ def test_job_that_cannot_be_recorded_runs_and_logs_one_warning(
     script, finish = tmp_path / "train.py", tmp_path / "finish"
     script.write_text(SCRIPT)
     finish.touch()
-    running = LocalCluster(
+    running = PatientCluster(
         "job", [str(script), str(finish)], nnodes="1:1", workers=1, log=tmp_path / "agents"
     )
     with running:

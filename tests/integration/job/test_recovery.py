@@ -29,6 +29,7 @@ from tests.integration.job.jobs import (
     step_of,
     wait_for_output,
 )
+from tests.patience import patient
 
 
 def run_undisturbed(directory: Path, **options: Any) -> Lines:
@@ -440,7 +441,7 @@ def test_evicted_node_hands_over_its_state_leaves_and_is_no_longer_listed(tmp_pa
             "--store", running.url, "--job", "job",
         ]  # fmt: skip
         return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=60
+            command, capture_output=True, text=True, check=True, timeout=patient(60)
         ).stdout
 
     with cluster(tmp_path, steps=10**6) as running:
@@ -490,7 +491,7 @@ def test_killed_agent_leaves_no_process_behind(tmp_path: Path) -> None:
         own_sessions = [process for process in descendants if process.name() == "sleep"]
         assert len(own_sessions) == 2
         agent.kill()
-        gone, alive = psutil.wait_procs(descendants, timeout=20)
+        gone, alive = psutil.wait_procs(descendants, timeout=patient(20))
         assert not alive
         assert len(gone) == len(descendants)
 
@@ -524,7 +525,7 @@ def test_killed_node_may_return_under_its_name_before_its_lease_ends(
         running.wait_until(lambda view: view.checkpoint is not None and step_of(view) >= 4, 60)
         # While an agent lives, no other agent can join under its name.
         command = list(running.agents["a"].args)
-        second_agent = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        second_agent = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
         assert second_agent.returncode == 2
         assert "node 'a' is already in job 'job'; choose another --node name" in second_agent.stderr
         running.kill("b")

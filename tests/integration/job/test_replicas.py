@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from examples.local_cluster import LocalCluster
 from keepstep.elastic.cli.status import summary
+from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).parent / "replicas.py"
 STEPS = 20
@@ -21,7 +21,7 @@ def run(directory: Path, **options: Any) -> tuple[int, str, dict[str, Any] | Non
     log = directory / "log"
     log.mkdir()
     arguments = json.dumps({"steps": STEPS, "log": str(log), **options})
-    with LocalCluster(
+    with PatientCluster(
         "job", [str(SCRIPT), arguments], nnodes="2", workers=2, log=directory / "agents"
     ) as running:
         running.start("a")

@@ -10,6 +10,7 @@ import pytest
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent import snapshot_process
 from keepstep.elastic.agent.snapshot_process import ServerDied, ServerGone, SnapshotProcess
+from tests.patience import patient
 
 
 def test_server_that_hangs_is_ended_and_its_agent_informed(
@@ -26,7 +27,7 @@ def test_server_that_hangs_is_ended_and_its_agent_informed(
             server._process.send_signal(signal.SIGSTOP)
             with pytest.raises(ServerGone):
                 await server.refresh()
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(patient(60)):
                 await asyncio.to_thread(server._process.wait)
                 await asyncio.wait([server._receiving])
             assert events == [ServerDied()]

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.patience import patient
+
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -133,7 +135,7 @@ def _call(url: str, body: dict[str, Any] | None, method: str | None = None) -> A
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=patient(60)) as response:
             return json.load(response)["value"]
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{url}: {error.read().decode()[:2000]}") from error

@@ -14,6 +14,7 @@ from keepstep.elastic.store.ports import ReservedPort
 from keepstep.monitor.records import JobRecords, Kind, Operation
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring_reader import Records
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[3]
 SCENARIOS = Path(__file__).with_name("scenarios.py")
@@ -88,7 +89,7 @@ class Job:
 
     def read_until(self, condition: Callable[[JobRecords], bool]) -> JobRecords:
         """Read the rings until a condition holds."""
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + patient(DEADLINE_S)
         while not condition(records := self.rings.read(2**14)):
             assert time.monotonic() < deadline_s, records
             is_any_alive = any(rank.is_alive for rank in records.ranks.values())

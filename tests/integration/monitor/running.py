@@ -12,6 +12,7 @@ import aiohttp
 from keepstep.monitor.daemon.daemon import Daemon
 from keepstep.monitor.daemon.settings import DaemonComponents, Settings
 from keepstep.monitor.secret import bearer_token
+from tests.patience import patient
 
 SECRET = b"a secret of this test"
 
@@ -42,7 +43,7 @@ async def get(url: str, path: str, token: str | None = None) -> aiohttp.ClientRe
 
 async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
     """Wait until a condition holds, by polling: it depends on another process or a socket."""
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + patient(timeout_s)
     while not await condition():
         assert time.monotonic() < deadline_s, "the condition did not come to hold in time"
         await asyncio.sleep(0.02)

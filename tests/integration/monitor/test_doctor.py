@@ -37,6 +37,7 @@ from keepstep.monitor.preflight.messages import PROTOCOL
 from keepstep.monitor.preflight.selftests import is_product
 from keepstep.transport import ConnectionLost, Identity, accept
 from keepstep.transport.admission import MAX_PENDING
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,7 +77,7 @@ def doctor(
 
 
 def outcome(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any]]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=patient(120))
     assert out, err
     printed: dict[str, Any] = json.loads(out)
     return process.returncode, printed
@@ -281,7 +282,7 @@ def test_relay_cannot_change_a_result(secret_file: Path, ports: list[int], tmp_p
 
 
 def wait_until_listening(port: int) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + patient(60)
     while time.monotonic() < deadline_s:
         try:
             socket.create_connection(("127.0.0.1", port)).close()

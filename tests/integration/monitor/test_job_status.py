@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from examples.local_cluster import LocalCluster
 from keepstep.elastic.monitor_bridge.job_status import job_status_of
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.monitor.running import get, until
+from tests.patient_cluster import PatientCluster
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
@@ -38,7 +38,7 @@ def test_overview_of_a_keepstep_job_has_members_snapshots_and_goodput(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("KEEPSTEP_MONITOR_DIR", str(tmp_path / "rings"))
-    with LocalCluster(
+    with PatientCluster(
         "job_status", [str(script)], nnodes="1", workers=2, log=tmp_path / "agents"
     ) as cluster:
         cluster.start("node-a")

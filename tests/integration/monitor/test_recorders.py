@@ -26,6 +26,7 @@ from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import process_started
 from tests.integration.monitor.jobs import Job, is_pair, names, operations
 from tests.integration.monitor.scenarios import PATHS
+from tests.patience import patient
 
 PATH = {act.__name__: number for number, act in enumerate(PATHS, 1)}
 
@@ -244,7 +245,7 @@ def test_worker_records_whether_an_exception_ended_it(tmp_path: Path) -> None:
         )
         for rank, end in enumerate(ends)
     ]
-    error_outputs = [worker.communicate(timeout=60)[1] for worker in workers]
+    error_outputs = [worker.communicate(timeout=patient(60))[1] for worker in workers]
     rings = JobRings(tmp_path / "test")
     endings = [records.ending for _, records in sorted(rings.read(1).ranks.items())]
     rings.close()
@@ -382,7 +383,7 @@ def test_workers_are_recorded_and_their_launcher_is_not(tmp_path: Path, way: str
         },
         cwd=tmp_path,
         check=True,
-        timeout=60,
+        timeout=patient(60),
     )
     rings = JobRings(tmp_path / "rings" / "x")
     records, size = rings.read(100), rings.world_size()

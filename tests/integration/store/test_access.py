@@ -25,6 +25,7 @@ from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.ports import ReservedPort
 from keepstep.private_files import write_file
 from tests.integration.store.cluster import EtcdCluster
+from tests.patience import patient
 
 PASSWORD = "between us"
 AGENT = Credentials(user="agent", password=PASSWORD)
@@ -284,7 +285,7 @@ def test_client_authenticates_again_when_its_token_is_no_longer_valid(
         root = Credentials(user="root", password="root")
         other = await EtcdStore.connect(address, credentials=root)
         await change_users(address.endpoints[0])
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patient(30)):
             repeated = await anext(store.watch("/t/", revision))
         assert not isinstance(repeated, Reset)
         assert repeated[0].key == "/t/a"

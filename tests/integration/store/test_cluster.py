@@ -12,6 +12,7 @@ from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Change, Created, Put, Reset, Store
 from keepstep.elastic.store.etcd import EtcdStore
 from tests.integration.store.cluster import EtcdCluster
+from tests.patience import patient
 
 DEADLINE_S = 60.0
 
@@ -77,7 +78,7 @@ def test_watch_continues_without_gap_or_repetition_after_its_member_is_killed(
                         await asyncio.to_thread(members.kill, lost)
                     await put_until_confirmed(writer, number)
 
-            async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(patient(DEADLINE_S)), asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch())
                 tasks.create_task(write())
             assert seen == [f"/t/{number:03}" for number in range(60)]
@@ -117,7 +118,7 @@ def test_watch_is_reset_if_history_was_compacted_after_its_member_died(
                     await writer.commit((), (Put("/t/a", b"%d" % number),))
             await put_until_confirmed(writer, 7)
             await compact(members.clients[0], (await writer.read("/t/")).revision)
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patient(DEADLINE_S)):
                 received = await anext(changes)
             while not isinstance(received, Reset):
                 # Changes that the client received before the member died may come first.

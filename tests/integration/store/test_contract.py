@@ -16,6 +16,7 @@ from keepstep.elastic.store.credentials import Credentials
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 from keepstep.elastic.store.memory import MemoryStore
+from tests.patience import patient
 
 SECRET = b"the secret of this test"
 Scenario = Callable[[Store], Awaitable[None]]
@@ -39,7 +40,7 @@ async def opened(kind: str) -> AsyncIterator[Store]:
 @pytest.fixture(params=["memory", "etcd"])
 def play(request: pytest.FixtureRequest) -> Callable[[Scenario], None]:
     async def run(scenario: Scenario) -> None:
-        async with opened(request.param) as store, asyncio.timeout(30):
+        async with opened(request.param) as store, asyncio.timeout(patient(30)):
             await scenario(store)
 
     return lambda scenario: asyncio.run(run(scenario))
@@ -208,7 +209,7 @@ def test_etcd_dies_with_the_process_that_started_it() -> None:
         etcd = psutil.Process(int(owner.stdout.readline()))
         owner.kill()
         owner.wait()
-        gone, alive = psutil.wait_procs([etcd], timeout=10)
+        gone, alive = psutil.wait_procs([etcd], timeout=patient(10))
     assert gone
     assert not alive
 

@@ -28,6 +28,7 @@ from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.transport import Identity
+from tests.patience import patient
 from tests.unit.checkpoint.server.sealed import open_memory, seal
 
 FIRST, SECOND = SnapshotId(1, 1), SnapshotId(1, 2)
@@ -65,7 +66,7 @@ class Node:
         return PersistTask(self.url, FIRST, FIRST.generation, attempt, (RankHolder(None, (0,)),))
 
     def next_event(self) -> ServerEvent:
-        return self.events.get(timeout=60)
+        return self.events.get(timeout=patient(60))
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from keepstep.checkpoint.server import rebuilding, snapshot_memory
 from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Identity
+from tests.patience import patient
 from tests.unit.checkpoint.server.sealed import open_memory, seal
 
 LOST, RANK, NBYTES = SnapshotId(1, 4), 7, 4096
@@ -60,7 +61,7 @@ class Peers:
         self, row: object, sources: object, counts: object, target: Bytes, stop: threading.Event
     ) -> None:
         self.receiving.release()
-        assert self.let_go.acquire(timeout=60)
+        assert self.let_go.acquire(timeout=patient(60))
         if self.interrupted.is_set():
             raise SnapshotUnavailable("the connection was ended")
         target[...] = 5
@@ -106,12 +107,12 @@ def test_a_rebuild_that_a_new_generation_stopped_can_be_begun_again(
 ) -> None:
     monkeypatch.setattr(snapshot_memory, "_PENDING_POLL_S", 0.001)
     begin(memory, rebuilder)
-    assert peers.receiving.acquire(timeout=60)
+    assert peers.receiving.acquire(timeout=patient(60))
     rebuilder.stop()
     memory.open_generation(3)
     begin(memory, rebuilder)
     peers.let_go.release()  # The first one fails now; readers wait for the second one already.
-    assert peers.receiving.acquire(timeout=60)
+    assert peers.receiving.acquire(timeout=patient(60))
     assert memory.is_pending(LOST, RANK)
     peers.let_go.release(9)
     assert (rebuilt(memory) == CONTENT).all()
@@ -121,7 +122,7 @@ def test_a_worker_gets_other_memory_than_a_rebuild_that_was_stopped_still_writes
     peers: Peers, memory: SnapshotMemory, rebuilder: Rebuilder
 ) -> None:
     begin(memory, rebuilder)
-    assert peers.receiving.acquire(timeout=60)
+    assert peers.receiving.acquire(timeout=patient(60))
     memory.open_generation(3)
     seal(memory, SnapshotId(3, 5), 0, {"w": 9}, commit=False)
     peers.let_go.release(9)

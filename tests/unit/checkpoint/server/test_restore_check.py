@@ -15,6 +15,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry
 from keepstep.checkpoint.memory.messages import RestoreChecked
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.restore_check import RestoreCheck
+from tests.patience import patient
 from tests.unit.checkpoint.server.sealed import open_memory, seal_bytes
 
 OLD, NEW = SnapshotId(1, 7), SnapshotId(2, 7)
@@ -44,7 +45,7 @@ class Node:
     def outcome(self) -> RestoreChecked:
         """Check the new snapshot to the end."""
         self.check.check_first(NEW, self.passed.put)
-        checked = self.outcomes.get(timeout=60)
+        checked = self.outcomes.get(timeout=patient(60))
         self.check.close()
         return checked
 

@@ -33,6 +33,7 @@ from keepstep.checkpoint.stored.format import (
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
+from tests.patience import patient
 
 ATTEMPT = Attempt(StoredStep(1, 0), "a")
 PART = "parts/000000.json"
@@ -159,7 +160,7 @@ except Exception as error:
 def outcome(root: Path, how: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", READ, str(root), how],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=patient(120), check=True,
     )  # fmt: skip
     return done.stdout
 

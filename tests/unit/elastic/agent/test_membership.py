@@ -29,6 +29,7 @@ from keepstep.elastic.store.contract import (
     Reset,
 )
 from keepstep.elastic.store.memory import MemoryStore
+from tests.patience import patient
 
 RECORD = NodeRecord(
     node="a",
@@ -88,7 +89,7 @@ def test_member_joins_leads_and_finishes_though_writes_are_not_confirmed(
                 changed.clear()
                 await changed.wait()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patient(30)):
             await until("generation")
             membership.update(phase=NodePhase.RUNNING, generation=1, step=3)
             membership.update(phase=NodePhase.DONE)
@@ -225,7 +226,7 @@ async def outlast(store: Away, membership: Membership) -> asyncio.Task[None]:
     running = asyncio.create_task(membership.run())
     store.is_away = True
     membership.update(step=7)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patient(30)):
         while time.monotonic() < membership._lease.until_s:
             store.refused.clear()
             await store.refused.wait()
@@ -240,7 +241,7 @@ def test_member_outlasts_a_coordinator_that_is_away_for_longer_than_its_lease() 
         assert not running.done()
         store.is_away = False
         key = Keys("job").node("a")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patient(30)):
             async for changes in store.watch(key, 0):
                 assert not isinstance(changes, Reset)
                 value = changes[-1].value
@@ -322,7 +323,7 @@ class Job:
         await self.until(lambda: self.members[0].leads)
 
     async def until(self, is_reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patient(10)):
             while not is_reached():
                 self._changed.clear()
                 await self._changed.wait()

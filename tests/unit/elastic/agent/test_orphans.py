@@ -8,6 +8,7 @@ import sys
 import psutil
 
 from keepstep.elastic.agent.orphans import VARIABLE, marked_processes, orphans_ended
+from tests.patience import patient
 
 AGENT = """
 import os, subprocess, sys
@@ -39,7 +40,7 @@ def test_killed_agent_takes_along_what_left_its_sessions() -> None:
     agent, orphan, mark = started_agent()
     with agent:
         agent.kill()
-    _, alive = psutil.wait_procs([orphan], timeout=60)
+    _, alive = psutil.wait_procs([orphan], timeout=patient(60))
     assert not alive
     assert marked_processes(mark) == []
 

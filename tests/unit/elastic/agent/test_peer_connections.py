@@ -38,6 +38,7 @@ from keepstep.transport import (
     open_stream,
 )
 from keepstep.transport.admission import MAX_PENDING
+from tests.patience import patient
 
 HOST = "127.0.0.1"
 SECRET = b"the job's secret of 32 bytes...."
@@ -63,7 +64,7 @@ Visit = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 def play(scenario: Coroutine[Any, Any, None]) -> None:
     async def in_time() -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(patient(30)):
             await scenario
 
     asyncio.run(in_time())

@@ -18,6 +18,7 @@ from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import Generation, Member
 from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
+from tests.patience import patient
 
 CONTEXT = JobContext(job="job", secret=b"", server="unix:/none", max_restarts=3)
 
@@ -36,7 +37,7 @@ time.sleep(60)
 
 def play(scenario: Coroutine[Any, Any, None]) -> None:
     async def in_time() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patient(60)):
             await scenario
 
     asyncio.run(in_time())
