@@ -371,7 +371,9 @@ class Participation:
             # A request to store may have come with the generation.
             self._wake.set()
             return
-        for request in view.restarts_on(self._config.node):
+        # Not before the leader has closed the generation for it: peers may report the connections
+        # that break sooner than the request is seen, and would be taken for the cause.
+        for request in view.restarts_on(self._config.node) if view.is_closing else ():
             worker_group.restart(request.rank, request.reason)
             await membership.complete_restart_request(request)
         has_failed = worker_group.failure is not None

@@ -552,7 +552,7 @@ class Node:
         )
 
     def _carry_out_restarts(self, view: View) -> None:
-        for request in view.restarts_on(self.name):
+        for request in view.restarts_on(self.name) if view.is_closing else ():
             if self.drained_generation != self.worker_generation:
                 self._fail(f"rank {request.rank} was restarted")
             transaction = transactions.complete_restart(
