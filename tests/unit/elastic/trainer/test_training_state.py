@@ -1,0 +1,95 @@
+"""Claims about random numbers: a restored generator goes on where it was, one by one."""
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.elastic.trainer.data import Position
+from keepstep.elastic.trainer.state import State
+from keepstep.elastic.trainer.training_state import TrainingState
+
+
+class Held:
+    """What one rank captured, whole."""
+
+    def __init__(self, live: LiveState) -> None:
+        self.step = 3
+        self.documents: Mapping[str, Json] = live.documents
+        self.values = {tensor.key: tensor.data.detach().clone() for tensor in live.tensors}
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        return {
+            key: TensorSpec(str(value.dtype).removeprefix("torch."), tuple(value.shape))
+            for key, value in self.values.items()
+        }
+
+    def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
+        return slots_in(self.tensors, parameters)
+
+    def known_keys(self) -> Collection[str]:
+        return self.values.keys()
+
+    def read(self, requests: Sequence[BoxRequest]) -> None:
+        for request in requests:
+            request.into[:] = self.values[request.key].numpy().tobytes()
+
+    def describe(self) -> str:
+        return "a test"
+
+
+def training(rank: int = 0) -> TrainingState:
+    state = State(nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    return TrainingState(state, torch.device("cpu"), rank)
+
+
+def drawn() -> tuple[float, float, float, float]:
+    # A normal number leaves another one in the generator.
+    return torch.rand(()).item(), random.random(), np.random.rand(), np.random.standard_normal()
+
+
+def test_generators_go_on_where_they_were() -> None:
+    state = training()
+    state.start_fresh(seed=1)
+    drawn()
+    held = Held(state.capture(Position(3, 3)))
+    expected = [drawn(), drawn()]
+    assert training().restore_from(held, seed=2) == Position(3, 3)
+    assert [drawn(), drawn()] == expected
+
+
+@pytest.mark.parametrize("missing", ["cpu", "numpy"])
+def test_generator_that_the_source_does_not_have_is_seeded_and_the_others_are_restored(
+    missing: str,
+) -> None:
+    """As in a checkpoint of before NumPy's generator was stored."""
+    state = training()
+    state.start_fresh(seed=1)
+    held = Held(state.capture(Position(3, 3)))
+    expected = drawn()
+    del held.values[f"rank/00000/rng/{missing}"]
+    training().restore_from(held, seed=2)
+    first = drawn()
+    training().restore_from(held, seed=2)
+    assert drawn() == first
+    is_seeded = [one != other for one, other in zip(first, expected, strict=True)]
+    assert is_seeded == [missing == "cpu", False, missing == "numpy", missing == "numpy"]
+
+
+def test_ranks_that_the_source_does_not_have_draw_different_numbers() -> None:
+    state = training()
+    state.start_fresh(seed=1)
+    held = Held(state.capture(Position(3, 3)))
+    numbers = []
+    for rank in (4, 5):
+        training(rank).restore_from(held, seed=2)
+        numbers.append(drawn())
+    for one, other in zip(*numbers, strict=True):
+        assert one != other
