@@ -269,14 +269,18 @@ class Membership:
             InvariantViolated: the view, or an action of this leader, breaks an invariant.
             UsageError, JobFailed: the membership cannot go on.
         """
+        error: Exception | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (self._watch(), self._renew(), self._write(), self._lead()):
                     group.create_task(work)
         except* LeaseLost as lost:
-            raise lost.exceptions[0] from None
+            error = lost.exceptions[0]
         except* (UsageError, JobFailed, InvariantViolated) as failed:
-            raise failed.exceptions[0] from None
+            error = error or failed.exceptions[0]
+        # Not raised above: Python before 3.11.4 would put it into a group again.
+        if error is not None:
+            raise error from None
 
     def update(self, **changes: Any) -> None:
         """Change fields of the record, to be written soon; states in between may be skipped."""
