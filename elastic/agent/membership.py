@@ -278,7 +278,7 @@ class Membership:
             error = lost.exceptions[0]
         except* (UsageError, JobFailed, InvariantViolated) as failed:
             error = error or failed.exceptions[0]
-        # Not raised above: Python before 3.11.4 would put it into a group again.
+        # Not raised above: Python 3.11.2 would put it into a group again.
         if error is not None:
             raise error from None
 

@@ -73,11 +73,6 @@ class Batches(Generic[T]):
         self._workers = workers
         self._loader_options = loader_options
 
-    @property
-    def per_epoch(self) -> int:
-        """Number of global batches in one epoch."""
-        return self._order.steps_per_epoch
-
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
         return self._order.loss_scale(rank, world_size)

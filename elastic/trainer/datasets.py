@@ -33,7 +33,7 @@ class Stream(Protocol[T_co]):
 
 @runtime_checkable
 class Positioned(Protocol):
-    """A stream that can go on where it was, such as Hugging Face's and torchdata's."""
+    """A stream that can go on where it was."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return where it is: numbers, strings, lists and dictionaries."""

@@ -263,8 +263,7 @@ class Job:
             steps: number of steps after which the pass ends; overrides `epochs`. A stream needs it.
             shuffle: permute each epoch by the job's seed; a stream is read in its own order.
             collate: makes a batch of a list of samples; default as in torch's DataLoader.
-            workers: number of loader processes, as in torch's DataLoader. A stream has none; one
-                that reads ahead itself, such as torchdata's StatefulDataLoader, may be given.
+            workers: number of loader processes, as in torch's DataLoader. A stream has none.
             loader_options: further arguments of torch's DataLoader, such as `pin_memory` and
                 `prefetch_factor`.
 

@@ -28,6 +28,7 @@ from keepstep.monitor.telemetry.ring import WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
 from keepstep.monitor.verdicts import Advice, Subject, Syndrome, Verdict
+from tests.integration.job.jobs import step_of
 from tests.patience import patient
 from tests.patient_cluster import PatientCluster
 
@@ -61,10 +62,6 @@ with keepstep.join(build) as job:
         if is_finished:
             break
 """
-
-
-def step_of(view: View) -> int:
-    return max((joined.record.step for joined in view.nodes.values()), default=0)
 
 
 def members(view: View) -> list[str]:
