@@ -152,6 +152,9 @@ def decide(
     ending = _unrecoverable_result(view, generation, present)
     if ending is not None:
         return Decision(LeaderState(), Finish(ending))
+    evict = _evict_wrong_replica(policy, view, generation, present)
+    if evict is not None:
+        return Decision(leader_state, evict)
     closing = _reason_to_close(view, generation, present, wall_s)
     if closing is not None:
         return Decision(LeaderState(), Close(closing))
@@ -346,6 +349,9 @@ def _open_next_generation(
         return Decision(
             leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
         )
+    evict = _evict_wrong_replica(policy, view, old, present)
+    if evict is not None:
+        return Decision(leader_state, evict)
     resume = newest_restorable(view, old) or completed_by_storage(view)
     failures = count_failures(view, old, present, resume)
     if failures.cause is not None and failures.count > policy.max_restarts:
@@ -422,12 +428,31 @@ def _end_failures(
         return None
     plural = "s" if policy.max_restarts != 1 else ""
     restarts = f"after {policy.max_restarts} restart{plural} without progress"
-    others = [record for record in eligible(view) if record.node != node]
-    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
-    if node and len(enough) >= policy.min_nodes:
+    if node and _can_do_without(policy, view, node):
         what, _, _ = cause.message.partition("\n")
         return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
     return Finish(Result(False, f"{cause.message} ({restarts})"))
+
+
+def _can_do_without(policy: RendezvousPolicy, view: View, node: str) -> bool:
+    """Whether enough other nodes are left for another generation."""
+    others = [record for record in eligible(view) if record.node != node]
+    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
+    return len(enough) >= policy.min_nodes
+
+
+def _evict_wrong_replica(
+    policy: RendezvousPolicy, view: View, generation: Generation, present: Sequence[NodeRecord]
+) -> Evict | None:
+    """Return the eviction of a node that is known to have computed wrongly, if it can be spared."""
+    for record in _current(present, generation):
+        comparison = record.replica_comparison
+        for rank in comparison.to_replace if comparison else ():
+            node = next(member.node for member in generation.members if rank in member.ranks)
+            is_here = node in view.nodes and node not in view.evictions
+            if comparison and is_here and _can_do_without(policy, view, node):
+                return Evict(node, Eviction(comparison.finding, may_return=True))
+    return None
 
 
 def _release(

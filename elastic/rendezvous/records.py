@@ -187,12 +187,14 @@ class ReplicaComparison(Record):
         replicas: the number of ranks that were compared.
         differing: ranks that differ from a majority; all of a group if it has no majority.
         finding: what was found, as a sentence; "" if all are equal.
+        to_replace: ranks that are known to have computed wrongly, and whose nodes are to leave.
     """
 
     step: int
     replicas: int
     differing: tuple[int, ...] = ()
     finding: str = ""
+    to_replace: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

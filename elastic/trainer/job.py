@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep import monitor
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import ReplicasDiverged, UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer.data import Batches, Position
 from keepstep.elastic.trainer.data_order import DataOrder, pass_key
@@ -92,7 +92,10 @@ def join(
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.
         on_divergence: what to do if they differ. "report": log it; "repair": also give the odd
-            ranks the state of the majority, if there is one; "stop": end the job.
+            ranks the state of the majority, if there is one; "roll back": return to the last
+            snapshot, of which all were compared then, and find out by computing the steps again
+            who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
+            if enough others are left; "stop": end the job.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -162,9 +165,7 @@ class Job:
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
-        self._compare_replicas_every = compare_replicas_every
-        self._on_divergence: OnDivergence = on_divergence
-        self._replicas: ReplicaCheck  # Set before anything uses it.
+        self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
         self._reported_first_step = False
@@ -387,17 +388,37 @@ class Job:
         if not self._reported_first_step:
             self._reported_first_step = True
             self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
+        snapshots = self._entered_snapshots
+        takes_snapshot = snapshots.complete_step(self._position)
         # Before the snapshot of the step: a repaired state is what it shall hold.
-        comparison = self._replicas.run_if_due(self.steps)
-        if comparison is not None and self.world.rank == 0:
-            self._session.report(ReplicasCompared(generation=generation, comparison=comparison))
-        self._entered_snapshots.complete_step(self._position)
+        divergence = self._compare_replicas(takes_snapshot or snapshots.is_ending)
+        if divergence is not None:
+            self._recover(divergence)
+            return
+        if takes_snapshot:
+            snapshots.take_agreed(self._position)
         interval_change = self._snapshot_interval.notable_change()
         if interval_change is not None:
             every, cost_s = interval_change
             self._session.report(
                 SnapshotIntervalChosen(generation=generation, every=every, cost_s=cost_s)
             )
+
+    def _compare_replicas(self, precedes_snapshot: bool) -> ReplicasDiverged | None:
+        """Compare the replicas if it is time to; return what makes the job roll back, if it must.
+
+        Args:
+            precedes_snapshot: this state is what a snapshot will hold.
+        """
+        comparison = self._replicas.run_if_due(self.steps, precedes_snapshot=precedes_snapshot)
+        if comparison is None:
+            return None
+        if self.world.rank == 0:
+            self._session.report(
+                ReplicasCompared(generation=self.world.generation, comparison=comparison)
+            )
+        rolls_back = comparison.differing and self._replicas.rolls_back
+        return ReplicasDiverged(comparison.finding) if rolls_back else None
 
     def _enter(self, newer_than: int) -> None:
         """Enter the next generation; if it fails before it runs, enter the one after it."""
@@ -439,12 +460,7 @@ class Job:
             self._stream_state,
             copies_synchronously=self._copies_synchronously,
         )
-        self._replicas = ReplicaCheck(
-            self._world,
-            self._compare_replicas_every,
-            self._on_divergence,
-            self._snapshot_manager.training.replicable,
-        )
+        self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed)
         self._position = resumed.position
         self._first_step = self.steps
@@ -510,6 +526,9 @@ class Job:
     def _commit_and_store_final(self, final: Position) -> None:
         generation = self.world.generation
         if final.step > 0:
+            divergence = self._compare_replicas(precedes_snapshot=True)
+            if divergence is not None:
+                generation = self._recover_to(final, divergence)
             while not self._entered_snapshots.commit_final_snapshot(
                 final, partial(self._session.wait_for_commit, generation=generation)
             ):
@@ -521,9 +540,9 @@ class Job:
             generation = self._recover_to(final)
             self._session.report(Finishing(step=final.step))
 
-    def _recover_to(self, final: Position) -> int:
+    def _recover_to(self, final: Position, error: Exception | None = None) -> int:
         """Recover after the loop has ended: possible only if no step must be computed again."""
-        self._recover(None)
+        self._recover(error)
         if self._position != final:
             self._restart_script("the last steps must be computed again")
         return self.world.generation

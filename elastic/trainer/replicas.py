@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,10 +23,16 @@ from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.elastic.errors import ReplicasDiverged
 from keepstep.elastic.rendezvous.records import ReplicaComparison
 from keepstep.elastic.trainer.process_groups import World
+from keepstep.elastic.trainer.recomputation import (
+    Contradiction,
+    Recomputation,
+    judge,
+    step_to_repeat,
+)
 
 log = logging.getLogger("keepstep")
 
-OnDivergence: TypeAlias = Literal["report", "repair", "stop"]
+OnDivergence: TypeAlias = Literal["report", "repair", "roll back", "replace", "stop"]
 """What to do when replicas differ."""
 
 _MAX_REPORTED = 8
@@ -69,66 +75,153 @@ def find_divergences(layouts: Sequence[str], contents: Sequence[str]) -> tuple[D
 
 
 class ReplicaCheck:
-    """Compares the replicas of one generation. Every rank calls it at the same steps.
+    """Compares the replicas of a job, generation by generation; every rank at the same steps.
 
     Args:
-        world: the generation.
         every: steps between comparisons; None: never. The first step of a generation is compared.
         on_divergence: what to do if replicas differ.
-        tensors: returns this rank's parameters and optimizer state.
     """
 
-    def __init__(
-        self,
-        world: World,
-        every: int | None,
-        on_divergence: OnDivergence,
-        tensors: Callable[[], Sequence[LiveTensor]],
-    ) -> None:
-        self._world = world
+    def __init__(self, every: int | None, on_divergence: OnDivergence) -> None:
         self._every = every
         self._on_divergence = on_divergence
-        self._tensors = tensors
+        self._world: World
+        self._tensors: Callable[[], Sequence[LiveTensor]]
         self._layouts: tuple[str, ...] = ()
+        self._contradiction: Contradiction | None = None
+        self._contradictions: tuple[Contradiction | None, ...] = ()
+        self._repeated_step = self._compared_step = self._equal_step = 0
 
-    def run_if_due(self, step: int) -> ReplicaComparison | None:
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the job returns to the last snapshot if replicas differ.
+
+        Snapshots must then be of states that were compared.
+        """
+        return self._on_divergence in ("roll back", "replace")
+
+    def enter(self, world: World, tensors: Callable[[], Sequence[LiveTensor]]) -> None:
+        """Begin a generation.
+
+        Args:
+            world: the generation.
+            tensors: returns this rank's parameters and optimizer state.
+        """
+        self._world = world
+        self._tensors = tensors
+        self._layouts = self._contradictions = ()
+        self._repeated_step = self._compared_step = 0
+
+    def run_if_due(self, step: int, *, precedes_snapshot: bool) -> ReplicaComparison | None:
         """Compare the replicas after a step, and act; None if nothing was compared.
+
+        Args:
+            step: the step.
+            precedes_snapshot: a snapshot of this step is about to be taken, by all ranks.
 
         Raises:
             ReplicasDiverged: they differ, and the job is to stop then.
         """
-        is_first = not self._layouts
-        if self._every is None or not (is_first or step % self._every == 0):
+        if not self._is_due(step, precedes_snapshot):
             return None
+        self._compared_step = step
         tensors = self._tensors()
-        if is_first:
-            self._layouts = tuple(all_gather_json(layout_digest(tensors)))
+        if not self._layouts:
+            self._begin(layout_digest(tensors))
+            self._equal_step = step - 1
         groups = _groups(self._layouts)
         if not groups:
             return None
-        comparison = ReplicaComparison(step, sum(map(len, groups)))
         own = next((ranks for ranks in groups if self._world.rank in ranks), None)
         sums = checksums(tensors) if own else {}
         content = content_digest(sums)
         if own:
             self._measure(own, content)
-        divergences = find_divergences(self._layouts, tuple(all_gather_json(content)))
+        contents = tuple(all_gather_json(content))
+        divergences = find_divergences(self._layouts, contents)
+        comparison = ReplicaComparison(step, sum(map(len, groups)))
         for divergence in divergences:
-            names = _differing(divergence, self._world.rank, sums)
-            message = describe(divergence, names, step)
-            if self._world.rank == divergence.ranks[0]:
+            comparison = self._act_on(divergence, comparison, sums, tensors)
+        if divergences:
+            # If they were equal one step before, nothing wrong has reached the others by gradients.
+            is_fresh = self._equal_step == step - 1 and not comparison.to_replace
+            self._contradiction = (
+                Contradiction(step, len(self._layouts), content) if is_fresh else None
+            )
+            if self._on_divergence == "stop":
+                raise ReplicasDiverged(comparison.finding)
+            return comparison
+        self._equal_step = step
+        if step == self._repeated_step:
+            comparison = self._conclude(comparison, groups, contents)
+            self._contradiction = None
+        return comparison
+
+    def _is_due(self, step: int, precedes_snapshot: bool) -> bool:
+        if self._every is None or step == self._compared_step:
+            return False
+        is_periodic = not self._layouts or step % self._every == 0 or step == self._repeated_step
+        return is_periodic or (precedes_snapshot and self.rolls_back)
+
+    def _begin(self, layout: str) -> None:
+        """Learn at a generation's first comparison what each rank holds, and remembers."""
+        self._layouts = tuple(all_gather_json(layout))
+        if self.rolls_back:
+            self._contradictions = tuple(
+                Contradiction(*found) if found else None
+                for found in all_gather_json(
+                    astuple(self._contradiction) if self._contradiction else None
+                )
+            )
+            self._repeated_step = step_to_repeat(self._contradictions, len(self._layouts))
+
+    def _act_on(
+        self,
+        divergence: Divergence,
+        comparison: ReplicaComparison,
+        sums: Mapping[str, int],
+        tensors: Sequence[LiveTensor],
+    ) -> ReplicaComparison:
+        """Report a divergence and repair it if asked; return the comparison with what was found."""
+        is_first = self._world.rank == divergence.ranks[0]
+        names = _differing(divergence, self._world.rank, sums)
+        message = describe(divergence, names, comparison.step)
+        if is_first:
+            log.error("%s", message)
+        if self._on_divergence == "repair" and divergence.odd:
+            _repair(divergence, self._world.rank, tensors)
+            if is_first:
+                log.warning("they were given the state of rank %d", divergence.pair[0])
+        return replace(
+            comparison,
+            differing=(*comparison.differing, *(divergence.odd or divergence.ranks)),
+            to_replace=(
+                *comparison.to_replace,
+                *(divergence.odd if self._on_divergence == "replace" else ()),
+            ),
+            finding=comparison.finding or message,
+        )
+
+    def _conclude(
+        self,
+        comparison: ReplicaComparison,
+        groups: Sequence[tuple[int, ...]],
+        contents: Sequence[str],
+    ) -> ReplicaComparison:
+        """Report who was wrong before, now that the step has been computed again."""
+        for ranks in groups:
+            found = judge(ranks, self._contradictions, comparison.step, contents)
+            if found is None:
+                continue
+            message = describe_recomputation(found, ranks, comparison.step)
+            if self._world.rank == ranks[0]:
                 log.error("%s", message)
+            is_shown = found.is_repeated and self._on_divergence == "replace"
             comparison = replace(
                 comparison,
-                differing=(*comparison.differing, *(divergence.odd or divergence.ranks)),
+                to_replace=(*comparison.to_replace, *(found.wrong if is_shown else ())),
                 finding=comparison.finding or message,
             )
-            if self._on_divergence == "repair" and divergence.odd:
-                _repair(divergence, self._world.rank, tensors)
-                if self._world.rank == divergence.ranks[0]:
-                    log.warning("they were given the state of rank %d", divergence.pair[0])
-        if divergences and self._on_divergence == "stop":
-            raise ReplicasDiverged(comparison.finding)
         return comparison
 
     def _measure(self, replicas: tuple[int, ...], content: str) -> None:
@@ -157,6 +250,18 @@ def describe(divergence: Divergence, names: Sequence[str], step: int) -> str:
         f"after step {step} the replicas on ranks {listed} hold different states, none of them a "
         f"majority{where}; if this is the first step, build() has returned a model that is not "
         "parallel: wrap it in DistributedDataParallel or fully_shard"
+    )
+
+
+def describe_recomputation(found: Recomputation, ranks: Sequence[int], step: int) -> str:
+    """Return what computing steps again has shown, in one line."""
+    listed = ", ".join(map(str, (found.wrong if found.is_repeated else ranks)[:_MAX_REPORTED]))
+    if found.is_repeated:
+        return f"step {step} computed again shows that rank {listed} had computed wrongly"
+    return (
+        f"step {step} computed again gives a third result on ranks {listed}: their computation is "
+        "not the same twice (torch.use_deterministic_algorithms makes it so), and which of them "
+        "was wrong is not known"
     )
 
 

@@ -153,8 +153,8 @@ class SnapshotManager:
             log.warning("%s: resuming from storage alone", error)
             return self._resume_without_memory(seed)
 
-    def complete_step(self, position: Position) -> None:
-        """Complete a step at `position`, and begin a snapshot if the ranks agreed on one.
+    def complete_step(self, position: Position) -> bool:
+        """Complete a step at `position`; return whether the ranks agreed on a snapshot of it.
 
         All ranks must take the same snapshots; otherwise none would be complete. They take one if
         all want it and, by the time the optimizer runs, either all know that the last one is
@@ -168,15 +168,19 @@ class SnapshotManager:
         """
         self._in_step = False
         self._completed_step = position.step
-        if self._pending_agreement is not None:
-            agreement, self._pending_agreement = self._finish_agreement(), None
-            self._is_intact = True
-            self.is_ending = not agreement.goes_on
-            if agreement.is_wanted and agreement.is_possible:
-                began_s = time.monotonic()
-                self.snapshot(position)
-                self._blocked_s = time.monotonic() - began_s
         self._snapshot_interval.note_step(time.monotonic())
+        if self._pending_agreement is None:
+            return False
+        agreement, self._pending_agreement = self._finish_agreement(), None
+        self._is_intact = True
+        self.is_ending = not agreement.goes_on
+        return agreement.is_wanted and agreement.is_possible
+
+    def take_agreed(self, position: Position) -> None:
+        """Begin the snapshot that `complete_step` has returned True for."""
+        began_s = time.monotonic()
+        self.snapshot(position)
+        self._blocked_s = time.monotonic() - began_s
 
     def seal_before_closing(
         self, position: Position, wait_for_commit: Callable[[int], bool]

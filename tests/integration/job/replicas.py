@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import keepstep
 
 options = json.loads(sys.argv[1])
+was_damaged = Path(options["log"]) / "damaged"
 
 
 def build(world: keepstep.World) -> keepstep.State:
@@ -20,7 +21,9 @@ def build(world: keepstep.World) -> keepstep.State:
     if options.get("compile"):
         model.compile(backend="eager", fullgraph=True)
     if options["parallel"]:
-        model = DistributedDataParallel(model)
+        # Without the option DDP arranges its buckets anew after the first step of a generation, and
+        # so sums four ranks' gradients in another order in that step.
+        model = DistributedDataParallel(model, find_unused_parameters=True)
     return keepstep.State(model, lambda parameters: torch.optim.AdamW(parameters, lr=1e-2))
 
 
@@ -34,14 +37,20 @@ class Points:
 
 
 with keepstep.join(
-    build, compare_replicas_every=5, on_divergence=options.get("on_divergence", "report")
+    build,
+    snapshot_every=options.get("snapshot_every", 1),
+    compare_replicas_every=options.get("compare_every", 5),
+    on_divergence=options.get("on_divergence", "report"),
 ) as job:
     for points, values in job.batches(Points(), global_batch=16, steps=options["steps"]):
         with job.step():
             loss = (job.model(points).squeeze(1) - values).square().mean()
             loss.backward()
             job.optimizer.step()
-            if [job.world.rank, job.steps + 1] == options.get("damage"):
+            is_due = [job.world.rank, job.steps + 1] == options.get("damage")
+            # It does not happen again when the step is computed again.
+            if is_due and not was_damaged.exists():
+                was_damaged.touch()
                 with torch.no_grad():
                     next(iter(job.model.parameters()))[0, 0] += 2**-20
         line = {
@@ -53,4 +62,4 @@ with keepstep.join(
         path = Path(options["log"]) / f"rank-{job.world.rank}.jsonl"
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-assert os.environ["WORLD_SIZE"] == "4"
+assert os.environ["WORLD_SIZE"] == str(options.get("world_size", 4))

@@ -1,6 +1,7 @@
 """Claims about data-parallel replicas in complete jobs: a rank that differs is found and named."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,22 @@ SCRIPT = Path(__file__).parent / "replicas.py"
 STEPS = 20
 
 
-def run(directory: Path, **options: Any) -> tuple[int, str, dict[str, Any] | None]:
-    """Run a job of two nodes with two ranks each.
+def run(
+    directory: Path, *, workers: int = 2, nodes: str = "ab", **options: Any
+) -> tuple[int, str, dict[str, Any] | None]:
+    """Run a job of two nodes with some ranks each, and further nodes that are spares.
 
-    Returns node a's exit status, all output, and the last comparison that the job's status showed.
+    Returns the greatest exit status of the nodes that were not evicted, all output, and the last
+    comparison that the job's status showed.
     """
     log = directory / "log"
     log.mkdir()
     arguments = json.dumps({"steps": STEPS, "log": str(log), **options})
     with PatientCluster(
-        "job", [str(SCRIPT), arguments], nnodes="2", workers=2, log=directory / "agents"
+        "job", [str(SCRIPT), arguments], nnodes="2", workers=workers, log=directory / "agents"
     ) as running:
-        running.start("a")
-        running.start("b")
+        for node in nodes:
+            running.start(node)
         view = running.wait_until(
             lambda view: (
                 view.result is not None
@@ -33,18 +37,21 @@ def run(directory: Path, **options: Any) -> tuple[int, str, dict[str, Any] | Non
             ),
             120,
         )
-        status = running.wait("a", 120)
-        running.wait("b", 120)
-        return status, running.output(), summary(view, 0.0)["replicas"]
+        statuses = {node: running.wait(node, 120) for node in nodes}
+        output = running.output()
+        for evicted in re.findall(r"node (\w) is evicted", output):
+            del statuses[evicted]
+        return max(statuses.values()), output, summary(view, 0.0)["replicas"]
 
 
 def sums(directory: Path) -> dict[int, list[int]]:
     """Return the checksums of the parameters after each step, in the order of ranks."""
     found: dict[int, list[int]] = {}
-    for path in sorted((directory / "log").iterdir()):
-        for text in path.read_text().splitlines():
-            line = json.loads(text)
-            found.setdefault(line["step"], []).append(line["sum"])
+    for path in sorted((directory / "log").glob("*.jsonl")):
+        lines = map(json.loads, path.read_text().splitlines())
+        # Of a step that was computed again, the last result counts.
+        for step, checksum in {line["step"]: line["sum"] for line in lines}.items():
+            found.setdefault(step, []).append(checksum)
     return found
 
 
@@ -80,6 +87,69 @@ def test_damaged_replica_is_named_with_its_tensor_and_repaired_if_asked(
     assert (after[STEPS] == undisturbed[STEPS]) == is_repaired
     assert replicas is not None
     assert list(replicas["differing"]) == ([] if is_repaired else [2])
+
+
+def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(
+    tmp_path: Path, undisturbed: dict[int, list[int]]
+) -> None:
+    # A snapshot every 3 steps: the damage of step 7 is found before that of step 9 is taken.
+    status, output, replicas = run(
+        tmp_path, parallel=True, damage=[2, 7], snapshot_every=3, on_divergence="roll back"
+    )
+    assert status == 0, output
+    assert "after step 9 rank 2 differs from 3 replicas that agree" in output
+    assert re.search("goes on after step [36], from memory", output)
+    assert sums(tmp_path) == undisturbed
+    assert replicas is not None
+    assert list(replicas["differing"]) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    directory = tmp_path_factory.mktemp("undisturbed_pair")
+    status, output, _ = run(directory, workers=1, parallel=True, world_size=2)
+    assert status == 0, output
+    return sums(directory)
+
+
+@pytest.mark.parametrize("on_divergence", ["roll back", "replace"])
+def test_which_of_two_replicas_was_wrong_is_found_by_computing_the_step_again(
+    tmp_path: Path, undisturbed_pair: dict[int, list[int]], on_divergence: str
+) -> None:
+    status, output, _ = run(
+        tmp_path,
+        workers=1,
+        nodes="abc",
+        parallel=True,
+        world_size=2,
+        damage=[1, 8],
+        compare_every=1,
+        on_divergence=on_divergence,
+    )
+    assert status == 0, output
+    assert "after step 8 the replicas on ranks 0, 1 hold different states" in output
+    finding = "step 8 computed again shows that rank 1 had computed wrongly"
+    assert finding in output
+    evicted = re.findall(rf"node \w is evicted: {finding}", output)
+    assert len(evicted) == (1 if on_divergence == "replace" else 0)
+    assert sums(tmp_path) == undisturbed_pair
+
+
+def test_damage_in_the_last_step_does_not_reach_the_final_snapshot(
+    tmp_path: Path, undisturbed: dict[int, list[int]]
+) -> None:
+    # Neither the interval of snapshots nor that of comparisons ends with this step.
+    status, output, _ = run(
+        tmp_path,
+        parallel=True,
+        damage=[3, 18],
+        steps=18,
+        snapshot_every=50,
+        on_divergence="roll back",
+    )
+    assert status == 0, output
+    assert "after step 18 rank 3 differs from 3 replicas that agree" in output
+    assert sums(tmp_path)[18] == undisturbed[18]
 
 
 def test_job_that_shall_stop_ends_at_the_first_comparison_without_another_attempt(

@@ -89,6 +89,28 @@ def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None
     assert node.passed.empty()
 
 
+@pytest.mark.parametrize(
+    ("pieces", "is_wrong"),
+    [((0,), False), ((1,), False), ((0, 1), False), ((1, 0), False), ((0, 1, 2), True)],
+)
+def test_what_replicas_held_differently_is_right_if_it_is_one_of_theirs(
+    node: Node, pieces: tuple[int, ...], is_wrong: bool
+) -> None:
+    """As running statistics are; a layout may also read a part of each."""
+    replicas = [VALUES, VALUES + np.uint8(1), VALUES + np.uint8(2)]
+    for rank in (0, 1):
+        node.seal(OLD, rank, replicas[rank], 0, "model/norm.running_mean")
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    cuts = np.array_split(np.arange(LENGTH), len(pieces))
+    values = np.concatenate([replicas[piece][cut] for piece, cut in zip(pieces, cuts, strict=True)])
+    node.seal(NEW, 0, values, 0, "model/norm.running_mean")
+    checked = node.outcome()
+    assert checked.nbytes == 2 * LENGTH
+    assert checked.is_wrong == is_wrong
+    assert node.passed.empty() == is_wrong
+
+
 def test_a_users_own_object_that_differs_is_named_and_passes(node: Node) -> None:
     """Its `load_state_dict` may keep the state in another form."""
     checked = restored(node, VALUES[::-1].copy(), "extra/average/w")

@@ -28,6 +28,7 @@ the present members of the current generation. A rank stands for the node that h
     the manifest cannot be written: REASON      at the next attempt
     rank 3 fails: MESSAGE                its process ended; `fails fatally`: trying again is useless
     rank 3 loses a peer: MESSAGE         a collective broke
+    rank 3 has computed wrongly: FINDING    as a comparison of replicas has shown to rank 0
     a is evicted: REASON                 by a person or the monitor
     restart of rank 3 is requested: REASON
     2.5 s pass
@@ -66,6 +67,7 @@ from keepstep.elastic.rendezvous.records import (
     PersistRequest,
     Record,
     Release,
+    ReplicaComparison,
     RestartRequest,
     Result,
     SnapshotCommit,
@@ -147,6 +149,8 @@ class Case:
             self._put(KEYS.restart(request.rank), request)
         elif found := re.fullmatch(r"rank (\d+) (fails|fails fatally|loses a peer): (.+)", line):
             self._fail(int(found[1]), found[2], found[3])
+        elif found := re.fullmatch(r"rank (\d+) has computed wrongly: (.+)", line):
+            self._find_wrong_replica(int(found[1]), found[2])
         elif found := re.fullmatch(r"given (.+) run with (\d+) workers?", line):
             self._start(_names(found[1]), int(found[2]))
         elif found := re.fullmatch(r"(\w+(?:(?:, | and )\w+)*?) (?!and )(\w+.*)", line):
@@ -303,6 +307,15 @@ class Case:
         else:
             raise ValueError(f"{line!r} is no line of a case")
 
+    def _find_wrong_replica(self, rank: int, finding: str) -> None:
+        generation = self.view.generation
+        assert generation is not None
+        reporter = self._record(generation.members[0].node)
+        comparison = ReplicaComparison(
+            self._steps.get(reporter.node, 0), generation.world_size, (rank,), finding, (rank,)
+        )
+        self._write(reporter, replica_comparison=comparison)
+
     def _join(self, node: str, workers: int, *, domain: str = "", warm: bool = True) -> None:
         self._leases += 1
         self.memory[node] = Memory()
@@ -324,7 +337,8 @@ class Case:
         if view.generation.member(node) is not None:
             self._write(
                 record, generation=number, phase=NodePhase.STARTING, failure=None, finishing=False,
-                persisted=None, restored_from="", times={}, **self._holdings(node),
+                persisted=None, restored_from="", times={}, replica_comparison=None,
+                **self._holdings(node),
             )  # fmt: skip
 
     def _run_workers(self, node: str, restored_from: str | None = None) -> None:
