@@ -77,12 +77,8 @@ class Batches(Generic[T]):
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
         return self._order.loss_scale(rank, world_size)
 
-    def from_position(
-        self, first: int, end: int, rank: int, world_size: int, state: Json = None
-    ) -> Iterator[Any]:
+    def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
         """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
-
-        A position in an order needs no `state`, which is for streams.
 
         Raises:
             UsageError: the global batch is smaller than `world_size`.

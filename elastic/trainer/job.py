@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -34,15 +33,15 @@ from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.errors import ReplicasDiverged, UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
-from keepstep.elastic.trainer.data import Batches, Position
-from keepstep.elastic.trainer.data_order import DataOrder, pass_key
-from keepstep.elastic.trainer.datasets import Dataset, Stream, is_stream
+from keepstep.elastic.trainer import numpy_generator
+from keepstep.elastic.trainer.data import Position
+from keepstep.elastic.trainer.data_pass import DataPass
+from keepstep.elastic.trainer.datasets import Dataset, Stream
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
-from keepstep.elastic.trainer.stream_batches import StreamBatches
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -161,7 +160,7 @@ class Job:
         self._seed = seed
         self._position = Position()
         self._passes: list[int] = []
-        self._stream: tuple[StreamBatches[Any], int] | None = None
+        self._data: DataPass[Any] | None = None
         self._groups = ProcessGroups()
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
@@ -272,49 +271,35 @@ class Job:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
                 size, or a stream is given without `steps` or with what it cannot have.
         """
-        pass_number, begin = len(self._passes), sum(self._passes)
-        batches: Batches[T] | StreamBatches[T]
-        if is_stream(dataset):
-            if steps is None or workers or loader_options:
-                raise UsageError(
-                    "a dataset that is only iterated has no length and is read in this process: "
-                    "give steps=, and neither workers nor loader_options"
-                )
-            key = pass_key(self._seed, pass_number)
-            batches, length = StreamBatches(dataset, global_batch, key, collate), steps
-        else:
-            indexed = cast("Dataset[T]", dataset)
-            order = DataOrder(
-                len(indexed),
-                global_batch,
-                seed=self._seed,
-                shuffle=shuffle,
-                pass_number=pass_number,
-            )
-            batches = Batches(indexed, order, collate, workers, loader_options or {})
-            length = steps if steps is not None else epochs * order.steps_per_epoch
-        self._passes.append(length)
-        self._stream = (batches, begin) if isinstance(batches, StreamBatches) else None
-        while self._position.batch < begin + length:
-            if self._position.batch < begin:
+        data = DataPass(
+            len(self._passes),
+            sum(self._passes),
+            self._seed,
+            dataset,
+            global_batch,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            collate=collate,
+            workers=workers,
+            loader_options=loader_options,
+        )
+        self._passes.append(data.end - data.begin)
+        self._data = data
+        while self._position.batch < data.end:
+            if self._position.batch < data.begin:
                 self._restart_script("the restored position is in an earlier pass over the data")
             generation = self.world.generation
-            loader = batches.from_position(
-                self._position.batch - begin,
-                length,
-                self.world.data_rank,
-                self.world.data_size,
-                self._position.stream,
-            )
+            loader = data.from_position(self._position, self.world.data_rank, self.world.data_size)
             while True:
-                if self._position.batch < begin + length:
+                if self._position.batch < data.end:
                     # For the monitor, a step begins with the wait for its data.
                     self._mark_step()
                 batch = next(loader, _END_OF_DATA)
                 if batch is _END_OF_DATA:
                     break
                 before = self._position
-                self._loss_scale = batches.loss_scale(self.world.data_rank, self.world.data_size)
+                self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
                 yield batch
                 if self.world.generation == generation and self._entered_snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
@@ -326,14 +311,7 @@ class Job:
                     self._position = replace(before, batch=before.batch + 1)
 
     def _stream_state(self, position: Position) -> Json:
-        """Return where the stream of samples is at a position; None without one that can tell."""
-        if self._stream is not None:
-            batches, begin = self._stream
-            state = batches.state(position.batch - begin)
-            if state is not None:
-                return state
-        # It was not read since it was restored.
-        return position.stream
+        return self._data.stream_state(position) if self._data is not None else position.stream
 
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
@@ -447,7 +425,7 @@ class Job:
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
         torch.manual_seed(self._seed)
         random.seed(self._seed)
-        np.random.seed(self._seed & 0xFFFFFFFF)
+        numpy_generator.seed(self._seed)
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
         self._snapshot_manager = SnapshotManager(
             self._build(self._world),

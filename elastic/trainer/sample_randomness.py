@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
+from keepstep.elastic.trainer import numpy_generator
 from keepstep.elastic.trainer.data_order import mix
 from keepstep.elastic.trainer.datasets import Dataset
 
@@ -63,16 +63,16 @@ def seed_generators(seed: int) -> None:
     # torch.manual_seed would seed the GPUs, too, whose generators belong to the training state.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
+    numpy_generator.seed(seed)
 
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Leave the global generators of torch (CPU), Python and NumPy as they were at the start."""
-    kept = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    kept = torch.get_rng_state(), random.getstate(), numpy_generator.kept_state()
     try:
         yield
     finally:
         torch.set_rng_state(kept[0])
         random.setstate(kept[1])
-        np.random.set_state(kept[2])
+        numpy_generator.restore_kept(kept[2])

@@ -10,7 +10,6 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +22,7 @@ from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names,
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.elastic.errors import UsageError
+from keepstep.elastic.trainer import numpy_generator
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 from keepstep.elastic.trainer.process_groups import check_mesh_position
@@ -155,7 +155,7 @@ class TrainingState:
     def _seed_randomness(self, seed: int, step: int) -> None:
         torch.manual_seed((seed * 1_000_003 + step) * 65_537 + self._rank + 1)
         random.seed(f"{seed}/{step}/{self._rank}")
-        np.random.seed([seed & 0xFFFFFFFF, step & 0xFFFFFFFF, self._rank])
+        numpy_generator.seed(seed, step, self._rank)
 
     def _restore_randomness(self, source: Source, seed: int) -> None:
         """Restore this rank's generators; a rank that the source does not have seeds its own."""
@@ -176,33 +176,19 @@ class TrainingState:
             random.setstate((version, tuple(internal), gauss))
 
 
-# Little-endian. NumPy's global generator is MT19937.
-_NUMPY_STATE = np.dtype(
-    [("key", "<u4", 624), ("position", "<i8"), ("has_gauss", "<i8"), ("gauss", "<f8")]
-)
-
-
-def _numpy_state() -> torch.Tensor:
-    _, key, position, has_gauss, gauss = np.random.get_state()
-    state = np.array([(key, position, has_gauss, gauss)], _NUMPY_STATE)
-    return torch.from_numpy(state.view(np.uint8))
-
-
-def _set_numpy_state(state: torch.Tensor) -> None:
-    key, position, has_gauss, gauss = state.numpy().view(_NUMPY_STATE)[0].tolist()
-    np.random.set_state(("MT19937", key, position, has_gauss, gauss))
-
-
 _SET_STATE: Mapping[str, Callable[[torch.Tensor], None]] = {
     "cpu": torch.set_rng_state,
-    "numpy": _set_numpy_state,
+    "numpy": numpy_generator.restore_stored,
     "cuda": torch.cuda.set_rng_state,
 }
 
 
 def _generator_states() -> dict[str, torch.Tensor]:
     """Return copies of the states of the global generators."""
-    states = {"cpu": torch.get_rng_state(), "numpy": _numpy_state()}
+    states = {"cpu": torch.get_rng_state()}
+    of_numpy = numpy_generator.stored_state()
+    if of_numpy is not None:
+        states["numpy"] = of_numpy
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
     return states

@@ -212,7 +212,8 @@ def record_of(number: int) -> NodeRecord:
 async def new_agent(store: Store, number: int, nodes: int, on_change: Callable[[], None]) -> Agent:
     """Join the job as its node of a number."""
     record = record_of(number)
-    policy = RendezvousPolicy(min_nodes=nodes - 1, max_nodes=nodes, last_call_s=30.0)
+    # With parity, so that nobody waits for the lost node's return.
+    policy = RendezvousPolicy(min_nodes=nodes - 1, max_nodes=nodes, last_call_s=30.0, parity=1)
 
     async def publish(_: object) -> None:
         raise AssertionError("nothing is stored here")

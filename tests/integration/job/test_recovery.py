@@ -513,6 +513,23 @@ def test_stopped_node_loses_its_lease_and_the_others_continue(tmp_path: Path) ->
                 process.resume()
 
 
+def test_node_that_loses_its_lease_while_it_warms_up_keeps_its_workers(tmp_path: Path) -> None:
+    """They know nothing of a job yet, and take long to start on a starved machine (T23)."""
+    with cluster(tmp_path, nnodes="2") as running:
+        running.start("a", "--lease-ttl", "2")
+        running.wait_until(lambda view: len(running.workers_of("a")) == 2, 60)
+        warming_up = running.workers_of("a")
+        agent = psutil.Process(running.agents["a"].pid)
+        agent.suspend()
+        running.wait_until(lambda view: not view.nodes, 60)
+        agent.resume()
+        running.start("b", "--lease-ttl", "2")
+        running.wait_until(lambda view: step_of(view) > 0, 120)
+        assert running.workers_of("a")[:2] == warming_up
+        assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
+    assert "joining again" in running.output()
+
+
 def test_killed_node_may_return_under_its_name_before_its_lease_ends(
     tmp_path: Path,
 ) -> None:

@@ -233,7 +233,7 @@ def test_flooded_doctor_still_serves_its_peers(secret_file: Path, ports: list[in
         limit = descriptors + 16
         resource.prlimit(flooded.pid, resource.RLIMIT_NOFILE, (limit, limit))
         flood = [socket.create_connection(("127.0.0.1", ports[0])) for _ in range(MAX_PENDING + 8)]
-        time.sleep(1.0)  # It meets the limit again and again.
+        wait_until_exhausted(flooded.pid, limit)
         for connection in flood:
             connection.close()
         with doctor("b", addresses[1], addresses, secret_file, "--patience", "60") as other:
@@ -291,6 +291,15 @@ def wait_until_listening(port: int) -> None:
         else:
             return
     raise AssertionError(f"nobody listens on {port}")
+
+
+def wait_until_exhausted(pid: int, limit: int) -> None:
+    deadline_s = time.monotonic() + patient(60)
+    while time.monotonic() < deadline_s:
+        if len(os.listdir(f"/proc/{pid}/fd")) >= limit:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} has not opened its {limit} descriptors")
 
 
 def test_table_fits_80_columns_and_distinguishes_nodes_of_one_name(

@@ -12,6 +12,7 @@ from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.elastic.trainer.data import Position
+from keepstep.elastic.trainer.sample_randomness import kept_generators, seed_generators
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
 
@@ -81,6 +82,23 @@ def test_generator_that_the_source_does_not_have_is_seeded_and_the_others_are_re
     assert drawn() == first
     is_seeded = [one != other for one, other in zip(first, expected, strict=True)]
     assert is_seeded == [missing == "cpu", False, missing == "numpy", missing == "numpy"]
+
+
+def test_numpy_generator_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    ordinary = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(7))  # type: ignore[attr-defined]
+    try:
+        state = training()
+        with kept_generators():
+            seed_generators(3)
+            before = np.random.rand()
+        assert np.random.rand() == before
+        held = Held(state.capture(Position(3, 3)))
+        assert "rank/00000/rng/numpy" not in held.values
+        assert "PCG64 of the script's own" in caplog.text
+        assert state.restore_from(held, seed=2) == Position(3, 3)
+    finally:
+        np.random.set_bit_generator(ordinary)  # type: ignore[attr-defined]
 
 
 def test_ranks_that_the_source_does_not_have_draw_different_numbers() -> None:
