@@ -20,13 +20,13 @@ from __future__ import annotations
 import json
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError, StateChanged
+from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.live.tensors import LiveTensor
@@ -84,11 +84,26 @@ class _PendingCopy:
 
 
 class Snapshotter:
-    """Takes one rank's snapshots in one generation. Owns a thread, which `close` ends."""
+    """Takes one rank's snapshots in one generation. Owns a thread, which `close` ends.
+
+    Args:
+        client: the snapshot server.
+        generation: the generation.
+        rank: this rank.
+        device: where the state is.
+        may_seal: asked when a copy is complete; once it has returned False it never returns True:
+            the collectives that computed the state may have been aborted.
+    """
 
     def __init__(
-        self, client: SnapshotClient, generation: int, rank: int, device: torch.device
+        self,
+        client: SnapshotClient,
+        generation: int,
+        rank: int,
+        device: torch.device,
+        may_seal: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._may_seal = may_seal
         self._client = client
         self._generation = generation
         self._rank = rank
@@ -217,6 +232,10 @@ class Snapshotter:
         elif targets:
             torch._foreach_copy_(targets, copy.sources)
         self._check_unchanged(copy)
+        if not self._may_seal():
+            raise SnapshotUnavailable(
+                f"step {copy.snapshot.step} is not sealed: its generation is aborted"
+            )
         arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
 

@@ -251,6 +251,12 @@ class OpenGeneration(Message, frozen=True, kw_only=True):
     group: ErasureGroup
 
 
+class Fence(Message, frozen=True, kw_only=True):
+    """Ends what a generation may write; it comes before its collectives are aborted."""
+
+    generation: Count
+
+
 class Rebuild(Message, frozen=True, kw_only=True):
     """Begins to rebuild shards of a lost node.
 
@@ -310,6 +316,7 @@ class ReportHoldings(Message, frozen=True, kw_only=True):
 
 AgentCommand: TypeAlias = (
     OpenGeneration
+    | Fence
     | Rebuild
     | FinishProtection
     | Verify

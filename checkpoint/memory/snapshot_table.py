@@ -5,6 +5,7 @@ Pure. A shard is one rank's part of one snapshot, kept in one buffer. Rules:
   generation is committed or was never sealed: two buffers alternate, and one of them always holds a
   committed snapshot.
 - A commit frees everything older. Opening a generation forgets shards that were left unsealed.
+- A fenced generation seals nothing more: its collectives may be aborted, and leave garbage.
 - A pinned snapshot (being stored) stays until it is unpinned, though newer ones are committed;
   meanwhile a third buffer is used.
 - A shard of a lost node may be adopted, to be rebuilt here; it is no part of what this node itself
@@ -65,9 +66,11 @@ class SnapshotTable:
     """All that a node holds.
 
     `free` are buffers without a shard, by number, with their sizes in bytes; `pinned` counts pins.
+    Nothing is begun or sealed in generations up to `fenced`.
     """
 
     generation: int = 0
+    fenced: int = 0
     committed: SnapshotId = SnapshotId(0, -1)
     shards: Mapping[tuple[SnapshotId, int], ShardBuffer] = field(default_factory=dict)
     free: Mapping[int, int] = field(default_factory=dict)
@@ -100,6 +103,11 @@ def open_generation(table: SnapshotTable, generation: int) -> SnapshotTable:
     return _checked(table, _retain_only(replace(table, generation=generation), kept))
 
 
+def fence(table: SnapshotTable, generation: int) -> SnapshotTable:
+    """Refuse to begin or seal anything in a generation, from now on."""
+    return _checked(table, replace(table, fenced=max(table.fenced, generation)))
+
+
 def begin(
     table: SnapshotTable,
     snapshot: SnapshotId,
@@ -124,6 +132,7 @@ def begin(
         SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed yet,
         or the node has not enough memory.
     """
+    _check_not_fenced(table, snapshot, rank)
     if snapshot.generation != table.generation:
         raise SnapshotUnavailable(
             f"rank {rank} may not write in generation {snapshot.generation}: it is over, "
@@ -183,6 +192,7 @@ def seal(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> SnapshotTable
     Raises:
         SnapshotUnavailable: the generation is over, or the shard was not begun.
     """
+    _check_not_fenced(table, snapshot, rank)
     held = table.shards.get((snapshot, rank))
     if snapshot.generation != table.generation or held is None or held.sealed:
         raise SnapshotUnavailable(
@@ -313,6 +323,14 @@ def check_change(
                 "a sealed shard that may be needed stays in its buffer",
                 f"rank {key[1]}'s part of {key[0]} was in buffer {held.buffer}, and is {found}",
             )
+
+
+def _check_not_fenced(table: SnapshotTable, snapshot: SnapshotId, rank: int) -> None:
+    if snapshot.generation <= table.fenced:
+        raise SnapshotUnavailable(
+            f"rank {rank} may not write step {snapshot.step} of generation {snapshot.generation}: "
+            "the generation ends, and what its collectives still return may be garbage"
+        )
 
 
 def _checked(

@@ -14,6 +14,7 @@ from keepstep.checkpoint.memory.messages import (
     AgentRequest,
     CommitSnapshot,
     EndPersist,
+    Fence,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
@@ -103,6 +104,8 @@ class AgentCommands:
                 self._memory.open_generation(group.generation)
                 self._protection.open_generation(group)
                 self._persistence.stop()
+            case Fence(generation=generation):
+                self._memory.fence(generation)
             case Rebuild(snapshot=snapshot, ranks=ranks):
                 self._memory.expect(snapshot, ranks)
                 self._rebuilder.rebuild(snapshot, command.group, command.lost, ranks)

@@ -116,6 +116,10 @@ class SnapshotMemory:
                 self._changed.notify_all()
             self._update(lambda table: snapshot_table.open_generation(table, generation))
 
+    def fence(self, generation: int) -> None:
+        """Refuse to begin or seal anything in a generation, from now on."""
+        self._update(lambda table: snapshot_table.fence(table, generation))
+
     def begin(
         self,
         snapshot: SnapshotId,

@@ -64,7 +64,13 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
-from keepstep.elastic.worker.messages import Assignment, CommandKind, SnapshotCommitted, Stored
+from keepstep.elastic.worker.messages import (
+    AbortOrdered,
+    Assignment,
+    CommandKind,
+    SnapshotCommitted,
+    Stored,
+)
 from keepstep.transport import Identity
 
 log = logging.getLogger("keepstep")
@@ -134,6 +140,7 @@ class Participation:
         self._supervisor = ServerSupervisor(config, self._on_snapshot_event, wake.set)
         self._connections: PeerConnections  # Set before anything uses it.
         self._drained_generation = 0
+        self._ordered_generation = 0
         self._committed: SnapshotId | None = None
         self._stored_step = -1
         self._part_attempt: PartAttempt | None = None
@@ -487,6 +494,8 @@ class Participation:
         """End the generation here; once no worker can write, record what is sealed."""
         if self._drained_generation == generation:
             return
+        if abort and self._worker_group.awaits_abort_order:
+            await self._prepare_abort(generation)
         limit_s = self._config.abort_timeout_s if abort else self._config.drain_timeout_s
         if not await self._worker_group.drain(abort=abort, limit_s=limit_s):
             return
@@ -501,6 +510,17 @@ class Participation:
             step=self._worker_group.step,
             phase=NodePhase.DRAINED,
         )
+
+    async def _prepare_abort(self, generation: int) -> None:
+        """Have nothing more sealed, tell the leader, and pass on its order to abort."""
+        membership = self._membership
+        if membership.record.fenced != generation:
+            await self._snapshots.fence(generation)
+            membership.update(fenced=generation)
+        order = membership.view.abort_order
+        if order is not None and self._ordered_generation != order.generation == generation:
+            self._ordered_generation = generation
+            await self._worker_group.broadcast(AbortOrdered(generation=generation))
 
     async def _follow_commits(self) -> None:
         """Pass on what has been committed and stored, and begin to write what is to be stored."""

@@ -23,6 +23,7 @@ from keepstep.checkpoint.memory.messages import (
     AlreadyStored,
     CommitSnapshot,
     EndPersist,
+    Fence,
     FinishProtection,
     NodeHoldings,
     OpenGeneration,
@@ -218,6 +219,10 @@ class SnapshotProcess:
             parity=generation.parity if members else 0,
         )
         await self._ask(OpenGeneration(group=group))
+
+    async def fence(self, generation: int) -> None:
+        """Have the server refuse what workers still write in a generation."""
+        await self._ask(Fence(generation=generation))
 
     async def rebuild(self, resume: SnapshotCommit) -> None:
         """Begin to rebuild the lost nodes' shards that this node adopts; readers wait for them."""

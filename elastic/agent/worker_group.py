@@ -107,6 +107,7 @@ class WorkerGroup:
         self.checkpoint_every: int | None = None
         self.rank_multiple = 1
         self.max_ranks = 0
+        self.awaits_abort_order = False
         self.snapshot_every = 0
         self.snapshot_cost_s = 0.0
 
@@ -314,6 +315,7 @@ class WorkerGroup:
                 self.checkpoint_every = message.checkpoint_every
                 self.rank_multiple = message.rank_multiple
                 self.max_ranks = message.max_ranks
+                self.awaits_abort_order = message.awaits_abort_order
                 if self._is_draining:
                     # It is being ended as a script that does not report; that goes on.
                     log.debug("rank %s joined while its generation drains", worker.rank)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     CheckpointRecord,
     Closing,
     Eviction,
@@ -30,6 +31,13 @@ class Close:
     """Declare the current generation over."""
 
     closing: Closing
+
+
+@dataclass(frozen=True, slots=True)
+class OrderAbort:
+    """Have the workers of a generation that closes abort their collectives: all are fenced."""
+
+    order: AbortOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,7 @@ class Finish:
 Action = (
     Open
     | Close
+    | OrderAbort
     | Commit
     | Persist
     | Publish

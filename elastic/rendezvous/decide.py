@@ -32,6 +32,7 @@ from keepstep.elastic.rendezvous.actions import (
     Evict,
     Finish,
     Open,
+    OrderAbort,
     RecordRecovery,
     ReleaseMembers,
 )
@@ -45,9 +46,11 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     newest_restorable,
     present_members,
     rank_limits,
+    trusts_uncommitted,
     with_shard_rebuilds,
 )
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     Closing,
     Eviction,
     Failure,
@@ -208,6 +211,20 @@ def _draining(present: Iterable[NodeRecord], generation: Generation) -> list[str
     ]
 
 
+def _order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> OrderAbort | None:
+    """Return the order to abort, once every member whose workers may still write is fenced.
+
+    An aborted collective returns garbage, also to peers that have not aborted, and nothing raises
+    there. So nobody may seal any more before the first one aborts.
+    """
+    undrained = set(_draining(present, old))
+    writing = [record for record in present if record.node in undrained]
+    is_fenced = all(record.fenced == old.generation for record in writing)
+    if view.abort_order is not None or not writing or not is_fenced:
+        return None
+    return OrderAbort(AbortOrder(old.generation, all_fenced=len(present) == len(old.members)))
+
+
 def _wait(
     leader_state: LeaderState, for_what: str, now_s: float, at_most_s: float
 ) -> tuple[LeaderState, float]:
@@ -340,10 +357,13 @@ def _open_next_generation(
     wall_s: float,
 ) -> Decision:
     present = present_members(view, old)
+    order = _order_abort(view, old, present)
+    if order is not None:
+        return Decision(leader_state, order)
     draining = _draining(present, old)
     if draining:
         # Ranks that drain without an abort take a last snapshot; the one before is committed first.
-        commit = _commit(view, old, present)
+        commit = _commit(view, old, present) if trusts_uncommitted(view) else None
         if commit is not None:
             return Decision(leader_state, commit)
         return Decision(

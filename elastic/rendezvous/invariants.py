@@ -140,6 +140,8 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_loaded(view, checkpoint)
         case actions.ReleaseMembers():
             _check_drained(view)
+        case actions.OrderAbort():
+            _check_fenced(view)
         case actions.Evict(node):
             _check_evicted(policy, view, node)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
@@ -278,6 +280,24 @@ def _check_drained(view: View) -> None:
             )
 
 
+def _check_fenced(view: View) -> None:
+    """Check that nothing of the generation that closes can be sealed any more."""
+    old = view.generation
+    if old is None or not view.is_closing:
+        raise InvariantViolated("only a generation that closes is aborted", f"{view.closing}")
+    for member in old.members:
+        record = _record(view, member)
+        # Another server: the membership that had this place is over, and so are its workers.
+        if record is None or record.server != member.server:
+            continue
+        is_over = record.generation == old.generation and record.phase in _OVER
+        if not is_over and record.fenced != old.generation:
+            raise InvariantViolated(
+                "collectives are aborted when nobody can seal what they leave",
+                f"{member.node} may still seal in generation {record.generation}",
+            )
+
+
 def _check_opening(before: View, after: View, generation: Generation) -> None:
     check_generation(generation)
     old = before.generation
@@ -292,6 +312,7 @@ def _check_opening(before: View, after: View, generation: Generation) -> None:
         )
     if (
         after.closing is not None
+        or after.abort_order is not None
         or after.release is not None
         or after.persist is not None
         or after.restarts
@@ -316,6 +337,15 @@ def _check_opening(before: View, after: View, generation: Generation) -> None:
 
 
 def _check_change_within_generation(before: View, after: View) -> None:
+    if after.abort_order != before.abort_order and (
+        after.abort_order is None
+        or not after.is_closing
+        or after.abort_order.generation != after.generation_number
+    ):
+        raise InvariantViolated(
+            "an order to abort is given once, to a generation that closes",
+            f"{before.abort_order} becomes {after.abort_order}",
+        )
     if after.closing != before.closing:
         if before.is_closing:
             raise InvariantViolated(
@@ -524,7 +554,7 @@ def _check_holders_present(view: View, commit: SnapshotCommit) -> None:
 
 def _leader_documents(view: View) -> tuple[object, ...]:
     return (
-        view.generation, view.closing, view.release, view.snapshot, view.persist,
+        view.generation, view.closing, view.abort_order, view.release, view.snapshot, view.persist,
         view.checkpoint, view.store_failure, view.history, view.result,
     )  # fmt: skip
 

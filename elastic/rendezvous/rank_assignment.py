@@ -145,6 +145,11 @@ def assign_groups(
     return placed, min(parity, smallest - 1)
 
 
+def trusts_uncommitted(view: View) -> bool:
+    """Whether snapshots of the generation that closes are what training computed, if sealed."""
+    return view.abort_order is None or view.abort_order.all_fenced
+
+
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
     """Return the newest snapshot, committed or not, that the present members can restore."""
     candidates = [replace(view.snapshot, shard_rebuilds=())] if view.snapshot else []
@@ -152,7 +157,7 @@ def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | No
         snapshot
         for record in present_members(view, generation)
         for snapshot in record.sealed
-        if snapshot.generation == generation.generation
+        if snapshot.generation == generation.generation and trusts_uncommitted(view)
     }
     candidates += [
         SnapshotCommit(snapshot, generation.members, generation.parity) for snapshot in sealed

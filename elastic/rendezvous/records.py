@@ -212,6 +212,8 @@ class NodeRecord(Record):
         loaded: what its rank 0 found in storage; None if the rank is elsewhere, or did not look.
         restore_comparison: of this generation; None if nothing could be compared here.
         replica_comparison: the last one that its rank 0 has reported.
+        fenced: the newest generation in which its snapshot server seals nothing more; its workers
+            wait for the order to abort.
         rank_multiple: the number of ranks must be a multiple of this; 1 until its workers know.
         max_ranks: the greatest number of ranks that the mesh has places for; 0 for any.
         sealed: snapshots that all of its ranks have sealed.
@@ -250,6 +252,7 @@ class NodeRecord(Record):
     loaded: LoadedCheckpoint | None = None
     restore_comparison: RestoreComparison | None = None
     replica_comparison: ReplicaComparison | None = None
+    fenced: int = 0
     rank_multiple: int = 1
     max_ranks: int = 0
 
@@ -419,6 +422,18 @@ class Release(Record):
     """Lets members leave that want to: too few stay, and nothing that they hold is needed."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOrder(Record):
+    """Lets workers abort their collectives: no snapshot server seals what those leave behind.
+
+    `all_fenced`: that holds for every member. Of a member that was lost nobody knows what it still
+    seals, so that nothing of the generation is used but what is committed.
+    """
+
+    generation: int
+    all_fenced: bool
 
 
 @dataclass(frozen=True, slots=True)

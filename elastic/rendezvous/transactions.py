@@ -42,6 +42,7 @@ from keepstep.elastic.store.contract import Change, Created, Delete, KeyValue, M
 LEADER_DOCUMENTS = (
     "generation",
     "closing",
+    "abort_order",
     "release",
     "snapshot",
     "persist",
@@ -205,6 +206,7 @@ def leader_operations(
                 *_placement_operations(keys, view, generation),
                 Put(single("generation"), encode_generation(generation)),
                 Delete(single("closing")),
+                Delete(single("abort_order")),
                 Delete(single("release")),
                 Delete(single("persist")),
                 # Verdicts and restarts name ranks of the generation before.
@@ -216,6 +218,8 @@ def leader_operations(
             )
         case actions.Close(closing):
             return (Put(single("closing"), closing.encode()),)
+        case actions.OrderAbort(order):
+            return (Put(single("abort_order"), order.encode()),)
         case actions.Commit(commit):
             return (Put(single("snapshot"), encode_commit(commit)),)
         case actions.Persist(request):

@@ -13,6 +13,7 @@ from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous import placements
 from keepstep.elastic.rendezvous.placements import Place
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     CheckpointRecord,
     Closing,
     Eviction,
@@ -48,6 +49,7 @@ _COMPLETED: Mapping[str, Callable[[bytes, _Members], Record]] = {
 }
 """Documents that are held without the members that they are about."""
 _SINGLE: Mapping[str, type[Record]] = {
+    "abort_order": AbortOrder,
     "closing": Closing,
     "checkpoint": CheckpointRecord,
     "store_failure": StoreFailure,
@@ -60,8 +62,8 @@ _SINGLE: Mapping[str, type[Record]] = {
 
 _FOLLOWED = frozenset(
     (
-        "secret", "leadership", "generation", "closing", "release", "snapshot", "persist",
-        "checkpoint", "result",
+        "secret", "leadership", "generation", "closing", "abort_order", "release", "snapshot",
+        "persist", "checkpoint", "result",
     )
 )  # fmt: skip
 """The documents that every agent follows, beside placements, evictions and restarts."""
@@ -138,6 +140,7 @@ class View:
     generation: Generation | None = None
     leadership: Leadership | None = None
     closing: Closing | None = None
+    abort_order: AbortOrder | None = None
     release: Release | None = None
     snapshot: SnapshotCommit | None = None
     persist: PersistRequest | None = None

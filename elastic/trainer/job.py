@@ -72,6 +72,7 @@ def join(
     seed: int = 0,
     compare_replicas_every: int | None = 100,
     on_divergence: OnDivergence = "report",
+    backend: str | None = None,
 ) -> Job:
     """Join the job that this worker was started for; use the result as a context manager.
 
@@ -95,6 +96,8 @@ def join(
             snapshot, of which all were compared then, and find out by computing the steps again
             who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
             if enough others are left; "stop": end the job.
+        backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
+            them; default: NCCL on GPUs, and gloo.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -113,16 +116,19 @@ def join(
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
     sizes = dict(mesh or {"dp": -1})
     multiple = math.prod(size for size in sizes.values() if size > 0)
+    groups = ProcessGroups(backend)
     session.report(
         Joined(
             checkpoint_url=checkpoint,
             checkpoint_every=checkpoint_interval,
             rank_multiple=multiple,
             max_ranks=0 if -1 in sizes.values() else multiple,
+            awaits_abort_order=groups.awaits_abort_order,
         )
     )
     return Job(
         session=session,
+        groups=groups,
         build=build,
         mesh=sizes,
         checkpoint=checkpoint,
@@ -144,6 +150,7 @@ class Job:
         self,
         *,
         session: Session,
+        groups: ProcessGroups,
         build: Build,
         mesh: Mapping[str, int],
         checkpoint: str | None,
@@ -161,7 +168,7 @@ class Job:
         self._position = Position()
         self._passes: list[int] = []
         self._data: DataPass[Any] | None = None
-        self._groups = ProcessGroups()
+        self._groups = groups
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
         self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
@@ -173,7 +180,7 @@ class Job:
         self._loss_scale = 1.0
 
     def __enter__(self) -> Self:
-        self._session.on_abort(self._groups.abort)
+        self._session.on_abort(self._groups.abort, awaits_order=self._groups.awaits_abort_order)
         self._enter(newer_than=0)
         return self
 
@@ -187,7 +194,7 @@ class Job:
         # this worker reports the cause.
         if error is None:
             self._finish()
-            self._session.on_abort(None)
+            self._session.on_abort(None, awaits_order=False)
             self._leave()
 
     @property
@@ -434,6 +441,7 @@ class Job:
             self._checkpoint,
             self._session.is_committed,
             partial(self._session.is_closing, assignment.generation),
+            partial(self._may_seal, assignment.generation),
             self._snapshot_interval,
             self._stream_state,
             copies_synchronously=self._copies_synchronously,
@@ -457,6 +465,10 @@ class Job:
             # the old groups, and may not survive another loss.
             self._snapshot_manager.snapshot(self._position)
 
+    def _may_seal(self, generation: int) -> bool:
+        """Whether a copy that is complete is what training computed, and not an abort's garbage."""
+        return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
+
     def _recover(self, error: BaseException | None) -> None:
         """Leave the current generation and enter the next one."""
         generation = self.world.generation
@@ -470,9 +482,12 @@ class Job:
         inside a step, then the state may be half that of the next step, and is not sealed.
         """
         if error is not None:
-            if not self._session.is_closing(generation):
+            awaits_order = self._groups.awaits_abort_order
+            if awaits_order or not self._session.is_closing(generation):
                 cause = str(error).partition("\n")[0] or type(error).__name__
                 self._session.report(Broken(generation=generation, error=cause))
+            if awaits_order:
+                self._session.wait_for_abort_order(generation)
         elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
             self._snapshot_manager.seal_before_closing(
                 self._position,

@@ -74,10 +74,25 @@ def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
 
 
 class ProcessGroups:
-    """The process groups of this process. One world at most is entered at a time, until `leave`."""
+    """The process groups of this process. One world at most is entered at a time, until `leave`.
 
-    def __init__(self) -> None:
+    Args:
+        backend: back ends as `init_process_group` takes them; None: NCCL where there are GPUs, and
+            gloo.
+    """
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         self._connections: frozenset[tuple[int, str]] = frozenset()
+
+    @property
+    def awaits_abort_order(self) -> bool:
+        """Whether an aborted collective may return garbage, here or at a peer, and not raise.
+
+        With gloo it raises. NCCL's kernels return, and what is queued after them runs.
+        """
+        names = (part.rpartition(":")[2] for part in self._backend.split(","))
+        return any(name != "gloo" for name in names)
 
     def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> World:
         """Join the process group of a generation and create its device mesh.
@@ -101,7 +116,7 @@ class ProcessGroups:
                 timeout=_CONNECT_TIMEOUT,
             )
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                self._backend,
                 store=PrefixStore(f"generation-{assignment.generation}", store),
                 rank=assignment.rank,
                 world_size=assignment.world_size,

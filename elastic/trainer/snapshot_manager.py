@@ -94,6 +94,7 @@ class SnapshotManager:
         checkpoint: str | None,
         is_committed: Callable[[int], bool],
         is_closing: Callable[[], bool],
+        may_seal: Callable[[], bool],
         interval: SnapshotInterval,
         stream_state: Callable[[Position], Json],
         *,
@@ -107,7 +108,7 @@ class SnapshotManager:
         self.training = TrainingState(state, device, assignment.rank)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
-            self._client, assignment.generation, assignment.rank, device
+            self._client, assignment.generation, assignment.rank, device, may_seal
         )
         self._last_snapshot_step = -1
         self._is_intact = True

@@ -125,12 +125,15 @@ class Joined(Message, frozen=True, kw_only=True):
         checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
         rank_multiple: the world size must be a multiple of this, as the mesh asks.
         max_ranks: the world size may not be greater; 0: any.
+        awaits_abort_order: an aborted collective may leave garbage without an exception, so that
+            nobody aborts before all snapshot servers refuse what it leaves.
     """
 
     checkpoint_url: str | None
     checkpoint_every: int | None
     rank_multiple: int = 1
     max_ranks: int = 0
+    awaits_abort_order: bool = False
 
 
 class Finishing(Message, frozen=True, kw_only=True):
@@ -235,11 +238,18 @@ class CloseGeneration(Message, frozen=True, kw_only=True):
 
     Args:
         generation: which.
-        aborts: something broke, so that collectives under way are broken off.
+        aborts: something broke, so that collectives under way are broken off: at once, or after
+            `AbortOrdered` if the worker awaits that.
     """
 
     generation: int
     aborts: bool
+
+
+class AbortOrdered(Message, frozen=True, kw_only=True):
+    """Collectives of the generation may be aborted: nothing of it is sealed any more."""
+
+    generation: int
 
 
 class SnapshotCommitted(Message, frozen=True, kw_only=True):
@@ -270,7 +280,7 @@ WorkerMessage: TypeAlias = (
 )
 """What a worker sends."""
 
-AgentMessage: TypeAlias = Assign | CloseGeneration | SnapshotCommitted | Stored
+AgentMessage: TypeAlias = Assign | CloseGeneration | AbortOrdered | SnapshotCommitted | Stored
 """What an agent sends."""
 
 PROTOCOL = Protocol(
@@ -290,7 +300,7 @@ PROTOCOL = Protocol(
         Broken,
         SnapshotIntervalChosen,
     ),
-    replies=Codec[AgentMessage](Assign, CloseGeneration, SnapshotCommitted, Stored),
+    replies=Codec[AgentMessage](Assign, CloseGeneration, AbortOrdered, SnapshotCommitted, Stored),
 )
 """Spoken over the socket pair; the worker is the client."""
 

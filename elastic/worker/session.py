@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
+    AbortOrdered,
     AgentMessage,
     Assign,
     Assignment,
@@ -58,10 +59,12 @@ class Session:
         self._assignment: Assignment | None = None
         self._closing_generation = 0
         self._aborting_generation = 0
+        self._ordered_generation = 0
         self._committed_step = -1
         self._stored_step = -1
         self._store: TCPStore | None = None
         self._abort: Callable[[], None] | None = None
+        self._awaits_order = False
         self._thread = threading.Thread(
             target=self._receive_all, name="keepstep-agent-connection", daemon=True
         )
@@ -129,12 +132,24 @@ class Session:
             self._changed.wait_for(lambda: self._stored_step >= step or self.is_closing(generation))
             return self._stored_step >= step
 
-    def on_abort(self, abort: Callable[[], None] | None) -> None:
+    def wait_for_abort_order(self, generation: int) -> None:
+        """Block until this rank may abort its collectives of a generation that something broke.
+
+        The agent ends this process if that takes too long.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ordered_generation >= generation)
+
+    def on_abort(self, abort: Callable[[], None] | None, *, awaits_order: bool) -> None:
         """Set what is called, on the receiving thread, when something broke in the generation.
 
         If it raises, the process ends, and the agent replaces the worker.
+
+        Args:
+            abort: breaks off the collectives under way.
+            awaits_order: not before the leader has ordered it.
         """
-        self._abort = abort
+        self._abort, self._awaits_order = abort, awaits_order
 
     def _receive_all(self) -> None:
         try:
@@ -170,14 +185,21 @@ class Session:
                         self._aborting_generation = max(self._aborting_generation, generation)
                     # Ranks that still connect wait inside the torch store: its end wakes them.
                     self._store = None
+                case AbortOrdered(generation=generation):
+                    self._ordered_generation = max(self._ordered_generation, generation)
                 case SnapshotCommitted(step=step):
                     self._committed_step = max(self._committed_step, step)
                 case Stored(step=step):
                     self._stored_step = max(self._stored_step, step)
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
-        if isinstance(message, CloseGeneration) and message.aborts and self._abort is not None:
+        if self._abort is not None and self._lets_abort(message):
             self._abort()
+
+    def _lets_abort(self, message: AgentMessage) -> bool:
+        if self._awaits_order:
+            return isinstance(message, AbortOrdered)
+        return isinstance(message, CloseGeneration) and message.aborts
 
     def _serve_store(self, assignment: Assignment, descriptor: int) -> None:
         """Serve the generation's torch store on the agent's socket until the generation closes."""

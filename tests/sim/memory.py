@@ -18,6 +18,8 @@ class Memory:
     table: SnapshotTable = field(default_factory=SnapshotTable)
     buffers: dict[int, tuple[SnapshotId, int]] = field(default_factory=dict)
     pulled: dict[SnapshotId, set[str]] = field(default_factory=dict)
+    garbage: dict[SnapshotId, set[str]] = field(default_factory=dict)
+    """Servers of whose blocks the parity is, and which an abort had spoilt."""
     begun: set[tuple[SnapshotId, int]] = field(default_factory=set)
     _sealed: tuple[SnapshotTable | None, int, frozenset[SnapshotId]] = (None, 0, frozenset())
 
@@ -31,6 +33,15 @@ class Memory:
         """Have a rank complete its shard; raises SnapshotUnavailable."""
         self.begun.discard((snapshot, rank))
         self.table = snapshot_table.seal(self.table, snapshot, rank)
+
+    def seal_garbage(self, snapshot: SnapshotId, rank: int) -> None:
+        """Have a rank seal what an aborted collective left; raises SnapshotUnavailable."""
+        self.seal(snapshot, rank)
+        self.buffers[self.table.shards[snapshot, rank].buffer] = (snapshot, -1 - rank)
+
+    def fence(self, generation: int) -> None:
+        """Refuse what is still begun or sealed in a generation."""
+        self.table = snapshot_table.fence(self.table, generation)
 
     def abandon_begun(self) -> None:
         """Forget the shards of writers that have ended."""
@@ -71,6 +82,15 @@ class Memory:
         """Return what a sealed shard's buffer holds; None if there is no such shard."""
         shard = self.table.shards.get((snapshot, rank))
         return self.buffers[shard.buffer] if shard is not None and shard.sealed else None
+
+    def is_spoilt(self, snapshot: SnapshotId) -> bool:
+        """Whether a shard is what an aborted collective left."""
+        owners = (
+            self.buffers[held.buffer][1]
+            for (s, _), held in self.table.shards.items()
+            if s == snapshot
+        )
+        return any(rank < 0 for rank in owners)
 
     def is_intact(self, snapshot: SnapshotId, ranks: range) -> bool:
         """Whether every shard is sealed, and its buffer holds what was written for it."""

@@ -591,9 +591,22 @@ class Node:
             return
         if not abort and self.rng.random() < 0.5:
             return  # Its ranks take a last snapshot first.
+        if abort and self.simulation.awaits_abort_order and not self._may_abort(generation):
+            return
         self.memory.abandon_begun()
         self.drained_generation = generation
         self._update(**self._holdings())
+
+    def _may_abort(self, generation: int) -> bool:
+        """Fence the server and wait for the order to abort; sometimes the workers are killed."""
+        if self.record.fenced != generation:
+            self.memory.fence(generation)
+            self._update(fenced=generation)
+        order = self.view.abort_order
+        if order is not None and order.generation == generation:
+            self.simulation.aborted.add(generation)
+            return True
+        return self.rng.random() < 0.05
 
     def _phase(self, view: View) -> NodePhase:
         if self.drained_generation == self.worker_generation > 0 and not self.workers:
@@ -674,7 +687,9 @@ class Node:
         state = self.workers[rank]
         try:
             if (state, rank) in self.memory.begun:
-                self.memory.seal(state, rank)
+                is_aborted = self.worker_generation in self.simulation.aborted
+                seal = self.memory.seal_garbage if is_aborted else self.memory.seal
+                seal(state, rank)
                 return
             following = self._following(rank, state)
             is_sealed = self.memory.content(following, rank) is not None
@@ -715,6 +730,8 @@ class Node:
                 peer = self.simulation.servers.get(server)
                 if peer is not None and snapshot in peer.memory.sealed(RANKS):
                     self.memory.pulled[snapshot].add(server)
+                    if peer.memory.is_spoilt(snapshot):
+                        self.memory.garbage.setdefault(snapshot, set()).add(server)
 
     def _continue_part(self, write: PartWrite) -> None:
         """End the write of a part: written, failed, or given up."""

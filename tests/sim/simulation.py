@@ -60,6 +60,10 @@ class Simulation:
         self.rng = random.Random(seed)
         self.policy = policy or POLICIES[seed % len(POLICIES)]
         self.checkpoint_every = self.rng.choice([1, 2, 4])
+        self.awaits_abort_order = seed % 7 == 6
+        """Whether an aborted collective leaves garbage, as with NCCL."""
+        self.aborted: set[int] = set()
+        """Generations in which collectives were aborted: what is sealed afterwards is garbage."""
         self.now_s = 0.0
         self.is_calm = False
         self.storage_is_away = False
@@ -407,6 +411,7 @@ class Simulation:
     def _forget_job(self) -> None:
         """The next job under this name begins anew, with storage of its own."""
         self.opened.clear()
+        self.aborted.clear()
         self._restored.clear()
         self.storage = Storage()
 
@@ -457,3 +462,5 @@ class Simulation:
                     pulled = node.memory.pulled.get(resume.snapshot, set())
                     others = {other.server for other in holders if other != holder}
                     must(pulled >= others, "a holder that is counted on has its parity")
+                    garbage = node.memory.garbage.get(resume.snapshot, set())
+                    must(not garbage, "no shard is rebuilt from what an abort left behind")

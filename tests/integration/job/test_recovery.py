@@ -81,6 +81,32 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
             )
 
 
+@pytest.mark.parametrize("lost", ["worker", "node"])
+def test_collectives_that_may_leave_garbage_are_aborted_by_order_once_all_are_fenced(
+    tmp_path: Path, with_dropout: Lines, lost: str
+) -> None:
+    with cluster(tmp_path, dropout=0.1, backend="other") as running:
+        for node in "abc":
+            running.start(node)
+        view = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)
+        other = view.generation.members[1]
+        if lost == "node":
+            running.kill(other.node)
+        else:
+            running.workers_of(other.node)[1].kill()
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
+        remaining = running.agents.keys()
+        assert [running.wait(node, 60) for node in remaining] == [0] * len(remaining)
+    fenced = [joined.record.node for joined in view.nodes.values() if joined.record.fenced == 1]
+    assert len(fenced) == (1 if lost == "node" else 2)
+    # Whoever waited for the order got it in time.
+    assert "did not stop in" not in running.output()
+    disturbed = last_run_of_each_step(tmp_path)
+    for step, lines in disturbed.items():
+        for rank, line in lines.items():
+            assert line["loss"] == with_dropout[step][rank]["loss"], (step, rank)
+
+
 @pytest.mark.parametrize("nodes_after", [1, 2])
 def test_scaled_micro_batches_of_a_stream_that_stop_early_are_those_of_an_undisturbed_run(
     tmp_path: Path, nodes_after: int

@@ -22,6 +22,7 @@ from keepstep.checkpoint.memory.messages import (
     ClientRequest,
     CommitSnapshot,
     EndPersist,
+    Fence,
     FinishProtection,
     Holdings,
     IndexBytes,
@@ -99,6 +100,7 @@ REPLIES: list[ServerReply] = [
 ]
 COMMANDS: list[AgentCommand] = [
     OpenGeneration(group=GROUP),
+    Fence(generation=3),
     Rebuild(snapshot=SNAPSHOT, group=GROUP, lost=(1,), ranks=(2, 3)),
     FinishProtection(),
     Verify(),

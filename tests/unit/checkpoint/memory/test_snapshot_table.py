@@ -19,6 +19,7 @@ from keepstep.checkpoint.memory.snapshot_table import (
     commit,
     complete_adoption,
     discard,
+    fence,
     open_generation,
     pin,
     seal,
@@ -48,6 +49,20 @@ def test_older_generation_can_neither_begin_nor_seal() -> None:
         begin(table, SnapshotId(1, 2), 0, 100, PLENTY)
     with pytest.raises(SnapshotUnavailable):
         seal(table, SnapshotId(1, 1), 0)
+
+
+def test_fenced_generation_keeps_what_is_sealed_and_seals_nothing_more() -> None:
+    table = commit(taken(open_generation(SnapshotTable(), 1), 1), SnapshotId(1, 1))
+    table, _ = begin(table, SnapshotId(1, 2), 0, 100, PLENTY)
+    table = fence(table, 1)
+    with pytest.raises(SnapshotUnavailable, match="may be garbage"):
+        seal(table, SnapshotId(1, 2), 0)
+    with pytest.raises(SnapshotUnavailable, match="may be garbage"):
+        begin(table, SnapshotId(1, 3), 0, 100, PLENTY)
+    assert table.sealed() == {SnapshotId(1, 1): {0}}
+    table = taken(open_generation(table, 2), 1, generation=2)
+    assert SnapshotId(2, 1) in table.sealed()
+    assert SnapshotId(2, 1) in fence(table, 1).sealed()
 
 
 def test_memory_is_refused_before_the_node_runs_out() -> None:

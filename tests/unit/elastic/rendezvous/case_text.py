@@ -14,6 +14,7 @@ the present members of the current generation. A rank stands for the node that h
     a seals step 7                       all its ranks sealed; the leader does not know yet
     a protects step 7                    its parity is complete, too; a report goes to the leader
     a loses step 7                       its memory of the step is damaged
+    a fences                             its server seals nothing more; its workers await the order
     a drains                             no worker of it writes any more; its record is final
     a finishes                           its workers did their last step and wait for it to be safe
     a is done                            its workers exited with success
@@ -53,6 +54,7 @@ from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, de
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     CheckpointRecord,
     Closing,
     Eviction,
@@ -282,6 +284,8 @@ class Case:
             memory.sealed = {s for s in memory.sealed if s.step != int(found[1])}
             memory.protected &= memory.sealed
             self._write(record, **self._holdings(node))
+        elif what in ("fences", "fence"):
+            self._write(record, fenced=record.generation)
         elif what in ("drains", "drain"):
             self._write(record, phase=NodePhase.DRAINED, **self._holdings(node))
         elif what in ("finishes", "finish"):
@@ -453,6 +457,9 @@ def describe(record: Record) -> list[str]:
                 f'generation {record.generation} "{record.reason}", {how}, '
                 f"detected {_time(record.detected_at_s)}"
             ]
+        case AbortOrder():
+            of_all = "all are fenced" if record.all_fenced else "a lost one may still seal"
+            return [f"generation {record.generation}, {of_all}"]
         case Release():
             return [f"those who leave generation {record.generation}"]
         case SnapshotCommit():

@@ -13,6 +13,7 @@ from keepstep.elastic.rendezvous.actions import (
     Action,
     Commit,
     Open,
+    OrderAbort,
     Persist,
     Publish,
     ReleaseMembers,
@@ -27,6 +28,7 @@ from keepstep.elastic.rendezvous.invariants import (
 )
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     CheckpointRecord,
     Closing,
     Eviction,
@@ -109,6 +111,7 @@ def acted(view: View, action: Action) -> Callable[[], None]:
     return lambda: check_action(POLICY, view, action)
 
 
+ORDER = AbortOrder(1, all_fenced=True)
 REBUILD = ShardRebuild(2, "a", "tcp:a:2")
 
 ALLOWED: dict[str, Callable[[], None]] = {
@@ -130,6 +133,10 @@ ALLOWED: dict[str, Callable[[], None]] = {
     "a leader after another": changed(OPEN, leadership=LEADERSHIP),
     "a release": changed(CLOSED, release=Release(1)),
     "a release, checked": acted(CLOSED, ReleaseMembers(Release(1))),
+    "an order to abort": changed(CLOSED, abort_order=ORDER),
+    "an order to abort, checked": acted(
+        with_record(CLOSED, "b", phase=NodePhase.RUNNING, fenced=1), OrderAbort(ORDER)
+    ),
     "a newer commit": changed(OPEN, snapshot=replace(COMMIT, snapshot=SnapshotId(1, 5))),
     "commit": acted(OPEN, Commit(COMMIT)),
     "a request to store": changed(OPEN, persist=REQUEST),
@@ -240,6 +247,26 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
     "a release before all have drained": (
         "all that remain of the last one have drained",
         acted(with_record(CLOSED, "b", phase=NodePhase.RUNNING), ReleaseMembers(Release(1))),
+    ),
+    "an order to abort before all are fenced": (
+        "collectives are aborted when nobody can seal what they leave",
+        acted(with_record(CLOSED, "b", phase=NodePhase.RUNNING, fenced=0), OrderAbort(ORDER)),
+    ),
+    "an order to abort what is open": (
+        "only a generation that closes is aborted",
+        acted(OPEN, OrderAbort(ORDER)),
+    ),
+    "an order to abort that is taken back": (
+        "an order to abort is given once",
+        changed(replace(CLOSED, abort_order=ORDER), abort_order=None),
+    ),
+    "an order to abort of an older generation": (
+        "an order to abort is given once",
+        changed(CLOSED, abort_order=replace(ORDER, generation=0)),
+    ),
+    "an opening that leaves an order to abort": (
+        "a generation begins without requests of the last one",
+        changed(CLOSED, generation=SECOND, closing=None, abort_order=ORDER),
     ),
     "closed twice": ("a generation is closed once", changed(CLOSED, closing=None)),
     "closing of an older generation": (

@@ -13,12 +13,14 @@ from keepstep.elastic.rendezvous.actions import (
     Commit,
     Finish,
     Open,
+    OrderAbort,
     Persist,
     Publish,
     RecordRecovery,
     ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     Closing,
     Generation,
     History,
@@ -49,6 +51,7 @@ VIEW = View(
 ACTIONS: tuple[Action, ...] = (
     Open(GENERATION),
     Close(Closing(1, "lost b", True, 0.0)),
+    OrderAbort(AbortOrder(1, all_fenced=True)),
     Commit(COMMIT),
     Persist(REQUEST),
     Publish(REQUEST, ({},), 6),

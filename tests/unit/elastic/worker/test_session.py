@@ -15,6 +15,7 @@ import pytest
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
+    AbortOrdered,
     AgentMessage,
     Assign,
     Assignment,
@@ -102,13 +103,31 @@ def assignment(generation: int) -> Assignment:
     )
 
 
+def test_worker_that_awaits_the_order_does_not_abort_before_it() -> None:
+    script = """
+session.on_abort(lambda: session.report(Drained(generation=7)), awaits_order=True)
+session.report(Drained(generation=0))
+session.wait_for_abort_order(1)
+assert session.is_aborting(1)
+session.report(Drained(generation=1))
+threading.Event().wait()
+"""
+    with worker(script) as running:
+        assert running.connection.receive() == Drained(generation=0)
+        running.connection.send(CloseGeneration(generation=1, aborts=True))
+        # An answer to the closing would come before these.
+        running.connection.send(AbortOrdered(generation=1))
+        received = {running.connection.receive(), running.connection.receive()}
+        assert received == {Drained(generation=7), Drained(generation=1)}
+
+
 def test_worker_whose_abort_callback_raises_reports_it_and_exits() -> None:
     """Otherwise it would compute on without ever receiving anything again."""
     script = """
 def abort():
     raise RuntimeError("the communicator is in use")
 
-session.on_abort(abort)
+session.on_abort(abort, awaits_order=False)
 session.report(Drained(generation=0))
 threading.Event().wait()
 """
