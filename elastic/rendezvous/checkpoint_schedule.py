@@ -263,20 +263,19 @@ def persist_before_leaving(
 ) -> Action | None:
     """Store the newest snapshot before its holders leave: too few nodes stay to resume from it.
 
-    One that storage completes is stored: its holders are then those that have not left yet.
+    One that storage completes is stored: its holders are then those that have not left yet. Who
+    holds it may be no member any more: the members that took over may all be lost.
     """
-    if (
-        resume is None
-        or resume.stored
-        or absent_holders(view, resume)
-        or not any(record.leaving for record in present)
-    ):
+    if resume is None or resume.stored or absent_holders(view, resume):
+        return None
+    concerned = [*present, *(view.nodes[holder.node].record for holder in resume.holders)]
+    if not any(record.leaving for record in concerned):
         return None
     if view.snapshot != resume:
         return Commit(resume)
     if view.persist is not None:
         return continue_persist(view, view.persist)
-    urls = {record.checkpoint_url for record in present if record.checkpoint_url}
+    urls = {record.checkpoint_url for record in concerned if record.checkpoint_url}
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
