@@ -81,7 +81,7 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "policy": ("monitor/diagnosis/policy.py", (f"{_DIAGNOSIS}/test_policy.py",)),
     "replicas": (
         "elastic/trainer/replicas.py",
-        ("tests/unit/elastic/trainer/test_replicas.py",),
+        ("tests/unit/elastic/trainer/test_replicas.py", "tests/integration/job/test_replicas.py"),
     ),
 }
 """Modules by name, and the tests that concern each, the quick ones first."""

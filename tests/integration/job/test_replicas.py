@@ -81,12 +81,14 @@ def test_damaged_replica_is_named_with_its_tensor_and_repaired_if_asked(
     assert status == 0, output
     assert "after step 10 rank 2 differs from 3 replicas that agree; first in model/" in output
     is_repaired = on_divergence == "repair"
+    assert ("they were given the state of rank 0" in output) == is_repaired
     after = sums(tmp_path)
     # The damage came after the last step that was reduced with it.
     assert (after[11] == undisturbed[11]) == is_repaired
     assert (after[STEPS] == undisturbed[STEPS]) == is_repaired
     assert replicas is not None
     assert list(replicas["differing"]) == ([] if is_repaired else [2])
+    assert ("rank 2 differs" in replicas["finding"]) != is_repaired
 
 
 def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(

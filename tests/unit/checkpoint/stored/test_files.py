@@ -69,3 +69,17 @@ def test_pieces_of_any_size_and_alignment_are_written_in_order(
     path.unlink(missing_ok=True)
     assert files._write_direct(path, views)
     assert path.read_bytes() == expected
+
+
+def test_directory_that_this_user_may_not_open_is_not_flushed_and_a_file_is_no_such_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, flags: int) -> int:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(files.os, "open", refuse)
+    files._flush(tmp_path)
+    with pytest.raises(PermissionError):
+        files._flush(file)

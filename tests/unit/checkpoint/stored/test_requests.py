@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 import tensorstore
 
 from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.stored import writer
 from keepstep.checkpoint.stored.objects import ObjectStorage
 
 
@@ -46,3 +48,17 @@ def test_error_is_raised_when_all_requests_have_failed() -> None:
     store = Store(ConnectionError("reset by peer"), ConnectionError("reset once more"))
     with pytest.raises(CheckpointError, match="reset"):
         ObjectStorage("s3://bucket", store, request_timeout_s=0.05).read("a")
+
+
+def test_after_a_failure_no_further_item_starts() -> None:
+    started = []
+
+    def act(item: int) -> None:
+        started.append(item)
+        if item == 0:
+            raise OSError("no space left on device")
+        time.sleep(0.001)
+
+    with pytest.raises(OSError, match="no space left"):
+        writer._map_parallel(act, range(20_000))
+    assert len(started) < 20_000

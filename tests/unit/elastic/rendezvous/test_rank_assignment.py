@@ -167,3 +167,9 @@ def test_as_many_nodes_are_members_as_the_mesh_has_places_for(
     assert [member.first_rank for member in members] == [
         sum(before.nproc for before in members[:n]) for n in range(len(members))
     ]
+
+
+def test_limits_allow_multiples_up_to_the_most_and_never_no_rank() -> None:
+    allowed = [ranks for ranks in range(20) if RankLimits(multiple=4, most=12).allow(ranks)]
+    assert allowed == [4, 8, 12]
+    assert not RankLimits().allow(0)

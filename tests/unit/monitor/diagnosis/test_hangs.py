@@ -194,6 +194,8 @@ def test_stopped_process_is_named_if_all_have_begun_the_operation() -> None:
     metrics = {"a": NodeMetrics("a", 10.0, stopped_ranks=(1,))}
     _, verdicts = diagnose(traced.job(10.0), metrics, NO_DIAGNOSIS_STATE, 10.0, Thresholds())
     assert summarize(verdicts) == ["non-communication hang: rank 1 on a"]
+    (verdict,) = verdicts
+    assert "rank 1: a signal has stopped its process" in "; ".join(verdict.evidence)
 
 
 @pytest.mark.parametrize("last", ["0.31-?", "."])
