@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (
@@ -333,7 +334,7 @@ class WorkerGroup:
             case Broken(error=error):
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank}: {error}")
             case ReplicasCompared(comparison=comparison):
-                self.replica_comparison = comparison
+                self._note_comparison(comparison)
             case SnapshotIntervalChosen():
                 self._snapshot_intervals[worker.pid] = message
                 self._choose_snapshot_interval()
@@ -347,6 +348,17 @@ class WorkerGroup:
         url = f" ({self.checkpoint_url})" if "storage" in restored.source else ""
         if restored.step:
             log.info("goes on after step %d, from %s%s", restored.step, restored.source, url)
+
+    def _note_comparison(self, comparison: ReplicaComparison) -> None:
+        """Keep the newest comparison, and until the generation ends who has to be replaced."""
+        known = self.replica_comparison
+        if known is not None and known.to_replace and not comparison.to_replace:
+            comparison = replace(
+                comparison,
+                to_replace=known.to_replace,
+                finding=comparison.finding or known.finding,
+            )
+        self.replica_comparison = comparison
 
     def _choose_snapshot_interval(self) -> None:
         """Take the longest interval that a worker has chosen: it decides for all."""

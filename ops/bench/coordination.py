@@ -186,7 +186,8 @@ class Agent:
             )  # fmt: skip
         elif view.is_closing and self.drained < number:
             self.drained = number
-            membership.update(phase=NodePhase.DRAINED)
+            held = (view.snapshot.snapshot,) if view.snapshot is not None else ()
+            membership.update(phase=NodePhase.DRAINED, sealed=held, protected=held)
         if view.snapshot is not None:
             self.committed = view.snapshot.snapshot.step
 

@@ -12,6 +12,8 @@ from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).parent / "replicas.py"
 STEPS = 20
+PAIR_STEPS = 300
+"""Enough to evict a node before the job is done."""
 
 
 def run(
@@ -109,7 +111,7 @@ def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(
 @pytest.fixture(scope="module")
 def undisturbed_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
     directory = tmp_path_factory.mktemp("undisturbed_pair")
-    status, output, _ = run(directory, workers=1, parallel=True, world_size=2)
+    status, output, _ = run(directory, workers=1, parallel=True, world_size=2, steps=PAIR_STEPS)
     assert status == 0, output
     return sums(directory)
 
@@ -125,6 +127,7 @@ def test_which_of_two_replicas_was_wrong_is_found_by_computing_the_step_again(
         parallel=True,
         world_size=2,
         damage=[1, 8],
+        steps=PAIR_STEPS,
         compare_every=1,
         on_divergence=on_divergence,
     )
