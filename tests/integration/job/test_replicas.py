@@ -12,7 +12,7 @@ from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).parent / "replicas.py"
 STEPS = 20
-PAIR_STEPS = 300
+PAIR_STEPS = 120
 """Enough to evict a node before the job is done."""
 
 
@@ -96,12 +96,13 @@ def test_damaged_replica_is_named_with_its_tensor_and_repaired_if_asked(
 def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(
     tmp_path: Path, undisturbed: dict[int, list[int]]
 ) -> None:
-    # A snapshot every 3 steps: the damage of step 7 is found before that of step 9 is taken.
+    # A snapshot every 3 steps: the damage of step 7 is found before that of step 9 is taken, or, if
+    # the one before is not committed by then, when replicas are compared anyway.
     status, output, replicas = run(
         tmp_path, parallel=True, damage=[2, 7], snapshot_every=3, on_divergence="roll back"
     )
     assert status == 0, output
-    assert "after step 9 rank 2 differs from 3 replicas that agree" in output
+    assert re.search("after step (9|10) rank 2 differs from 3 replicas that agree", output)
     assert re.search("goes on after step [36], from memory", output)
     assert sums(tmp_path) == undisturbed
     assert replicas is not None
