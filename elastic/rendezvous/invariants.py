@@ -338,7 +338,8 @@ def _check_opening(before: View, after: View, generation: Generation) -> None:
 
 def _check_change_within_generation(before: View, after: View) -> None:
     if after.abort_order != before.abort_order and (
-        after.abort_order is None
+        before.abort_order is not None
+        or after.abort_order is None
         or not after.is_closing
         or after.abort_order.generation != after.generation_number
     ):

@@ -483,7 +483,9 @@ class Job:
         """
         if error is not None:
             awaits_order = self._groups.awaits_abort_order
-            if awaits_order or not self._session.is_closing(generation):
+            # Where it closes in good order, only this makes the agent drain by abort.
+            is_awaited = awaits_order and not self._session.is_aborting(generation)
+            if is_awaited or not self._session.is_closing(generation):
                 cause = str(error).partition("\n")[0] or type(error).__name__
                 self._session.report(Broken(generation=generation, error=cause))
             if awaits_order:

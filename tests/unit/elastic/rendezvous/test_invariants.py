@@ -260,6 +260,10 @@ REFUSED: dict[str, tuple[str, Callable[[], None]]] = {
         "an order to abort is given once",
         changed(replace(CLOSED, abort_order=ORDER), abort_order=None),
     ),
+    "another order to abort": (
+        "an order to abort is given once",
+        changed(replace(CLOSED, abort_order=ORDER), abort_order=replace(ORDER, all_fenced=False)),
+    ),
     "an order to abort of an older generation": (
         "an order to abort is given once",
         changed(CLOSED, abort_order=replace(ORDER, generation=0)),
