@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test lint demo bench mutants clean
+.PHONY: setup test lint demo bench gpu mutants clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,10 @@ bench: setup
 	$(BIN)/python ops/bench/checkpoint.py --json
 	$(BIN)/python ops/bench/diagnosis_scale.py --json
 	$(BIN)/python ops/bench/diagnosis.py --json --quick
+
+# Nothing is set up: on a machine with GPUs, whose PyTorch is its own, nothing may be installable.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m ops.gpu --json
 
 mutants: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
