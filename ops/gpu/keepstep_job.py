@@ -37,13 +37,15 @@ def check(machine: Machine) -> Finding:
     with tempfile.TemporaryDirectory(prefix="keepstep-gpu-job-") as name:
         directories = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}
         jobs = {kind: _start(kind, directory) for kind, directory in directories.items()}
-        killed_at = _kill_one_worker(directories["disturbed"], deadline_s)
         statuses: dict[str, int | None] = {}
-        for kind, job in jobs.items():
-            try:
-                statuses[kind] = job.wait(max(0.0, deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                statuses[kind] = None
+        try:
+            killed_at = _kill_one_worker(directories["disturbed"], deadline_s)
+            for kind, job in jobs.items():
+                statuses[kind] = _wait(job, deadline_s)
+        finally:
+            for job in jobs.values():
+                job.kill()
+                job.wait()
         for kind, directory in directories.items():
             print(f"--- {kind}\n{(directory / 'log').read_text(errors='replace')[-1500:]}")
         ends = {kind: _end(directory) for kind, directory in directories.items()}
@@ -75,6 +77,13 @@ def _start(kind: str, directory: Path) -> subprocess.Popen[bytes]:
             stderr=subprocess.STDOUT,
             env={**os.environ, **LOOPBACK, **_DETERMINISTIC},
         )
+
+
+def _wait(job: subprocess.Popen[bytes], deadline_s: float) -> int | None:
+    try:
+        return job.wait(max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _kill_one_worker(directory: Path, deadline_s: float) -> int:

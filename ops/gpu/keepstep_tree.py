@@ -11,6 +11,12 @@ import sys
 
 from ops.gpu.check import NotRun
 
+RECORDER_MODULES = (
+    "keepstep.monitor.telemetry.attachment",
+    "keepstep.monitor.telemetry.ring_reader",
+)
+"""What `recorded_process` imports; more than what the packages' front modules load."""
+
 _IMPORT_LIMIT_S = 30.0
 
 

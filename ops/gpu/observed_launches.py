@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from ops.gpu.check import Figures, Finding, NotRun
 from ops.gpu.environment import on_one_gpu
 from ops.gpu.groups import enter
-from ops.gpu.keepstep_tree import recorder_library, require
+from ops.gpu.keepstep_tree import RECORDER_MODULES, recorder_library, require
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
 
@@ -41,7 +41,7 @@ def check(machine: Machine) -> Finding:
     version = tuple(int(part) for part in machine.nccl.split(".")[:3])
     if version < _FIRST_NCCL:
         raise NotRun(f"NCCL {machine.nccl} has no profiler interface of version 5")
-    require("keepstep.monitor.telemetry.attachment", "keepstep.monitor.telemetry.ring_reader")
+    require(*RECORDER_MODULES)
     library = recorder_library(limit_s=25.0)
     if not hasattr(ctypes.CDLL(library), "ncclProfiler_v5"):
         raise NotRun("this recorder is no profiler plugin of NCCL")
@@ -161,7 +161,7 @@ def _point_to_point(rank: Rank, value: torch.Tensor, other: torch.Tensor) -> Non
 
 
 def _coalesced(rank: Rank, value: torch.Tensor, other: torch.Tensor) -> None:
-    with _coalescing_manager(device=torch.device("cuda", rank.device), async_ops=True) as manager:
+    with _coalescing_manager(async_ops=True) as manager:
         dist.all_reduce(value)
         dist.all_reduce(other)
     manager.wait()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ops.gpu.check import Figures, Finding
 from ops.gpu.environment import on_own_gpu
 from ops.gpu.groups import enter
-from ops.gpu.keepstep_tree import recorder_library, require
+from ops.gpu.keepstep_tree import RECORDER_MODULES, recorder_library, require
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
 
@@ -27,7 +27,7 @@ _KEPT_SHARE = 0.95
 
 def check(machine: Machine) -> Finding:
     """Measure processes with recorder and plugin, and processes without."""
-    require("keepstep.monitor.telemetry.attachment", "keepstep.monitor.telemetry.ring_reader")
+    require(*RECORDER_MODULES)
     library = recorder_library(limit_s=15.0)
     world_size = len(machine.gpus)
 

@@ -17,10 +17,6 @@ from keepstep.monitor.records import Flag, Operation
 from keepstep.monitor.telemetry.ring_files import job_directory, ring_paths
 from keepstep.monitor.telemetry.ring_reader import RingReader
 
-RECORDER_MODULES = (
-    "keepstep.monitor.telemetry.attachment",
-    "keepstep.monitor.telemetry.ring_reader",
-)
 _SETTLING_S = 5.0
 
 

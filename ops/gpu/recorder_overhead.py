@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from ops.gpu.check import Figures, Finding
 from ops.gpu.environment import on_one_gpu
 from ops.gpu.groups import all_gather, enter
-from ops.gpu.keepstep_tree import recorder_library, require
+from ops.gpu.keepstep_tree import RECORDER_MODULES, recorder_library, require
 from ops.gpu.machine import Machine
 from ops.gpu.ranks import Rank, figures_of, run_ranks
 
@@ -30,7 +30,7 @@ _GROWTH = 1.1
 
 def check(machine: Machine) -> Finding:
     """Measure the same process without and then with the recorder."""
-    require("keepstep.monitor.telemetry.attachment", "keepstep.monitor.telemetry.ring_reader")
+    require(*RECORDER_MODULES)
     library = recorder_library(limit_s=25.0)
     with tempfile.TemporaryDirectory(prefix="keepstep-gpu-rings-") as directory:
         (found,) = figures_of(

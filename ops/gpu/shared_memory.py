@@ -18,6 +18,8 @@ from typing import Self
 
 import torch
 
+from ops.gpu.cuda_runtime import runtime
+
 # madvise(2); Python's mmap module does not name both, and its method keeps the GIL.
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23
 _TOUCHING_THREADS = 8
@@ -97,7 +99,11 @@ def pieces(nbytes: int, piece_nbytes: int = _PIECE_NBYTES) -> list[tuple[int, in
 
 def register(address: int, nbytes: int) -> int:
     """Register host memory with CUDA, in a thread whose device is set; return the code."""
-    return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code:
+        # Else the next kernel that this thread launches would report it.
+        runtime().cudaGetLastError()
+    return code
 
 
 def unregister(address: int) -> int:

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ops.gpu.background import BackgroundCall
+from ops.gpu.background import BackgroundCall, described
 from ops.gpu.check import Figures, Finding
 from ops.gpu.environment import RECOVERY, on_one_gpu
 from ops.gpu.groups import abort, all_groups, enter, wait_all
@@ -110,7 +110,11 @@ def call_after_timeout(rank: Rank) -> Figures:
     ).start()
     returned = call.wait(_CALL_WAIT_S)
     store.set("called", "yes")
-    return {"returned": returned, "call_s": round(call.took_s if returned else _CALL_WAIT_S, 3)}
+    return {
+        "returned": returned,
+        "call_s": round(call.took_s if returned else _CALL_WAIT_S, 3),
+        "error": described(call.error),
+    }
 
 
 def _ours(rank: int) -> Mapping[str, str]:
