@@ -29,7 +29,7 @@ _COMPLETE = 2.0
 
 def check(machine: Machine) -> Finding:
     """Hang a collective of two ranks, and then two groups crosswise."""
-    found, _ = figures_of(run_ranks(hang_and_abort, 2, limit_s=30))
+    found, _ = figures_of(run_ranks(hang_and_abort, 2, limit_s=24))
     crosswise = check_on_one_gpu(machine)
     return Finding(
         {

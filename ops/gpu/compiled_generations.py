@@ -31,7 +31,7 @@ _TOLERANCE = 1e-2
 
 def check(machine: Machine) -> Finding:
     """Run two generations on rank 0, of which rank 1 takes part in the first."""
-    results = run_ranks(run_generations, 2, limit_s=56, generations=2)
+    results = run_ranks(run_generations, 2, limit_s=52, generations=2)
     found, _ = figures_of(results)
     if found.get("compiler_error"):
         raise NotRun(f"nothing can be compiled here: {found['compiler_error']}")

@@ -30,7 +30,7 @@ def check(machine: Machine) -> Finding:
         run_ranks(
             copy,
             world_size,
-            limit_s=55,
+            limit_s=50,
             devices=range(world_size),
             environment=on_own_gpu,
             options={"nbytes": _NBYTES},

@@ -75,6 +75,7 @@ class _Copying:
 
 def _run(copying: _Copying, device: int | None) -> None:
     call = BackgroundCall(copying, device).start()
-    call.wait(10.0)
+    if not call.wait(10.0):
+        raise TimeoutError("a copy has not ended within 10 s")
     if call.error is not None:
         raise call.error

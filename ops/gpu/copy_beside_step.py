@@ -28,7 +28,7 @@ _CORE_SHARE_LIMIT = 0.2
 
 def check(machine: Machine) -> Finding:
     """Measure steps in turn with and without a copy."""
-    (found,) = figures_of(run_ranks(measure, 1, limit_s=55))
+    (found,) = figures_of(run_ranks(measure, 1, limit_s=52))
     return Finding(
         {
             "waiting for a blocking event takes no core": found["blocking_core_share"]
@@ -63,7 +63,8 @@ def measure(rank: Rank) -> Figures:
                 copy = _Copy(source, memory.tensor, parts, side_stream, blocking=blocking)
                 call = BackgroundCall(copy.run, rank.device).start()
                 beside.append(_step_ms(matrices, products))
-                call.wait(30.0)
+                if not call.wait(30.0):
+                    raise TimeoutError("a copy has not ended within 30 s")
                 if call.error is not None:
                     raise call.error
                 core_shares[blocking].append(copy.core_share)

@@ -1,7 +1,7 @@
 """N3: what a rank gets that has not aborted, from a peer that has.
 
 An aborting kernel may go on to tell its peers that data has arrived which it has not moved. Of
-three ranks, one never enters the collective, one aborts after 3 s, and one waits. For each protocol
+three ranks, one never enters the collective, one aborts after 2 s, and one waits. For each protocol
 of NCCL the check records whether the waiting rank's kernel ends, and with what values. keepstep
 does not rely on either: it fences all ranks before any aborts. Passes if each protocol was
 observed.
@@ -22,8 +22,8 @@ from ops.gpu.ranks import Rank, RankResult, run_ranks
 
 _PROTOCOLS = ("Simple", "LL", "LL128")
 _ELEMENTS = 1 << 18
-_ABORT_AFTER_S = 3.0
-_WATCH_S = 5.0
+_ABORT_AFTER_S = 2.0
+_WATCH_S = 3.0
 
 
 def check(machine: Machine) -> Finding:

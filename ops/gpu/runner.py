@@ -19,7 +19,7 @@ from ops.gpu.check import Check, Outcome, Result
 from ops.gpu.machine import Machine
 from ops.gpu.process_tree import adopt_orphans, kill_descendants
 
-TOTAL_LIMIT_S = 600.0
+TOTAL_LIMIT_S = 590.0
 _OUTPUT_CHARACTERS = 3000
 
 

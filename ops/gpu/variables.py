@@ -28,7 +28,7 @@ from ops.gpu.ranks import Rank, RankFunction, RankResult, figures_of, run_ranks
 
 _ROUNDS = 50
 _DROPPING_S = 28.0
-_LIMIT_S = 54.0
+_LIMIT_S = 48.0
 _DROP_LIMIT_S = 25.0
 _TIMEOUT = timedelta(seconds=3)
 _CALL_LIMIT_S = 1.0
