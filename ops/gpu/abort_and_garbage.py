@@ -24,7 +24,8 @@ from ops.gpu.ranks import Rank, figures_of, run_ranks
 _ELEMENTS = 1 << 22
 _HUNG_S = 3.0
 _FREED_LIMIT_S = 10.0
-_COMPLETE = 2.0
+# As text: JSON has no numbers for what garbage may hold.
+_COMPLETE = "2.0"
 
 
 def check(machine: Machine) -> Finding:
@@ -84,7 +85,7 @@ def _abort_hung(rank: Rank, gradient: torch.Tensor, weight: torch.Tensor) -> Fig
         following = BackgroundCall(lambda: dist.all_reduce(gradient), rank.device).start()
         following.wait(_FREED_LIMIT_S)
         next_error = described(following.error)
-        values = weight.unique()[:5].tolist()
+        values = [str(value) for value in weight.unique()[:5].tolist()]
     return {
         "hung": hung,
         "freed": freed,

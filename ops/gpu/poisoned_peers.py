@@ -74,6 +74,7 @@ def wait_for_aborted(rank: Rank) -> Figures:
     while not done.query() and time.monotonic() < until_s:
         time.sleep(0.01)
     ended = done.query()
-    values = value.unique()[:5].tolist() if ended else []
+    # As text: JSON has no numbers for what garbage may hold.
+    values = [str(found) for found in value.unique()[:5].tolist()] if ended else []
     store.set("observed", "yes")
     return {"ended": ended, "values": values}
