@@ -41,17 +41,19 @@ def recording(directory: str, rank: int) -> Iterator[RingReader]:
 
 
 def operations(reader: RingReader, since: int) -> list[dict[str, Any]]:
-    """Return the operations from a position on, once all have ended or some seconds have passed."""
+    """Return the operations from a position on, once none is awaited, or in some seconds."""
     deadline_s = time.monotonic() + _SETTLING_S
     while True:
         records = reader.operations.since(since).records
-        if bool((records["ended_s"] > 0).all()) or time.monotonic() > deadline_s:
+        is_settled = (records["ended_s"] > 0) | ((records["flags"] & Flag.UNOBSERVED) != 0)
+        if bool(is_settled.all()) or time.monotonic() > deadline_s:
             break
         time.sleep(0.01)
     return [
         {
             "name": Operation(int(record["code"])).name,
-            "on_device": bool(int(record["flags"]) & Flag.DEVICE_TIMES),
+            "has_device_times": bool(int(record["flags"]) & Flag.DEVICE_TIMES)
+            and min(float(record["started_s"]), float(record["ended_s"])) > 0,
             "ended": float(record["ended_s"]) > 0,
             "seconds": float(record["ended_s"]) - float(record["started_s"]),
         }

@@ -62,4 +62,4 @@ def test_recorded_operations_are_read_from_a_position_on() -> None:
     (operation,) = found["operations"]
     assert operation["name"] == "ALL_REDUCE"
     assert operation["ended"]
-    assert not operation["on_device"]
+    assert not operation["has_device_times"]
