@@ -29,6 +29,7 @@ import torch
 from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.live.state_copies import copies_from
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
@@ -71,7 +72,7 @@ class _PendingCopy:
     """A snapshot in progress.
 
     `versions` are the version counters of the layout's owners before the copy; the copy may begin
-    after the CUDA event `ready`.
+    after the mark `ready`.
     """
 
     snapshot: SnapshotId
@@ -80,7 +81,7 @@ class _PendingCopy:
     discard_uncommitted: bool
     sources: tuple[torch.Tensor, ...] | list[torch.Tensor]
     versions: list[int]
-    ready: torch.cuda.Event | None
+    ready: object
 
 
 class Snapshotter:
@@ -107,10 +108,9 @@ class Snapshotter:
         self._client = client
         self._generation = generation
         self._rank = rank
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = copies_from(device)
         self._layout: _Layout | None = None
         self._targets: dict[int, tuple[_Layout, list[torch.Tensor]]] = {}
-        self._locked: dict[int, int] = {}
         self._changed = threading.Condition()
         self._copy: _PendingCopy | None = None
         self._error: BaseException | None = None
@@ -143,10 +143,7 @@ class Snapshotter:
         """
         self.wait()
         layout, sources = self._layout_for(tensors)
-        ready = None
-        if self._stream is not None:
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._stream.device))
+        ready = self._copies.mark()
         snapshot = SnapshotId(self._generation, step)
         with self._changed:
             versions = list(map(_VERSION, layout.owners))
@@ -181,13 +178,16 @@ class Snapshotter:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        if self._locked:
-            for pointer in self._locked.values():
-                torch.cuda.cudart().cudaHostUnregister(pointer)
-            self._locked.clear()
-        self._targets.clear()
 
     def _run(self) -> None:
+        try:
+            self._perform_all()
+        finally:
+            # Before the client unmaps the buffers, in the thread that locked them.
+            self._targets.clear()
+            self._copies.close()
+
+    def _perform_all(self) -> None:
         with torch.no_grad():
             while True:
                 with self._changed:
@@ -206,6 +206,7 @@ class Snapshotter:
                     self._changed.notify_all()
 
     def _perform(self, copy: _PendingCopy) -> None:
+        self._copies.bind()
         layout = copy.layout
         index = encode_index(layout.nbytes, layout.encoded, copy.documents)
         index_capacity = round_up(len(index), _INDEX_GRANULARITY_NBYTES)
@@ -214,23 +215,9 @@ class Snapshotter:
             self._rank,
             layout.nbytes + index_capacity,
             discard_uncommitted=copy.discard_uncommitted,
+            before_unmap=self._release,
         )
-        self._release_dropped()
-        targets = self._views(number, arena, layout)
-        if self._stream is not None and copy.ready is not None:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(copy.ready)
-                for target, source in zip(targets, copy.sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-                    if source.is_cuda:
-                        # The allocator must not reuse the memory while the side stream still reads
-                        # it.
-                        source.record_stream(self._stream)
-                done = torch.cuda.Event()
-                done.record(self._stream)
-            done.synchronize()
-        elif targets:
-            torch._foreach_copy_(targets, copy.sources)
+        self._copies.copy(self._views(number, arena, layout), copy.sources, copy.ready)
         self._check_unchanged(copy)
         if not self._may_seal():
             raise SnapshotUnavailable(
@@ -297,27 +284,17 @@ class Snapshotter:
         )
         return self._layout, self._layout.sources
 
-    def _release_dropped(self) -> None:
-        """Let go of buffers that the server has released: views would keep them mapped."""
-        mapped = self._client.mapped
-        for number in [number for number in self._targets if number not in mapped]:
-            if number in self._locked:
-                torch.cuda.cudart().cudaHostUnregister(self._locked.pop(number))
-            del self._targets[number]
+    def _release(self, number: int) -> None:
+        """Let go of a buffer that is about to be unmapped: views would keep it mapped."""
+        self._targets.pop(number, None)
+        self._copies.unlock(number)
 
     def _views(self, number: int, arena: Arena, layout: _Layout) -> list[torch.Tensor]:
         """Return tensors over the arena, one per entry; made once per buffer and layout."""
         cached = self._targets.get(number)
         if cached is not None and cached[0] is layout:
             return cached[1]
-        if self._stream is not None and number not in self._locked:
-            pointer = arena.bytes.ctypes.data
-            code = torch.cuda.cudart().cudaHostRegister(pointer, arena.nbytes, 0)
-            if int(code) != 0:
-                raise RuntimeError(
-                    f"cudaHostRegister failed with {code}; is the locked-memory limit too low?"
-                )
-            self._locked[number] = pointer
+        self._copies.lock(number, arena)
         memory = torch.from_numpy(arena.bytes)
         views = []
         for entry, (shape, dtype) in zip(layout.entries, layout.signature, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -64,18 +64,19 @@ class SnapshotClient:
             self._connection = connect(address, SNAPSHOT_PROTOCOL, identity, idle_s=idle_s)
         self._arenas: dict[int, Arena] = {}
 
-    @property
-    def mapped(self) -> Collection[int]:
-        """The numbers of the buffers that `begin` mapped and the server has not released since."""
-        return self._arenas.keys()
-
     def begin(
-        self, snapshot: SnapshotId, rank: int, nbytes: int, *, discard_uncommitted: bool = False
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        nbytes: int,
+        *,
+        discard_uncommitted: bool = False,
+        before_unmap: Callable[[int], None] = lambda _: None,
     ) -> tuple[int, Arena]:
         """Ask for a buffer to write a shard into; return its number and memory.
 
         The same number means the same memory as before, still mapped. The client unmaps it when the
-        server has released it (see `mapped`), or when it is closed itself.
+        server has released it, or when it is closed itself.
 
         Args:
             snapshot: what the shard is a part of.
@@ -83,6 +84,8 @@ class SnapshotClient:
             nbytes: its size, index included.
             discard_uncommitted: forget the rank's last snapshot, which another rank has not sealed
                 and never will.
+            before_unmap: called with the number of each buffer that the server has released; must
+                let go of all that uses its memory.
 
         Raises:
             SnapshotUnavailable: the generation is over, the rank's last snapshot is not committed,
@@ -100,6 +103,7 @@ class SnapshotClient:
         )
         for number in begun.dropped:
             if number in self._arenas:
+                before_unmap(number)
                 self._arenas.pop(number).close()
         if begun.buffer not in self._arenas:
             self._arenas[begun.buffer] = self._map(begun.capacity, writable=True)

@@ -115,8 +115,8 @@ class SnapshotManager:
         # Torn: the state changed during the copy of the last snapshot on this rank. If it is torn
         # on any rank, all ranks agree to discard it.
         self._is_torn = self._discard_uncommitted = False
-        self.copies_synchronously = copies_synchronously
-        """Whether training waits for each copy, because the state was written to during one."""
+        self.copies_synchronously = copies_synchronously or self.training.may_replay_writes
+        """Whether training waits for each copy: the state was written to during one, or may be."""
         self._is_committed = is_committed
         self._is_closing = is_closing
         self._stream_state = stream_state

@@ -43,6 +43,11 @@ class TrainingState:
         optimizers = state.optimizer(state.model.parameters())
         self.optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
         self.schedulers = tuple(map(state.scheduler, self.optimizers)) if state.scheduler else ()
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.may_replay_writes = device.type == "cuda" and any(
+            group.get("capturable") for group in groups
+        )
+        """Whether an optimizer may run in a CUDA graph, whose writes move no version counter."""
         self._buffers = {f"model/{name}" for name, _ in state.model.named_buffers()}
         self._state_reader = LiveStateReader(state.model, self.optimizers)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -22,15 +22,18 @@ class ScriptedClient:
         self._script = script
         self._arenas: dict[int, Arena] = {}
 
-    @property
-    def mapped(self) -> Collection[int]:
-        return self._arenas.keys()
-
     def begin(
-        self, snapshot: SnapshotId, rank: int, nbytes: int, **options: Any
+        self,
+        snapshot: SnapshotId,
+        rank: int,
+        nbytes: int,
+        *,
+        discard_uncommitted: bool,
+        before_unmap: Callable[[int], None],
     ) -> tuple[int, Arena]:
         number, left = self._script.pop(0)
         for dropped in self._arenas.keys() - left:
+            before_unmap(dropped)
             self._arenas.pop(dropped).close()
         if number not in self._arenas:
             self._arenas[number] = Arena.create(nbytes)

@@ -1,5 +1,6 @@
 """Claims about random numbers: a restored generator goes on where it was, one by one."""
 
+import functools
 import random
 from collections.abc import Collection, Mapping, Sequence
 
@@ -111,3 +112,15 @@ def test_ranks_that_the_source_does_not_have_draw_different_numbers() -> None:
         numbers.append(drawn())
     for one, other in zip(*numbers, strict=True):
         assert one != other
+
+
+@pytest.mark.parametrize(
+    ("device", "capturable", "may"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)],
+)
+def test_optimizer_that_a_cuda_graph_may_replay_is_recognized(
+    device: str, capturable: bool, may: bool
+) -> None:
+    """Its writes move no version counter, so a write during a copy would not be noticed."""
+    state = State(nn.Linear(1, 1), functools.partial(torch.optim.AdamW, capturable=capturable))
+    assert TrainingState(state, torch.device(device), 0).may_replay_writes is may

@@ -1,0 +1,171 @@
+"""Copies tensors into mapped buffers: on the host in one call, from a GPU by a stream of its own.
+
+A GPU copies without the host, and beside its kernels, only into page-locked memory; so a buffer is
+locked once, when it is first used. Locking takes time for each page, and holds locks of the driver
+that delay launches: the pages get their memory before, in parallel, and are huge where the system
+has huge pages.
+
+What belongs to a thread in CUDA is the current device. In a new thread that is the first GPU, and
+using it there would make a context on it for every worker of the node: `bind` comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from keepstep.checkpoint.memory.arena import Arena
+
+Tensors = Sequence[torch.Tensor]
+
+_LOCK_ERRORS = {
+    1: "the memory is not mapped",
+    2: "the system has no memory to lock",
+    304: "the operating system refused to lock it; see `ulimit -l`",
+    712: "it is locked already",
+    801: "it is mapped for reading only, or the platform cannot lock it",
+}
+
+
+class StateCopies(Protocol):
+    """Copies from the device that the state is on. All but `mark` is called by one thread."""
+
+    def bind(self) -> None:
+        """Prepare the calling thread."""
+        ...
+
+    def mark(self) -> object:
+        """Return a mark after all work that the calling thread has queued on the device."""
+        ...
+
+    def lock(self, number: int, arena: Arena) -> None:
+        """Prepare a mapped buffer as a target.
+
+        Raises:
+            RuntimeError: the device cannot write to it directly.
+        """
+        ...
+
+    def unlock(self, number: int) -> None:
+        """Let go of a buffer, before it is unmapped."""
+        ...
+
+    def close(self) -> None:
+        """Let go of all buffers."""
+        ...
+
+    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
+        """Copy each source into its target; return when that is done.
+
+        Args:
+            targets: views of a locked buffer.
+            sources: tensors of the same shapes and dtypes; they live until this returns.
+            after: the mark after which their values are the state.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        ...
+
+
+def copies_from(device: torch.device) -> StateCopies:
+    """Return what copies from a device."""
+    return CudaCopies(device) if device.type == "cuda" else HostCopies()
+
+
+class HostCopies:
+    """Copies memory of the host in one call that does not hold the GIL."""
+
+    def bind(self) -> None:
+        """Nothing is needed."""
+
+    def mark(self) -> object:
+        """Return nothing: what the host has called is done."""
+        return None
+
+    def lock(self, number: int, arena: Arena) -> None:
+        """Nothing is needed."""
+
+    def unlock(self, number: int) -> None:
+        """Nothing is needed."""
+
+    def close(self) -> None:
+        """Nothing is needed."""
+
+    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
+        """Copy each source into its target."""
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
+
+
+class CudaCopies:
+    """Copies from a GPU on a side stream of low priority, beside the next step's kernels.
+
+    A target that is not contiguous as its source is costs memory of the GPU for a contiguous copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._locked: dict[int, int] = {}
+
+    def bind(self) -> None:
+        """Make the state's device the calling thread's."""
+        torch.cuda.set_device(self._device)
+
+    def mark(self) -> object:
+        """Return an event after all work in the calling thread's current stream."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def lock(self, number: int, arena: Arena) -> None:
+        """Page-lock a mapped buffer, once.
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        if number in self._locked:
+            return
+        arena.populate()
+        pointer = arena.bytes.ctypes.data
+        code = int(torch.cuda.cudart().cudaHostRegister(pointer, arena.nbytes, 0))
+        if code != 0:
+            why = _LOCK_ERRORS.get(code, "see the CUDA runtime's list of errors")
+            raise RuntimeError(
+                f"{arena.nbytes} bytes of snapshot memory could not be page-locked: CUDA error "
+                f"{code} ({why})"
+            )
+        self._locked[number] = pointer
+
+    def unlock(self, number: int) -> None:
+        """Release a buffer's pages. If the context is gone, so is the lock: errors say no more."""
+        pointer = self._locked.pop(number, None)
+        if pointer is not None:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+
+    def close(self) -> None:
+        """Release the pages of all buffers."""
+        for number in tuple(self._locked):
+            self.unlock(number)
+
+    def copy(self, targets: Tensors, sources: Tensors, after: object) -> None:
+        """Copy each source into its target, after the mark.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        assert isinstance(after, torch.cuda.Event), "a mark of `mark`"
+        # Waiting for the default kind of event takes a core for as long as the copy takes.
+        done = torch.cuda.Event(blocking=True)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(after)
+                for target, source in zip(targets, sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        finally:
+            # Also after an error: the sources must live as long as the stream may read them.
+            done.record(self._stream)
+            done.synchronize()

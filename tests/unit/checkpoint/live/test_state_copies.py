@@ -1,0 +1,167 @@
+"""Claims about copies from a GPU, by a runtime that records what it is asked for."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from keepstep.checkpoint.live.state_copies import CudaCopies
+from keepstep.checkpoint.memory.arena import Arena
+
+GPU = torch.device("cuda", 3)
+
+
+def is_mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, last = line.split()[0].partition("-")
+        if int(first, 16) <= address < int(last, 16):
+            return True
+    return False
+
+
+class Runtime:
+    """Stands in for CUDA: takes note of calls, and fails where CUDA would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.locked: dict[int, int] = {}
+        self.code = 0
+        self._current = threading.local()
+        for name in ("Stream", "Event", "stream", "set_device", "cudart", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
+
+    def _set_device(self, device: torch.device) -> None:
+        self._current.device = device
+
+    def _Stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(wait_event=lambda event: self.calls.append("stream waits"))
+
+    def _current_stream(self, device: torch.device) -> str:
+        return "of training"
+
+    def _Event(self, *, blocking: bool = False) -> Any:
+        return _Event(self, blocking)
+
+    @contextmanager
+    def _stream(self, stream: Any) -> Iterator[None]:
+        self.calls.append(f"stream of {getattr(self._current, 'device', 'no device')}")
+        yield
+
+    def _cudart(self) -> Any:
+        return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
+
+    def _register(self, pointer: int, nbytes: int, flags: int) -> int:
+        assert is_mapped(pointer)
+        assert pointer not in self.locked, "locked twice"
+        self.locked[pointer] = nbytes
+        return self.code
+
+    def _unregister(self, pointer: int) -> int:
+        assert is_mapped(pointer), "unmapped while it was locked"
+        del self.locked[pointer]
+        return 0
+
+
+class _Event:
+    def __init__(self, runtime: Runtime, blocking: bool) -> None:
+        self._runtime = runtime
+        self._blocking = blocking
+
+    def record(self, stream: Any) -> None:
+        self._runtime.calls.append(f"event of {stream if isinstance(stream, str) else 'the copy'}")
+
+    def synchronize(self) -> None:
+        self._runtime.calls.append("host waits" if self._blocking else "host spins")
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    made = Runtime(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", _event_type(made))
+    return made
+
+
+def _event_type(runtime: Runtime) -> type[_Event]:
+    class Event(_Event):
+        def __init__(self, *, blocking: bool = False) -> None:
+            super().__init__(runtime, blocking)
+
+    return Event
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(3 * 2**20)
+    yield made
+    made.close()
+
+
+def test_copy_begins_after_the_mark_and_its_end_is_waited_for_without_spinning(
+    runtime: Runtime, arena: Arena
+) -> None:
+    copies = CudaCopies(GPU)
+    copies.lock(1, arena)
+    source, target = torch.arange(4.0), torch.zeros(4)
+    after = copies.mark()
+    thread = threading.Thread(
+        target=lambda: (copies.bind(), copies.copy([target], [source], after))
+    )
+    thread.start()
+    thread.join()
+    assert torch.equal(target, source)
+    assert runtime.calls == [
+        "event of of training",
+        "stream of cuda:3",
+        "stream waits",
+        "event of the copy",
+        "host waits",
+    ]
+
+
+def test_sources_live_until_the_stream_has_read_them_also_after_an_error(
+    runtime: Runtime, arena: Arena
+) -> None:
+    copies = CudaCopies(GPU)
+    after = copies.mark()
+    with pytest.raises(RuntimeError):
+        copies.copy([torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(5)], after)
+    assert runtime.calls[-2:] == ["event of the copy", "host waits"]
+
+
+def test_buffer_is_locked_once_and_released_while_it_is_mapped(
+    runtime: Runtime, arena: Arena
+) -> None:
+    copies = CudaCopies(GPU)
+    other = Arena.create(4096)
+    for _ in range(2):
+        copies.lock(1, arena)
+        copies.lock(2, other)
+    assert sorted(runtime.locked.values()) == [4096, 3 * 2**20]
+    copies.unlock(2)
+    other.close()
+    # The next buffer may get the same address and even the same number.
+    again = Arena.create(4096)
+    copies.lock(2, again)
+    copies.close()
+    assert runtime.locked == {}
+    again.close()
+
+
+def test_pages_have_their_memory_before_they_are_locked(runtime: Runtime, arena: Arena) -> None:
+    arena.bytes[5] = 7
+    assert arena.unwritten_nbytes > 0
+    CudaCopies(GPU).lock(1, arena)
+    assert arena.unwritten_nbytes == 0
+    assert arena.bytes[5] == 7
+
+
+@pytest.mark.parametrize(("code", "why"), [(712, "locked already"), (801, "only"), (999, "list")])
+def test_refusal_names_its_reason(runtime: Runtime, arena: Arena, code: int, why: str) -> None:
+    runtime.code = code
+    with pytest.raises(RuntimeError, match=f"CUDA error {code} .*{why}"):
+        CudaCopies(GPU).lock(1, arena)
