@@ -33,6 +33,21 @@ class JobFailed(ElasticError):
     """The job ended in failure: its restart budget is spent, or it lost its quorum for too long."""
 
 
+class DeviceUnavailable(ElasticError):
+    """The job computes on GPUs, and this node has none for one of its workers."""
+
+
+class ProcessUnusable(ElasticError):
+    """This process can enter no other generation; the agent replaces it.
+
+    `is_fault` is True if the cause is here, in a device that failed, and not in a peer's end.
+    """
+
+    def __init__(self, message: str, *, is_fault: bool = False) -> None:
+        super().__init__(message)
+        self.is_fault = is_fault
+
+
 class ReplicasDiverged(ElasticError):
     """Ranks that must hold the same state do not, and the job is to stop then."""
 

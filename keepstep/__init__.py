@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from keepstep import checkpoint, monitor
     from keepstep.elastic.errors import (
+        DeviceUnavailable,
         ElasticError,
         InvariantViolated,
         JobFailed,
         LeaseLost,
+        ProcessUnusable,
         ReplicasDiverged,
         StoreUnavailable,
         UsageError,
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "DeviceUnavailable": "keepstep.elastic.errors",
     "ElasticError": "keepstep.elastic.errors",
     "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
+    "ProcessUnusable": "keepstep.elastic.errors",
     "ReplicasDiverged": "keepstep.elastic.errors",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
@@ -43,11 +47,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "DeviceUnavailable",
     "ElasticError",
     "InvariantViolated",
     "Job",
     "JobFailed",
     "LeaseLost",
+    "ProcessUnusable",
     "ReplicasDiverged",
     "State",
     "Stateful",

@@ -324,6 +324,7 @@ class Participation:
         """Return in how many seconds to look again although nothing changes; None: never."""
         deadlines = [
             self._worker_group.drain_until_s,
+            self._worker_group.entry_until_s,
             self._progress_due_s if self._worker_group.workers else None,
             self._departure_deadline_s,
         ]
@@ -383,6 +384,7 @@ class Participation:
         for request in view.restarts_on(self._config.node) if view.is_closing else ():
             worker_group.restart(request.rank, request.reason)
             await membership.complete_restart_request(request)
+        worker_group.check_entry()
         has_failed = worker_group.failure is not None
         if view.is_closing or has_failed:
             is_aborted = view.closing is not None and view.closing.abort

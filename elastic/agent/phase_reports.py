@@ -26,6 +26,10 @@ class PhaseReports:
             case Stepped():
                 self._stepped[local_rank] = report
 
+    def has_entered(self, local_rank: int) -> bool:
+        """Whether a worker has entered the process groups."""
+        return local_rank in self._ready
+
     def has_stepped(self, local_rank: int) -> bool:
         """Whether a worker has completed a step."""
         return local_rank in self._stepped

@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 import psutil
 
+from keepstep.elastic.worker.device_environment import with_device_variables
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     AgentMessage,
@@ -63,6 +64,7 @@ class Worker:
         finishing_step: the last step of its loop, once it has done that.
         is_ending: its script has failed, and it ends by itself once what runs at exit has run.
         is_stopping: the agent is ending it, so that its exit is no failure.
+        asks_replacement: it ends by itself, because it can enter no other generation.
         kill_reason: why it was killed as if it had crashed; "" if it was not.
         code: its exit status; None while it lives.
     """
@@ -90,6 +92,7 @@ class Worker:
         self.finishing_step: int | None = None
         self.is_ending = False
         self.is_stopping = False
+        self.asks_replacement = False
         self.kill_reason = ""
         self.code: int | None = None
 
@@ -274,10 +277,12 @@ def describe_exit(code: int) -> str:
 def worker_environment(base: Mapping[str, str], workers: int) -> Mapping[str, str]:
     """Return the environment that all workers of a node share.
 
+    It has the variables that make NCCL recoverable, before anything reads them.
+
     One thread per worker unless the user chose otherwise, as torchrun has it: several workers with
     a thread per core each would fight for the cores.
     """
-    environment = dict(base)
+    environment = dict(with_device_variables(base))
     if workers > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

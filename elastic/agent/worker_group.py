@@ -52,6 +52,11 @@ from keepstep.elastic.worker.messages import (
 log = logging.getLogger("keepstep")
 
 _TERM_GRACE_S = 2.0
+_ENTRY_S = 600.0
+_ENTRY_S_PER_RANK = 0.1
+"""How long the ranks may take from `join` until they have entered their process groups."""
+_ABORT_S = 20.0
+"""What a worker may take to abort by order and to check its device; it gives itself up before."""
 _SETTLE_S = 10.0
 """After this time a script that reports no steps is taken to run."""
 _MAX_WARM_UP_FAILURES = 3
@@ -71,7 +76,6 @@ class WorkerGroup:
         generation: the generation that was entered last; 0 before the first.
         workers: the generation's workers by local rank, those that have ended included.
         failure: why the node's part of the generation cannot go on; None while it can.
-        drain_until_s: when workers that have not drained are killed; None while none drains.
         checkpoint_url: where the script stores checkpoints; None: nowhere, or not known yet.
         checkpoint_every: steps between checkpoints; 0: as often as loses least.
         snapshot_every: steps between snapshots that the workers have chosen; 0: the user chose.
@@ -95,14 +99,15 @@ class WorkerGroup:
         self._warm_up_failures = 0
         self._stopping: set[asyncio.Task[None]] = set()
         self._is_draining = False
-        self._entered_s = 0.0
+        self._entered_s = self._joined_s = 0.0
         self._phases = PhaseReports()
         self._snapshot_intervals: dict[int, SnapshotIntervalChosen] = {}
         self._newest_step = 0
         self.generation = 0
         self.workers: dict[int, Worker] = {}
         self.failure: Failure | None = None
-        self.drain_until_s: float | None = None
+        self._drain_until_s: float | None = None
+        self._ordered_until_s: float | None = None
         self.replica_comparison: ReplicaComparison | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
@@ -154,6 +159,28 @@ class WorkerGroup:
     def loaded(self) -> LoadedCheckpoint | None:
         """What rank 0 has found in storage, if it runs here and has resumed from there."""
         return self._phases.loaded
+
+    @property
+    def drain_until_s(self) -> float | None:
+        """When workers that have not drained are killed next; None while none drains."""
+        if self._drain_until_s is None or self._ordered_until_s is None:
+            return self._drain_until_s
+        if any(map(self._is_entering, self.workers)):
+            return self._drain_until_s
+        return self._ordered_until_s
+
+    @property
+    def entry_until_s(self) -> float | None:
+        """When the workers must have entered their process groups; None: they have, or may not."""
+        awaited = [
+            worker
+            for local_rank, worker in self.workers.items()
+            if worker.has_joined and self._is_entering(local_rank)
+        ]
+        if not awaited or self._is_draining or self.failure is not None:
+            return None
+        ranks = awaited[0].assignment.world_size if awaited[0].assignment is not None else 0
+        return max(self._entered_s, self._joined_s) + _ENTRY_S + _ENTRY_S_PER_RANK * ranks
 
     def times(self) -> Mapping[str, float]:
         """Return when the last worker reached each phase; see `PhaseReports.times`."""
@@ -219,16 +246,17 @@ class WorkerGroup:
             limit_s: seconds after which workers that have not drained are killed.
         """
         until_s = time.monotonic() + limit_s
-        is_sooner = self.drain_until_s is not None and until_s < self.drain_until_s
+        is_sooner = self._drain_until_s is not None and until_s < self._drain_until_s
         if not self._is_draining or (abort and is_sooner):
             self._is_draining = True
-            self.drain_until_s = until_s
+            self._drain_until_s = until_s
+            self._ordered_until_s = until_s + _ABORT_S if self.awaits_abort_order else None
             await self._begin_drain(abort=abort)
-        if self.drain_until_s is not None and time.monotonic() >= self.drain_until_s:
-            self._kill_undrained(limit_s)
+        if self._drain_until_s is not None and time.monotonic() >= self._drain_until_s:
+            self._kill_undrained()
         has_drained = not any(worker.can_write for worker in self.workers.values())
         if has_drained:
-            self.drain_until_s = None
+            self._drain_until_s = None
         return has_drained
 
     async def broadcast(self, message: AgentMessage) -> None:
@@ -248,6 +276,22 @@ class WorkerGroup:
             return
         log.warning("rank %d is restarted: %s", rank, reason)
         worker.kill(reason)
+
+    def check_entry(self) -> None:
+        """Record a failure if workers have not entered their process groups in time.
+
+        Whether a rank that they wait for lives is what its own agent knows. What no agent sees is
+        that they all wait: the bootstrap of NCCL has no limit of its own.
+        """
+        until_s = self.entry_until_s
+        if until_s is not None and time.monotonic() >= until_s:
+            late = [w.rank for rank, w in self.workers.items() if self._is_entering(rank)]
+            waited_s = time.monotonic() - self._entered_s
+            self._record_failure(
+                FailureKind.WORKER,
+                f"rank {late[0]} has not entered its process groups in {waited_s:.0f} s",
+                late[0],
+            )
 
     def fail(self, reason: str) -> None:
         """Record a failure of the node that is no worker's fault."""
@@ -271,7 +315,7 @@ class WorkerGroup:
         self._snapshot_intervals.clear()
         self._newest_step = 0
         self._is_draining = False
-        self.drain_until_s = None
+        self._drain_until_s = None
         self.failure = None
         self.replica_comparison = None
 
@@ -285,10 +329,23 @@ class WorkerGroup:
             elif worker.is_alive and not worker.is_stopping and not worker.is_ending:
                 self._end_soon(worker, _TERM_GRACE_S)
 
-    def _kill_undrained(self, limit_s: float) -> None:
-        for worker in self.workers.values():
+    def _is_entering(self, local_rank: int) -> bool:
+        """Whether a worker may be where nothing but its end can end it.
+
+        Creating a communicator of NCCL waits for all ranks, and cannot be aborted.
+        """
+        worker = self.workers[local_rank]
+        return worker.can_write and not self._phases.has_entered(local_rank)
+
+    def _kill_undrained(self) -> None:
+        """Kill the workers whose time to drain is over."""
+        now_s = time.monotonic()
+        for local_rank, worker in self.workers.items():
+            is_aborting = self._ordered_until_s is not None and not self._is_entering(local_rank)
+            if is_aborting and self._ordered_until_s is not None and now_s < self._ordered_until_s:
+                continue
             if worker.can_write and not worker.is_stopping:
-                log.warning("rank %s did not stop in %.0f s: killed", worker.rank, limit_s)
+                log.warning("rank %s did not stop in time: killed", worker.rank)
                 self._end_soon(worker, 0.0)
 
     def _end_soon(self, worker: Worker, grace_s: float) -> None:
@@ -312,6 +369,7 @@ class WorkerGroup:
                 worker.is_warm = True
             case Joined():
                 worker.has_joined = True
+                self._joined_s = time.monotonic()
                 self.checkpoint_url = message.checkpoint_url
                 self.checkpoint_every = message.checkpoint_every
                 self.rank_multiple = message.rank_multiple
@@ -328,6 +386,7 @@ class WorkerGroup:
                 kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
                 self._record_failure(kind, _describe_failed_script(worker, message), worker.rank)
             case RestartRequested(reason=reason):
+                worker.asks_replacement = True
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank} starts over: {reason}")
             case Drained():
                 worker.has_drained = True
@@ -374,7 +433,7 @@ class WorkerGroup:
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
         else:
             self._read_progress(worker)
-            if not worker.is_stopping and code != 0:
+            if code != 0 and not (worker.is_stopping or worker.asks_replacement):
                 self._record_failure(FailureKind.WORKER, _describe_exit(worker, code), worker.rank)
         worker.close()
 

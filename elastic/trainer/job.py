@@ -31,12 +31,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep import monitor
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.elastic.errors import ReplicasDiverged, UsageError
+from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer import numpy_generator
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.data_pass import DataPass
 from keepstep.elastic.trainer.datasets import Dataset, Stream
+from keepstep.elastic.trainer.devices import DeviceType, device_type
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -51,7 +52,6 @@ from keepstep.elastic.worker.messages import (
     Joined,
     Ready,
     ReplicasCompared,
-    RestartRequested,
     Restored,
     SnapshotIntervalChosen,
     Stepped,
@@ -72,6 +72,7 @@ def join(
     seed: int = 0,
     compare_replicas_every: int | None = 100,
     on_divergence: OnDivergence = "report",
+    device: DeviceType | None = None,
     backend: str | None = None,
 ) -> Job:
     """Join the job that this worker was started for; use the result as a context manager.
@@ -96,11 +97,14 @@ def join(
             snapshot, of which all were compared then, and find out by computing the steps again
             who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
             if enough others are left; "stop": end the job.
+        device: the type of device to compute on, "cuda" or "cpu"; default: GPUs where the machine
+            has any.
         backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
             them; default: NCCL on GPUs, and gloo.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
+        DeviceUnavailable: GPUs are to be used, and PyTorch cannot use them.
     """
     for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
         if every is not None and not _is_interval(every):
@@ -116,7 +120,7 @@ def join(
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
     sizes = dict(mesh or {"dp": -1})
     multiple = math.prod(size for size in sizes.values() if size > 0)
-    groups = ProcessGroups(backend)
+    groups = ProcessGroups(device_type(device, backend), backend)
     session.report(
         Joined(
             checkpoint_url=checkpoint,
@@ -178,6 +182,7 @@ class Job:
         self._first_step = 0
         self._marked_step = 0
         self._loss_scale = 1.0
+        self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         self._session.on_abort(self._groups.abort, awaits_order=self._groups.awaits_abort_order)
@@ -412,8 +417,9 @@ class Job:
             newer_than = assignment.generation
             try:
                 self._enter_generation(assignment)
-            except (RuntimeError, SnapshotUnavailable, RankFailed) as error:
-                # A node that holds the state may be lost while the state is restored from it.
+            except Exception as error:
+                # A node that holds the state may be lost while the state is restored from it; and
+                # an abort leaves PyTorch's process groups in a state in which any call may fail.
                 is_elsewhere = isinstance(error, SnapshotUnavailable | RankFailed)
                 if not (
                     is_elsewhere or is_peer_failure(error) or self._session.is_closing(newer_than)
@@ -424,6 +430,7 @@ class Job:
                 return
 
     def _enter_generation(self, assignment: Assignment) -> None:
+        # The same names as before: only new ones would move what other threads may be reading.
         os.environ.update(assignment.environment())
         self._reported_first_step = False
         self._marked_step = 0
@@ -434,8 +441,10 @@ class Job:
         random.seed(self._seed)
         numpy_generator.seed(self._seed)
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
+        state = self._build(self._world)
+        self._release = state.release
         self._snapshot_manager = SnapshotManager(
-            self._build(self._world),
+            state,
             self._world.device,
             assignment,
             self._checkpoint,
@@ -481,6 +490,12 @@ class Job:
         After "drained" this worker writes nothing more in this generation. If it ends by an error,
         inside a step, then the state may be half that of the next step, and is not sealed.
         """
+        if error is None:
+            try:
+                self._end_in_good_order(generation)
+            except RuntimeError as broken:
+                # The generation is closing: whatever a collective raises comes from its end.
+                error = broken
         if error is not None:
             awaits_order = self._groups.awaits_abort_order
             # Where it closes in good order, only this makes the agent drain by abort.
@@ -490,26 +505,42 @@ class Job:
                 self._session.report(Broken(generation=generation, error=cause))
             if awaits_order:
                 self._session.wait_for_abort_order(generation)
-        elif self._snapshot_manager is not None and not self._session.is_aborting(generation):
-            self._snapshot_manager.seal_before_closing(
-                self._position,
-                lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
-            )
-        # Closed connections wake the peers that wait for this rank in a collective.
-        self._groups.leave()
         self._leave()
         self._session.report(Drained(generation=generation))
 
+    def _end_in_good_order(self, generation: int) -> None:
+        """Seal the last snapshot, and wait until the peers have computed theirs."""
+        if self._snapshot_manager is None or self._session.is_aborting(generation):
+            return
+        self._snapshot_manager.seal_before_closing(
+            self._position,
+            lambda step: self._session.wait_for_commit(step, generation, also_closing=True),
+        )
+        self._groups.finish()
+
     def _leave(self) -> None:
+        """Drop the live state and leave the process groups; the process ends if it cannot.
+
+        The abort begins first: it wakes the peers that wait for this rank, and frees what waits
+        here. It may wait in turn for CUDA graphs that are dropped here.
+        """
+        self._groups.abort()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
         if self._snapshot_manager is not None:
             self._copies_synchronously = self._snapshot_manager.copies_synchronously
             self._snapshot_manager.close()
         self._snapshot_manager = None
-        self._groups.leave()
         if "torch._dynamo" in sys.modules:
-            # What was compiled belongs to models and process groups that are gone.
+            # What was compiled belongs to models and process groups that are gone, and finds the
+            # new groups by the names of the old ones.
             torch._dynamo.reset()
         gc.collect()
+        try:
+            self._groups.leave()
+        except ProcessUnusable as unusable:
+            self._session.end_to_be_replaced(str(unusable), is_fault=unusable.is_fault)
 
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""
@@ -547,11 +578,7 @@ class Job:
 
         Needed when the script's loop has already passed the position of the restored state.
         """
-        self._session.report(RestartRequested(reason=reason))
-        self._leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        self._session.end_to_be_replaced(reason)
 
 
 class Step:

@@ -4,8 +4,9 @@ All differences between NCCL and gloo are handled here. The module relies on the
 reports a peer's death within milliseconds as a RuntimeError of the collective in progress, but has
 no abort, and keeps its connections as long as any object (a model, a loss) refers to the group; so
 this module shuts the connections down, which wakes this rank and its peers. NCCL reports nothing
-until its communicators are aborted, and once one rank aborts all must: `abort` is called on every
-rank that receives the closing of a generation because of a failure.
+until its communicators are aborted, which raises nothing and may leave garbage, here and at peers:
+`abort` is called on every rank of a generation that something broke, once the leader orders it. How
+they are aborted is in `tear_down`.
 """
 
 from __future__ import annotations
@@ -13,23 +14,29 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _abort_process_group, _world
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import _gen_transform_infos
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import ProcessUnusable, UsageError
+from keepstep.elastic.trainer.devices import DeviceType, bind
+from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
 from keepstep.elastic.worker.messages import Assignment
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
+# keepstep decides when a collective has failed. PyTorch's own limit would also end a rank that
+# waits for another one's long evaluation.
+_COLLECTIVE_TIMEOUT = timedelta(days=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +84,18 @@ class ProcessGroups:
     """The process groups of this process. One world at most is entered at a time, until `leave`.
 
     Args:
-        backend: back ends as `init_process_group` takes them; None: NCCL where there are GPUs, and
-            gloo.
+        device: the type of device that the job computes on.
+        backend: back ends as `init_process_group` takes them; None: NCCL for GPUs, and gloo.
     """
 
-    def __init__(self, backend: str | None = None) -> None:
-        self._backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    def __init__(self, device: DeviceType, backend: str | None = None) -> None:
+        self._device_type = device
+        self._device = torch.device("cpu")
+        self._backend = backend or ("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+        self._changing = threading.Lock()
         self._connections: frozenset[tuple[int, str]] = frozenset()
+        self._abort: GroupAbort | None = None
+        self._can_be_rebuilt = True
 
     @property
     def awaits_abort_order(self) -> bool:
@@ -99,14 +111,12 @@ class ProcessGroups:
 
         Raises:
             UsageError: the mesh does not fit the world size.
+            DeviceUnavailable: this worker has no GPU.
             RuntimeError: a peer died during the call (raised by torch).
         """
         sizes = mesh_sizes(mesh, assignment.world_size)
-        device = _bind_device(assignment.local_rank)
-        if device.type == "cuda":
-            # Recovery may take longer than NCCL's watchdog allows, which would kill the process.
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self._device = device = bind(self._device_type, assignment.local_rank)
+        is_cuda = device.type == "cuda"
         sockets_before = _open_sockets()
         try:
             store = TCPStore(
@@ -120,11 +130,15 @@ class ProcessGroups:
                 store=PrefixStore(f"generation-{assignment.generation}", store),
                 rank=assignment.rank,
                 world_size=assignment.world_size,
-                device_id=device if device.type == "cuda" else None,
+                device_id=device if is_cuda else None,
+                timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
             )
             device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(mesh))
         finally:
             self._connections = _open_sockets() - sockets_before
+        if is_cuda:
+            self._can_be_rebuilt = _is_rebuildable(dist.group.WORLD, device)
+            _connect_all(device)
         data_rank, data_size = _data_share(device_mesh, tuple(mesh))
         return World(
             generation=assignment.generation,
@@ -137,31 +151,64 @@ class ProcessGroups:
             data_size=data_size,
         )
 
-    def abort(self) -> None:
-        """Abort collectives in progress on this rank and its peers: blocked threads get an error.
+    def finish(self) -> None:
+        """Wait until this rank and its peers have computed all that they have begun.
 
-        May be called from any thread.
+        For a generation that ends in good order: after it, an abort here leaves no garbage there.
+
+        Raises:
+            RuntimeError: a peer was lost before (raised by torch).
+        """
+        if not self.awaits_abort_order or not dist.is_initialized():
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # Of the host, so by gloo, which reports a lost peer.
+        dist.all_reduce(torch.zeros(1))
+
+    def abort(self) -> None:
+        """Begin to abort collectives in progress on this rank; `leave` waits for the end of it.
+
+        Threads blocked in a collective of gloo get an error, here and at peers. May be called from
+        any thread, and again.
         """
         if not dist.is_initialized():
             return
-        if "nccl" in str(dist.get_backend_config()):
-            _abort_process_group()
-        connections, self._connections = self._connections, frozenset()
+        with self._changing:
+            connections, self._connections = self._connections, frozenset()
+            if self._abort is None and self.awaits_abort_order:
+                self._abort = GroupAbort(tuple(_world.pg_names), self._device)
         for descriptor, name in connections:
             _shut_down(descriptor, name)
 
     def leave(self) -> None:
-        """Destroy all process groups in any state; peers that wait in a collective get an error."""
+        """Destroy all process groups in any state; peers that wait in a collective get an error.
+
+        Whatever refers to the groups should have been dropped before, above all CUDA graphs.
+
+        Raises:
+            ProcessUnusable: the groups or the device cannot be used again in this process.
+        """
         # DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
         # another rank in each: after a change of rank it would silently use its old coordinates.
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
         self.abort()
+        with self._changing:
+            abort, self._abort = self._abort, None
+        if abort is not None:
+            abort.wait()
+            check_device(self._device)
         if dist.is_initialized():
+            if not self._can_be_rebuilt:
+                raise ProcessUnusable("keepstep rebuilds process groups only of NCCL and gloo")
             dist.destroy_process_group()
         # torch names a group by this count, which failed attempts increase too: without a reset a
         # new process would look for this rank in a group of another name.
         _world.group_count = 0
+        if self._device.type == "cuda":
+            # Another world size needs blocks of other sizes.
+            torch.cuda.empty_cache()
 
 
 def check_mesh_position(name: str, tensor: torch.Tensor) -> None:
@@ -197,12 +244,24 @@ def is_peer_failure(error: BaseException) -> bool:
     )
 
 
-def _bind_device(local_rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+def _is_rebuildable(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a group's back end on a device is the one whose abort is known."""
+    assert group is not None
+    if not dist.is_nccl_available():
+        return False
+    known = (distributed_c10d.ProcessGroupNCCL, dist.ProcessGroupGloo)
+    return isinstance(group._get_backend(device), known)
+
+
+def _connect_all(device: torch.device) -> None:
+    """Run a small collective in every group.
+
+    NCCL connects at the first one. An abort while a thread connects is what NCCL forbids, so it is
+    done here, where nothing is computed yet.
+    """
+    for group in tuple(_world.pg_names):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    torch.cuda.synchronize(device)
 
 
 def _data_share(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:

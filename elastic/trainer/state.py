@@ -39,6 +39,8 @@ class State:
             resume from.
         extra: objects saved and restored by name. Their tensors may be sharded, but must not be on
             the meta device.
+        release: called when the generation ends, before its process groups do: drops what holds
+            them and is not the job's, such as CUDA graphs that captured collectives.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class State:
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     initialize: Callable[[nn.Module], None] | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
+    release: Callable[[], None] | None = None
 
 
 Build = Callable[[World], State]

@@ -31,6 +31,7 @@ from keepstep.elastic.worker.messages import (
     Assignment,
     CloseGeneration,
     Failed,
+    RestartRequested,
     SnapshotCommitted,
     Stored,
     WorkerMessage,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 
 EXIT_AGENT_GONE = 70
 EXIT_RECEIVING_FAILED = 71
+EXIT_REPLACE = 72
 
 
 class Session:
@@ -150,6 +152,21 @@ class Session:
             awaits_order: not before the leader has ordered it.
         """
         self._abort, self._awaits_order = abort, awaits_order
+
+    def end_to_be_replaced(self, reason: str, *, is_fault: bool = False) -> NoReturn:
+        """End this process, which can enter no other generation; another one takes its place.
+
+        Args:
+            reason: why.
+            is_fault: the cause is here, and counts as a failure of this worker.
+        """
+        if is_fault:
+            self.report(Failed(error=sendable(reason), traceback=""))
+        else:
+            self.report(RestartRequested(reason=sendable(reason)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_REPLACE)
 
     def _receive_all(self) -> None:
         try:

@@ -170,8 +170,8 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
-        "ReplicasDiverged", "State", "Stateful",
+        "DeviceUnavailable", "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
+        "ProcessUnusable", "ReplicasDiverged", "State", "Stateful",
         "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },

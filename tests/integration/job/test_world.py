@@ -46,7 +46,7 @@ def serve() -> tuple[TCPStore, int]:
 
 
 def survivor(connection: Connection) -> None:
-    groups = ProcessGroups()
+    groups = ProcessGroups("cpu")
     connection.send("connecting")
     try:
         groups.enter(assignment(1, 0, connection.recv()), {"dp": -1})
@@ -57,7 +57,7 @@ def survivor(connection: Connection) -> None:
 
 
 def newcomer(connection: Connection, groups: ProcessGroups | None = None, rank: int = 1) -> None:
-    groups = groups or ProcessGroups()
+    groups = groups or ProcessGroups("cpu")
     groups.enter(assignment(2, rank, connection.recv()), {"dp": -1})
     total = torch.tensor([rank + 1])
     dist.all_reduce(total)

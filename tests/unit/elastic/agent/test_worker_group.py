@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from keepstep.elastic.agent import worker_group
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Generation, Member
+from keepstep.elastic.rendezvous.records import FailureKind, Generation, Member
 from keepstep.elastic.worker.messages import Assignment, Command, CommandKind
+from keepstep.elastic.worker.session import EXIT_REPLACE
 from tests.patience import patient
 
 CONTEXT = JobContext(job="job", secret=b"", server="unix:/none", max_restarts=3)
@@ -32,6 +35,24 @@ for name in os.listdir("/proc/self/fd"):
     except OSError:
         pass
 time.sleep(60)
+"""
+
+JOIN = """
+import time
+from keepstep.elastic.worker.messages import Joined, Ready
+from keepstep.elastic.worker.session import current
+
+session = current()
+assignment = session.wait_for_assignment(0)
+session.report(
+    Joined(
+        checkpoint_url=None,
+        checkpoint_every=None,
+        rank_multiple=1,
+        max_ranks=0,
+        awaits_abort_order=True,
+    )
+)
 """
 
 
@@ -152,6 +173,82 @@ def test_scripts_that_do_not_report_are_ended_by_a_drain() -> None:
             assert await group.drain(abort=True, limit_s=30.0)
             assert group.drain_until_s is None
             assert group.failure is None
+
+    play(scenario())
+
+
+def script(directory: Path, code: str) -> Command:
+    path = directory / "script.py"
+    path.write_text(JOIN + code)
+    return Command(CommandKind.SCRIPT, str(path), ())
+
+
+def test_worker_that_waits_where_no_abort_ends_it_is_killed_before_one_that_aborts(
+    tmp_path: Path,
+) -> None:
+    code = """
+if assignment.rank == 0:
+    session.report(Ready(generation=1, at_s=0.0))
+time.sleep(600)
+"""
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code)) as group:
+            await group.until(lambda: all(w.has_joined for w in group.workers.values()))
+            await group.until(lambda: not group._is_entering(0))
+            assert not await group.drain(abort=True, limit_s=0.0)
+            await group.until(lambda: not group.workers[1].is_alive)
+            assert not await group.drain(abort=True, limit_s=0.0)
+            assert group.drain_until_s is not None
+            assert group.drain_until_s > time.monotonic() + 5.0
+            assert group.workers[0].is_alive
+
+    play(scenario())
+
+
+def test_worker_that_asks_to_be_replaced_counts_as_no_failure_of_its_own(tmp_path: Path) -> None:
+    code = "session.end_to_be_replaced('its groups do not end')"
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), size=1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.workers[0].code == EXIT_REPLACE
+            assert group.failure is not None
+            assert group.failure.kind is FailureKind.PEER
+            assert group.failure.message == "rank 0 starts over: its groups do not end"
+            assert not group.done
+
+    play(scenario())
+
+
+def test_worker_whose_device_failed_counts_as_its_failure(tmp_path: Path) -> None:
+    code = "session.end_to_be_replaced('cuda:0 has failed', is_fault=True)"
+
+    async def scenario() -> None:
+        async with running(script(tmp_path, code), size=1) as group:
+            await group.until(lambda: not group.workers[0].is_alive)
+            assert group.failure is not None
+            assert group.failure.kind is FailureKind.WORKER
+            assert group.failure.message.strip() == "rank 0 on a: cuda:0 has failed"
+
+    play(scenario())
+
+
+def test_ranks_that_do_not_enter_their_process_groups_in_time_are_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with running(script(tmp_path, "time.sleep(600)"), size=1) as group:
+            assert group.entry_until_s is None
+            await group.until(lambda: group.workers[0].has_joined)
+            assert group.entry_until_s is not None
+            assert group.entry_until_s > time.monotonic() + 500
+            group.check_entry()
+            assert group.failure is None
+            monkeypatch.setattr(worker_group, "_ENTRY_S", -1.0)
+            group.check_entry()
+            assert group.failure is not None
+            assert group.failure.message.startswith("rank 0 has not entered its process groups")
 
     play(scenario())
 

@@ -56,11 +56,17 @@ def test_modules_need_nothing_but_pytorch() -> None:
     foreign = {
         (path.name, package)
         for path in FOLDER.glob("*.py")
-        if path.name not in NEED_KEEPSTEP
+        if path.name not in {*NEED_KEEPSTEP, "environment.py"}
         for package in imported_at_once(path)
         if package not in {*sys.stdlib_module_names, "torch", "ops"}
     }
     assert foreign == set()
+
+
+def test_variables_are_those_of_keepstep_and_need_no_package_at_all() -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ops.gpu.environment"
+    # Without the folder of installed packages.
+    assert subprocess.run([sys.executable, "-I", "-S", "-c", code], check=False).returncode == 0
 
 
 def test_the_command_itself_needs_no_pytorch() -> None:

@@ -1,0 +1,100 @@
+"""Aborts process groups whose collectives run on a device, and checks that the device survived it.
+
+Aborting a communicator of NCCL may wait for the device, and so for the kernels of other
+communicators: aborted one after the other, they could wait for each other for ever. So all are
+aborted at once, each in a thread of its own (as NVIDIA's resiliency extension does it; PyTorch's
+own abort of all groups goes one by one, pytorch #119797).
+
+An abort also waits for CUDA graphs that hold a collective of the communicator, so the thread that
+holds these must drop them meanwhile: it starts a `GroupAbort`, drops them, and waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from keepstep.elastic.errors import ProcessUnusable
+
+ABORT_LIMIT_S = 10.0
+"""After this time an abort is given up, and with it the process."""
+_CHECK_LIMIT_S = 10.0
+
+
+class GroupAbort:
+    """The abort of process groups, in threads that begin at once. `wait` ends them or raises."""
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self._errors: list[str] = []
+        self._threads = [
+            threading.Thread(
+                target=self._abort, args=(group, device), name="keepstep-abort", daemon=True
+            )
+            for group in groups
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, limit_s: float = ABORT_LIMIT_S) -> None:
+        """Wait until every group is aborted.
+
+        Raises:
+            ProcessUnusable: one is not within `limit_s` seconds, or its abort failed.
+        """
+        until_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        unfinished = sum(thread.is_alive() for thread in self._threads)
+        if unfinished:
+            raise ProcessUnusable(
+                f"{unfinished} of {len(self._threads)} process groups did not abort within "
+                f"{limit_s:.0f} s; does a CUDA graph live that holds their collectives? "
+                "State(release=...) can drop it"
+            )
+        if self._errors:
+            raise ProcessUnusable(f"a process group could not be aborted: {self._errors[0]}")
+
+    def _abort(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            group.abort()
+        except Exception as error:  # noqa: BLE001 - raised by `wait`
+            self._errors.append(f"{type(error).__name__}: {error}")
+
+
+def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
+    """Check that a device has ended all its work and takes more.
+
+    Twice: the first call drains what was queued, the second shows that the context still works.
+    Errors of a device that stay (an illegal address, a memory error) cannot be told from a peer's
+    failure by their text.
+
+    Raises:
+        ProcessUnusable: it has failed, or does not answer within `limit_s` seconds.
+    """
+    if device.type != "cuda":
+        return
+    errors: list[str] = []
+
+    def synchronize() -> None:
+        try:
+            torch.cuda.set_device(device)
+            for _ in range(2):
+                torch.cuda.synchronize(device)
+        except Exception as error:  # noqa: BLE001 - raised below
+            errors.append(str(error).partition("\n")[0])
+
+    thread = threading.Thread(target=synchronize, name="keepstep-device-check", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise ProcessUnusable(
+            f"{device} did not end its work within {limit_s:.0f} s after the abort", is_fault=True
+        )
+    if errors:
+        raise ProcessUnusable(f"{device} has failed: {errors[0]}", is_fault=True)

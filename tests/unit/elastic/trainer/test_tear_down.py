@@ -1,0 +1,114 @@
+"""Claims about the abort of process groups, by groups that only the test's conditions end."""
+
+import threading
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from keepstep.elastic.errors import ProcessUnusable
+from keepstep.elastic.trainer import tear_down
+from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
+from tests.patience import patient
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 1)
+
+
+class Group:
+    """A process group whose abort waits for others', as NCCL's may."""
+
+    def __init__(self, together: threading.Barrier, error: Exception | None = None) -> None:
+        self._together = together
+        self._error = error
+        self.devices: list[int] = []
+
+    def abort(self) -> None:
+        self._together.wait(patient(30))
+        if self._error is not None:
+            raise self._error
+
+
+def groups_of(*groups: Group) -> tuple[dist.ProcessGroup, ...]:
+    return cast("tuple[dist.ProcessGroup, ...]", groups)
+
+
+def test_groups_whose_aborts_wait_for_each_other_are_aborted() -> None:
+    together = threading.Barrier(3)
+    GroupAbort(groups_of(*(Group(together) for _ in range(3))), CPU).wait(patient(30))
+
+
+def test_abort_that_does_not_end_makes_the_process_unusable() -> None:
+    together = threading.Barrier(2)
+    abort = GroupAbort(groups_of(Group(together)), CPU)
+    with pytest.raises(ProcessUnusable, match="1 of 1 process groups did not abort") as raised:
+        abort.wait(0.0)
+    assert not raised.value.is_fault
+    together.abort()
+
+
+def test_abort_that_fails_makes_the_process_unusable() -> None:
+    together = threading.Barrier(1)
+    abort = GroupAbort(groups_of(Group(together, RuntimeError("sick"))), CPU)
+    with pytest.raises(ProcessUnusable, match="could not be aborted: RuntimeError: sick"):
+        abort.wait(patient(30))
+
+
+def test_each_thread_aborts_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's device is the first GPU until it is set; using that would open a context there."""
+    current = threading.local()
+    seen: list[torch.device | None] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "at", device))
+
+    class Observed(Group):
+        def abort(self) -> None:
+            seen.append(getattr(current, "at", None))
+
+    together = threading.Barrier(1)
+    GroupAbort(groups_of(Observed(together), Observed(together)), GPU).wait(patient(30))
+    assert seen == [GPU, GPU]
+
+
+def test_device_is_asked_twice_on_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("set", device)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.append(("wait", device)))
+    check_device(CPU)
+    assert asked == []
+    check_device(GPU)
+    assert asked == [("set", GPU), ("wait", GPU), ("wait", GPU)]
+
+
+def test_device_that_has_failed_is_this_process_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+
+    def fail_at_the_second(device: torch.device) -> None:
+        calls.append(device)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail_at_the_second)
+    with pytest.raises(ProcessUnusable, match="cuda:1 has failed: CUDA error: an ill") as raised:
+        check_device(GPU)
+    assert raised.value.is_fault
+    assert "More" not in str(raised.value)
+
+
+def test_device_that_does_not_answer_is_this_process_s_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: answer.wait(patient(30)))
+    with pytest.raises(ProcessUnusable, match="did not end its work") as raised:
+        check_device(GPU, 0.01)
+    assert raised.value.is_fault
+    answer.set()
+
+
+def test_limits_leave_the_agent_the_last_word() -> None:
+    from keepstep.elastic.agent import worker_group
+
+    assert tear_down.ABORT_LIMIT_S + tear_down._CHECK_LIMIT_S <= worker_group._ABORT_S
