@@ -32,6 +32,7 @@ from keepstep.elastic.rendezvous.view import View
 SCRIPT = Path(__file__).parent / "train.py"
 ROOT = Path(__file__).parents[2]
 _NODES = ("a", "b")
+_LEARNT_STEPS = 80
 
 
 @dataclass(slots=True)
@@ -79,6 +80,9 @@ class QueuedJob:
     def strike(self, kind: str, rank: int) -> None:
         """Make a rank fail, and wait until the job makes steps again."""
         generation = self._view().generation_number
+        if kind == "hang":
+            # The monitor judges a rank's silence by how long its steps took before.
+            self._wait_for_steps(generation, _LEARNT_STEPS)
         before = self._workers()
         self.outcome.schedules += 1
         began_s = time.monotonic()
@@ -157,8 +161,8 @@ class QueuedJob:
                 if text.endswith("}\n"):
                     yield json.loads(text)
 
-    def _wait_for_steps(self, generation: int) -> None:
-        """Wait until every rank has computed three steps in a generation from this one on."""
+    def _wait_for_steps(self, generation: int, count: int = 3) -> None:
+        """Wait until every rank has computed `count` steps in a generation from this one on."""
 
         def is_reached() -> bool:
             steps = [
@@ -168,7 +172,7 @@ class QueuedJob:
             ]
             newest = max((number for _, _, number in steps), default=0)
             return all(
-                sum((rank, number) == (at, newest) for at, _, number in steps) >= 3
+                sum((rank, number) == (at, newest) for at, _, number in steps) >= count
                 for rank in range(len(_NODES))
             )
 
