@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -44,10 +45,16 @@ with keepstep.join(build) as job:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel as `pip wheel` does."""
+    """Build the wheel as `pip wheel` does.
+
+    Of a copy: setuptools builds inside the tree, where another process may be building as well.
+    """
     place = tmp_path_factory.mktemp("wheel")
+    tree = tmp_path_factory.mktemp("source") / "keepstep"
+    made = shutil.ignore_patterns(".*", "build", "dist", "demo-output", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=made)
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, ROOT],
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, tree],
         check=True,
     )
     (built,) = place.glob("keepstep-*.whl")
