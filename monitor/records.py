@@ -34,9 +34,12 @@ RECORD = np.dtype(
         ("peer", "<i4"),
         ("step", "<u4"),  # current optimizer step, from 1; 0: before the first, or not known
         ("enqueued_s", "<f8"),  # operations: called; phases: began; measures: taken
-        # Operations: began to run, if the backend reports it; otherwise the same as enqueued_s.
+        # Operations: began to run. With DEVICE_TIMES on the device, 0.0 until that is seen;
+        # otherwise the same as enqueued_s.
         ("started_s", "<f8"),
-        ("ended_s", "<f8"),  # operations: complete; phases: ended
+        # Operations: complete; phases: ended. An operation that runs on a device is complete when
+        # its end is seen there, whenever its call returned.
+        ("ended_s", "<f8"),
     ]
 )
 assert RECORD.itemsize == 64
@@ -102,10 +105,11 @@ class Flag(IntEnum):
 
     ASYNCHRONOUS = 1
     DEVICE_TIMES = 2
-    """`started_s` and `ended_s` were taken on the device."""
+    """`started_s` and `ended_s` are those of the device, 0.0 until it is seen there."""
     FAILED = 4
     UNOBSERVED = 8
-    """The end was not observed: `ended_s` is the last time at which the operation was seen."""
+    """The end cannot be seen. `ended_s` is the last time at which the operation was seen, or 0.0 if
+    only its call was: then it is not known whether it runs, has ended, or has begun."""
 
 
 class Ending(IntEnum):

@@ -14,6 +14,10 @@ The rank comes from the default process group if there is one, else from the lau
 RANK and WORLD_SIZE, Slurm's or Open MPI's; the job from KEEPSTEP_JOB, torchrun's run id or Slurm's
 job id; the node from KEEPSTEP_NODE or the host's name; the generation from torchrun's restart
 count.
+
+NCCL reports its launches to the recorder if NCCL_PROFILER_PLUGIN names it when a communicator is
+created, which may be within `init_process_group`. So the variable is set before that, unless the
+user has set it.
 """
 
 from __future__ import annotations
@@ -33,7 +37,13 @@ import torch.distributed as dist
 
 from keepstep.monitor.errors import MonitorError, RecorderUnavailable
 from keepstep.monitor.records import Ending
-from keepstep.monitor.telemetry.native import NativeRecorder
+from keepstep.monitor.telemetry.coalescing import CoalescingHooks
+from keepstep.monitor.telemetry.native import (
+    PLUGIN_VARIABLE,
+    NativeRecorder,
+    build,
+    name_as_nccl_plugin,
+)
 from keepstep.monitor.telemetry.phases import AutomaticPhases
 from keepstep.monitor.telemetry.recorder import Recorder
 from keepstep.monitor.telemetry.ring import WorkerIdentity, process_started
@@ -57,8 +67,10 @@ class Attachment:
             # Phases alone still show which rank is late, and the job must run in any case.
             _log.warning("rank %d: %s", identity.rank, error)
             native = None
+        self._is_nccl_plugin = native is not None and name_as_nccl_plugin(os.environ)
         self.recorder = Recorder(identity, native)
         self.phases = AutomaticPhases(self.recorder)
+        self._coalescing = None if native is None else CoalescingHooks(native)
         self.process = os.getpid()
         self._former_hook, sys.excepthook = sys.excepthook, self._on_exception
         # Child processes inherit the variables that give this rank; with this one they do not
@@ -70,12 +82,16 @@ class Attachment:
     def remove(self) -> None:
         """Remove the hooks and stop recording."""
         self.phases.remove()
+        if self._coalescing is not None:
+            self._coalescing.remove()
         # A hook that was installed later calls this one.
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._former_hook
         if self.process == os.getpid():
             self.recorder.close()
             os.environ.pop(ATTACHED_VARIABLE, None)
+            if self._is_nccl_plugin:
+                os.environ.pop(PLUGIN_VARIABLE, None)
 
     def _on_exception(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -153,6 +169,8 @@ def attach_at_initialization() -> None:
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
+        if _attached is None:
+            _prepare_native()
         original(*args, **kwargs)
         try:
             if not _is_child_of_recorded(os.environ, dist.get_rank()):
@@ -166,6 +184,15 @@ def attach_at_initialization() -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, init_process_group)
+
+
+def _prepare_native() -> None:
+    """Build the native recorder, and name it to NCCL, before a communicator may exist."""
+    try:
+        build()
+        name_as_nccl_plugin(os.environ)
+    except RecorderUnavailable:
+        pass  # Said, with the rank, when it is attached.
 
 
 def detach() -> None:

@@ -1,10 +1,13 @@
-"""Builds and loads the native recorder of operations (`operations.cpp`).
+"""Builds and loads the native recorder of operations (the sources in the folder `native`).
 
 It records an operation without the GIL, in about a microsecond. The machine's C++ compiler builds
-it against the headers of the installed PyTorch: ten seconds, once for each version of PyTorch and
-of this source, on each machine or shared home. `python -m keepstep.monitor.telemetry.native` builds
-it ahead of time, for images whose workers have no compiler; the library must then lie at
+it against the headers of the installed PyTorch: 15 seconds, once for each version of PyTorch and
+of these sources, on each machine or shared home. `python -m keepstep.monitor.telemetry.native`
+builds it ahead of time, for images whose workers have no compiler; the library must then lie at
 `library_path()`.
+
+The library is a profiler plugin of NCCL as well (see `native/nccl_profiler.cpp`): NCCL reports the
+kernels of operations to it if NCCL_PROFILER_PLUGIN names it when a communicator is created.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import shutil
 import stat
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +27,12 @@ import torch
 from keepstep.monitor.errors import RecorderUnavailable
 from keepstep.monitor.telemetry.ring import STEP_OFFSET, Ring
 
-_SOURCE = Path(__file__).with_name("operations.cpp")
+SOURCES = Path(__file__).with_name("native")
+PLUGIN_VARIABLE = "NCCL_PROFILER_PLUGIN"
+
 _BUILD_TIMEOUT_S = 600
+_LONGEST_PLUGIN_PATH = 254
+"""NCCL keeps so many bytes of the path."""
 
 Describe = Callable[[str, int, int], tuple[int, Sequence[int]]]
 """(name, rank in the group, size) of a process group -> (identity, global ranks)."""
@@ -102,13 +109,20 @@ class NativeRecorder:
         """Stop recording; the records of open operations are still completed."""
         self._library.keepstep_close()
 
+    def set_coalescing(self, is_coalescing: bool) -> None:
+        """Tell whether this thread is in a block whose operations are launched at its end."""
+        self._library.keepstep_set_coalescing(int(is_coalescing))
+
 
 def library_path() -> Path:
     """Return the path of the library for this PyTorch and this source, built or not.
 
     It lies below KEEPSTEP_CACHE_DIR, else below `keepstep` in XDG_CACHE_HOME or ~/.cache.
     """
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    sources = hashlib.sha256()
+    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
+        sources.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
+    digest = sources.hexdigest()[:12]
     configured = os.environ.get("KEEPSTEP_CACHE_DIR")
     base = (
         Path(configured)
@@ -116,6 +130,25 @@ def library_path() -> Path:
         else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "keepstep"
     )
     return base / f"operations-{digest}-torch-{torch.__version__}.so"
+
+
+def name_as_nccl_plugin(environment: MutableMapping[str, str]) -> bool:
+    """Have NCCL report its launches to the library; return whether it will.
+
+    It does so for communicators that are created later. A plugin that the user named stays, and one
+    that another version of this library left to a child process does not.
+
+    Args:
+        environment: of this process, as NCCL will read it.
+    """
+    path = library_path()
+    named = environment.get(PLUGIN_VARIABLE)
+    if named is not None and Path(named).parent != path.parent:
+        return False
+    if len(os.fsencode(path)) > _LONGEST_PLUGIN_PATH:
+        return False
+    environment[PLUGIN_VARIABLE] = str(path)
+    return True
 
 
 def build() -> Path:
@@ -180,10 +213,12 @@ def _compile(target: Path) -> None:
         )
     include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     command = [
-        *compiler.split(), "-std=c++20", "-O2", "-shared", "-fPIC", "-o", str(target), str(_SOURCE),
+        *compiler.split(), "-std=c++20", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread",
+        "-o", str(target), *map(str, sorted(SOURCES.glob("*.cpp"))),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{include}", f"-I{include}/torch/csrc/api/include",
-        f"-L{libraries}", "-lc10", "-ltorch_cpu",
+        # PyTorch's own headers are not free of warnings.
+        "-isystem", str(include), "-isystem", str(include / "torch/csrc/api/include"),
+        f"-L{libraries}", "-lc10", "-ltorch_cpu", "-ldl",
     ]  # fmt: skip
     try:
         done = subprocess.run(

@@ -30,16 +30,17 @@ are bytes from the start of the file.
 
 There are two lanes so that thousands of operations a second do not overwrite the phases, and
 because different code writes them: operations are written from any thread, without the GIL
-(`operations.cpp`), phases and measures from Python under it. The position of a lane is the number
+(`native/lane.h`), phases and measures from Python under it. The position of a lane is the number
 of records begun so far. Record p (from 0) lies in slot p mod capacity. Its stamp is 2p + 1 while it
 is written and 2p + 2 when it is complete. A reader that reads 2p + 2 before and after copying has
 all of record p and nothing of another (a seqlock: Lameter, "Effective synchronization on Linux/NUMA
 systems", 2005). Where the processor does not keep the order of loads and stores, see
 `keepstep.monitor.telemetry.fences`.
 
-A complete record may still change in one way, once: an open record has `ended_s` 0.0, and when the
-operation ends, the writer sets `flags` and then `ended_s` (and before these `started_s`, if a
-device reported it), each in one aligned store. Phases may be prolonged: their `ended_s` may grow. A
+A complete record may still change, by aligned stores of single fields. An open record has `ended_s`
+0.0; when the operation ends, the writer adds `flags` and then sets `ended_s`. One with DEVICE_TIMES
+has `started_s` 0.0 until the device begins it, which sets `started_s`. One whose end turns out not
+to be seen gets the flag UNOBSERVED and no end. Phases may be prolonged: their `ended_s` may grow. A
 record that was overwritten before it ended is not completed.
 
 The table holds one JSON object a line, {"identity", "name", "ranks"}, with ranks as runs

@@ -333,6 +333,22 @@ def test_process_that_is_not_a_worker_is_not_attached(tmp_path: Path) -> None:
     assert not (tmp_path / "rings").exists()
 
 
+@pytest.mark.parametrize("named", ["", "/their/plugin.so"])
+def test_nccl_is_told_of_the_recorder_before_a_process_group_may_exist(
+    tmp_path: Path, named: str
+) -> None:
+    code = (
+        "import os, torch.distributed as dist; "
+        "from keepstep.monitor.telemetry.native import library_path\n"
+        "try: dist.init_process_group('gloo', init_method='unknown://')\n"
+        "except (RuntimeError, ValueError): pass\n"
+        f"expected = {named!r} or str(library_path())\n"
+        "assert os.environ['NCCL_PROFILER_PLUGIN'] == expected\n"
+    )
+    given = {"NCCL_PROFILER_PLUGIN": named} if named else {}
+    run_python(code, tmp_path, tmp_path / "site", **given)
+
+
 JOIN = """
 import sys, torch, torch.distributed as dist
 def join(rank, store):

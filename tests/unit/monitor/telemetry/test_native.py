@@ -1,0 +1,151 @@
+"""The native recorder without PyTorch and without a device, under sanitizers; and how it is built.
+
+The claims are in `native/claims.cpp`, each run in a process of its own. CUDA's driver is a stand-in
+with the same symbols (`native/stand_in_driver.cpp`), NCCL is its calls of the profiler plugin.
+Nothing here has run on a GPU. Every compiler that this machine has (g++, clang++) must accept all
+sources without a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.monitor.telemetry import native
+from keepstep.monitor.telemetry.native import (
+    PLUGIN_VARIABLE,
+    SOURCES,
+    library_path,
+    name_as_nccl_plugin,
+)
+from tests.patience import patient
+
+TESTS = Path(__file__).with_name("native")
+CLAIMS = re.findall(r"^CLAIM\((\w+)\)", (TESTS / "claims.cpp").read_text(), re.MULTILINE)
+WITHOUT_DRIVER = "process_without_the_driver_observes_nothing_and_loads_nothing"
+WITHOUT_TORCH = sorted(path for path in SOURCES.glob("*.cpp") if path.name != "kernels.cpp")
+COMPILERS = [found for found in map(shutil.which, ("g++", "clang++")) if found]
+STRICT = ("-std=c++20", "-Wall", "-Wextra", "-Werror")
+SANITIZERS = {
+    "thread": ("-fsanitize=thread",),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+
+
+def compile_with(*arguments: str | Path) -> None:
+    done = subprocess.run(
+        list(map(str, arguments)), capture_output=True, text=True, timeout=patient(120), check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@dataclass(frozen=True)
+class Program:
+    claims: Path
+    driver: Path
+
+    @classmethod
+    def build(cls, place: Path, sanitizer: str) -> Program:
+        (place / sanitizer).mkdir()
+        program = cls(place / sanitizer / "claims", place / sanitizer / "libcuda.so.1")
+        flags = (*STRICT, *SANITIZERS[sanitizer], "-O1", "-g", "-pthread", f"-I{SOURCES}")
+        compile_with(
+            COMPILERS[0], *flags, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1",
+            "-o", program.driver, TESTS / "stand_in_driver.cpp",
+        )  # fmt: skip
+        compile_with(
+            COMPILERS[0], *flags, "-o", program.claims, TESTS / "claims.cpp", *WITHOUT_TORCH, "-ldl"
+        )
+        return program
+
+    def check(self, claim: str) -> str:
+        """Return what is wrong with a claim."""
+        # ThreadSanitizer does not know the layouts that the newest kernels draw.
+        prefix = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
+        driver = [] if claim == WITHOUT_DRIVER else [self.driver]
+        done = subprocess.run(
+            [*prefix, self.claims, claim, *driver],
+            # What is not freed is kept on purpose, and looking for leaks needs ptrace.
+            env={
+                **os.environ,
+                "ASAN_OPTIONS": "detect_leaks=0",
+                "LD_LIBRARY_PATH": str(self.driver.parent),
+            },
+            capture_output=True, text=True, timeout=patient(120), check=False,
+        )  # fmt: skip
+        return "" if done.returncode == 0 else f"{done.returncode} {done.stdout}{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], str]:
+    """What is wrong with each claim under each sanitizer. Most of their time is waiting."""
+    place = tmp_path_factory.mktemp("native")
+    with ThreadPoolExecutor(4) as pool:
+        programs = dict(
+            zip(
+                SANITIZERS,
+                pool.map(lambda name: Program.build(place, name), SANITIZERS),
+                strict=True,
+            )
+        )
+        checks = [(sanitizer, claim) for sanitizer in SANITIZERS for claim in CLAIMS]
+        return dict(
+            zip(checks, pool.map(lambda at: programs[at[0]].check(at[1]), checks), strict=True)
+        )
+
+
+@pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler here")
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_claim_holds(faults: Mapping[tuple[str, str], str], claim: str, sanitizer: str) -> None:
+    assert faults[sanitizer, claim] == ""
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_sources_compile_without_a_warning(compiler: str) -> None:
+    include = Path(torch.__file__).parent / "include"
+    compile_with(
+        compiler, *STRICT, "-fsyntax-only", "-isystem", include,
+        "-isystem", include / "torch/csrc/api/include", *sorted(SOURCES.glob("*.cpp")),
+    )  # fmt: skip
+
+
+def test_library_is_built_anew_when_any_of_its_sources_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(SOURCES, tmp_path / "native")
+    monkeypatch.setattr(native, "SOURCES", tmp_path / "native")
+    paths = {library_path()}
+    sources = sorted((tmp_path / "native").iterdir())
+    for source in sources:
+        source.write_bytes(source.read_bytes() + b"\n")
+        paths.add(library_path())
+    assert len(paths) == len(sources) + 1
+
+
+def test_nccl_is_told_of_the_library_unless_the_user_named_another(tmp_path: Path) -> None:
+    ours, theirs = str(library_path()), str(tmp_path / "libnccl-profiler.so")
+    outdated = str(library_path().with_name("operations-of-another-version.so"))
+    for named, expected in ((None, ours), (theirs, theirs), ("none", "none"), (outdated, ours)):
+        environment = {} if named is None else {PLUGIN_VARIABLE: named}
+        assert name_as_nccl_plugin(environment) == (expected == ours)
+        assert environment == {PLUGIN_VARIABLE: expected}
+
+
+def test_path_that_nccl_would_cut_off_is_not_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEEPSTEP_CACHE_DIR", str(tmp_path / ("a" * 250)))
+    environment: dict[str, str] = {}
+    assert not name_as_nccl_plugin(environment)
+    assert environment == {}
