@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-VERSION = 1
+VERSION = 2
 
 RECORD = np.dtype(
     [
@@ -186,6 +186,25 @@ def as_bytes(rows: np.ndarray) -> np.ndarray:
     """Return a view of the rows as opaque items of the same size, which copy faster than fields."""
     raw: np.ndarray = rows.view(np.dtype((np.void, rows.dtype.itemsize)))
     return raw
+
+
+def is_open(records: np.ndarray) -> np.ndarray:
+    """Return which records have not ended; those whose end cannot be seen are not among them."""
+    open_records: np.ndarray = (records["ended_s"] <= 0) & (
+        (records["flags"] & Flag.UNOBSERVED) == 0
+    )
+    return open_records
+
+
+def has_begun(operations: np.ndarray) -> np.ndarray:
+    """Return which operations have begun: on the device, where that is seen, else been called."""
+    begun: np.ndarray = (
+        ((operations["flags"] & Flag.DEVICE_TIMES) == 0)
+        | ((operations["flags"] & Flag.UNOBSERVED) != 0)
+        | (operations["started_s"] > 0)
+        | (operations["ended_s"] > 0)
+    )
+    return begun
 
 
 _KNOWN = np.zeros((256, 256), bool)

@@ -8,6 +8,10 @@ not ended, which is the next cut. Clocks of different nodes are never compared h
 An operation whose end was never recorded counts as ended once a later one of the same channel has
 ended, for these end in order. It counts as forgotten once its rank is three steps further: then no
 rank can be waiting for it.
+
+A rank is in an operation, and waits there for others, from when it begins: on the device, where
+that is seen. One that was called and has not begun is queued behind other work of the same rank.
+One whose end cannot be seen is neither.
 """
 
 from __future__ import annotations
@@ -29,7 +33,17 @@ from keepstep.monitor.diagnosis.tables import (
     Digest,
     merge,
 )
-from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase, RankRecords, joined
+from keepstep.monitor.records import (
+    Communicator,
+    Flag,
+    Kind,
+    Operation,
+    Phase,
+    RankRecords,
+    has_begun,
+    is_open,
+    joined,
+)
 
 FORGOTTEN_STEPS = 3
 """Steps after which an operation whose end was not recorded counts as forgotten."""
@@ -135,7 +149,7 @@ def digest(
 
     is_operation = records["kind"] == Kind.OPERATION
     calls = _newest(records.compress(is_operation), batch.owner[is_operation])
-    frontiers, is_open = _frontiers(batch, calls, memory.frontiers)
+    frontiers, is_unfinished = _frontiers(batch, calls, memory.frontiers)
     is_phase = records["kind"] == Kind.PHASE
     phases, phase_owner = records.compress(is_phase), batch.owner[is_phase]
     rows = _ranks(batch, calls.operations, calls.owner, phases, phase_owner, cuts)
@@ -149,7 +163,7 @@ def digest(
             partial=memory.steps[continued],
             operations=calls.operations,
             owner=calls.owner,
-            is_open=is_open,
+            is_open=is_unfinished,
             phases=phases,
             phase_owner=phase_owner,
             offsets_s=rows["offset_s"],
@@ -223,12 +237,14 @@ def _newest_stamps(batch: RecordBatch) -> np.ndarray:
 def _unread(batch: RecordBatch, cuts: np.ndarray) -> RecordBatch:
     """Drop records that were accounted for and cannot change.
 
-    These are operations and phases that ended before their rank's cut, and measures already
-    reported. They are most of what a ring holds, and cost no more than this check.
+    These are operations and phases that ended before their rank's cut, operations whose end cannot
+    be seen, and measures already reported. They are most of what a ring holds, and cost no more
+    than this check.
     """
     records, owner = batch.records, batch.owner
     ended_s = records["ended_s"]
     keep = (ended_s <= 0) | (ended_s > cuts["cut_s"][owner])
+    keep &= (ended_s > 0) | is_open(records) | (records["stamp"] > cuts["stamp"][owner])
     keep &= (records["kind"] != Kind.MEASURE) | (records["stamp"] > cuts["measured"][owner])
     return RecordBatch(batch.ranks, records.compress(keep), owner[keep])
 
@@ -289,7 +305,7 @@ def _frontiers(
     """Return the frontier of every rank in every channel, and which operations have not ended."""
     ranks = batch.column("rank")
     operations, owner, channel = calls.operations, calls.owner, calls.channel
-    is_open = np.zeros(len(operations), bool)
+    is_unfinished = np.zeros(len(operations), bool)
     rows = np.zeros(0, FRONTIER)
     if len(operations):
         starts = np.flatnonzero(np.concatenate([[True], channel[1:] != channel[:-1]]))
@@ -310,20 +326,23 @@ def _frontiers(
         numbers = operations["number"]
         rows["entered"] = np.maximum.reduceat(numbers, starts)
         rows["ended"] = np.maximum.reduceat(np.where(operations["ended_s"] > 0, numbers, 0), starts)
-        for name in ("entered", "ended"):
+        begun = has_begun(operations)
+        rows["began"] = np.maximum.reduceat(np.where(begun, numbers, 0), starts)
+        for name in ("entered", "began", "ended"):
             rows[name][is_known] = np.maximum(rows[name][is_known], old[name][old_index[is_known]])
         newest_step = np.zeros(len(ranks), np.int64)
         np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
-        is_open = (operations["ended_s"] <= 0) & (numbers > rows["ended"][index])
-        is_open &= operations["step"].astype(np.int64) + FORGOTTEN_STEPS > newest_step[owner]
-        candidates = np.where(is_open, np.arange(len(operations)), len(operations))
-        lowest = np.minimum.reduceat(candidates, starts)
-        has_open = lowest < len(operations)
-        opened = operations.take(lowest[has_open])
+        is_unfinished = is_open(operations) & (numbers > rows["ended"][index])
+        is_unfinished &= operations["step"].astype(np.int64) + FORGOTTEN_STEPS > newest_step[owner]
+        has_open, lowest = _lowest(is_unfinished & begun, starts)
+        opened = operations.take(lowest)
         rows["open"][has_open] = opened["number"]
         rows["open_nbytes"][has_open] = opened["nbytes"]
-        rows["open_s"][has_open] = opened["enqueued_s"]
+        rows["open_s"][has_open] = np.maximum(opened["enqueued_s"], opened["started_s"])
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
+        has_queued, lowest = _lowest(is_unfinished & ~begun, starts)
+        rows["queued"][has_queued] = operations["number"][lowest]
+        rows["queued_s"][has_queued] = operations["enqueued_s"][lowest]
         is_recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (
             rows["direction"][index] == 0
         )
@@ -335,8 +354,16 @@ def _frontiers(
     is_quiet = np.ones(len(old), bool)
     is_quiet[old_index[is_known]] = False
     quiet = old[is_quiet]
-    quiet["open"] = 0
-    return joined([rows, quiet]), is_open
+    quiet["open"] = quiet["queued"] = 0
+    return joined([rows, quiet]), is_unfinished
+
+
+def _lowest(chosen: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which channels have a chosen operation, and for these the position of the lowest."""
+    positions = np.where(chosen, np.arange(len(chosen)), len(chosen))
+    lowest = np.minimum.reduceat(positions, starts)
+    has_chosen: np.ndarray = lowest < len(chosen)
+    return has_chosen, lowest[has_chosen]
 
 
 def _match_channels(rows: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -113,6 +113,10 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
         ]
         longest_s = max((analysis.idle_s[waiter] for waiter in present), default=0.0)
         waiters_sentence = f"{len(present)} ranks wait for it directly, for up to {longest_s:.1f} s"
+        queued = analysis.oldest_queued(rank)
+        if not present and queued is not None:
+            longest_s = min(queued[1], analysis.idle_s[rank])
+            waiters_sentence = f"it has waited for its own device for {longest_s:.1f} s"
         if row is None or analysis.unread_s[rank] > analysis.thresholds.stale_s:
             unread_s = analysis.unread_s.get(rank, math.inf)
             if row is not None and min(unread_s, longest_s) > analysis.thresholds.silent_s:
@@ -130,19 +134,23 @@ def _absent_ranks(analysis: Standstill, waits: Waits) -> list[Verdict]:
         ):
             continue
         state = "is stopped by a signal" if stopped else "never arrived"
+        if not stopped and queued is not None:
+            state = f"has called {queued[0]}, and its device runs earlier work"
         evidence = (
             f"rank {rank} {state}; it last made progress {analysis.idle_s[rank]:.1f} s ago, "
             f"in step {row['step']}",
             waiters_sentence,
         )
         syndrome = Syndrome.NON_COMMUNICATION_HANG
-        if not stopped and row["phase"] == Phase.DATA_WAIT:
+        # What the host does matters only if the device has done all that it was given.
+        is_host_late = not stopped and queued is None
+        if is_host_late and row["phase"] == Phase.DATA_WAIT:
             syndrome = Syndrome.DATA_STALL
             evidence = (
                 f"rank {rank} has waited for data for {row['read_at_s'] - row['phase_s']:.1f} s",
                 waiters_sentence,
             )
-        elif not stopped and row["phase"] == Phase.CHECKPOINT:
+        elif is_host_late and row["phase"] == Phase.CHECKPOINT:
             syndrome = Syndrome.CHECKPOINT_STALL
             evidence = (
                 f"rank {rank} has been in a checkpoint for "
@@ -253,8 +261,9 @@ def _blame(
     group = analysis.job.communicators[operation.communicator].ranks
     rows = analysis.job.frontiers[analysis.collectives_of(operation.communicator)]
     # The rank with the fewest launches (C4D): the others have called more operations,
-    # asynchronously, and this rank stopped calling.
-    fewest = rows["rank"][rows["entered"] < rows["entered"].max()].tolist()
+    # asynchronously, and this rank stopped calling. Where times of the device exist, those that
+    # began there count: how far ahead hosts have called says nothing.
+    fewest = rows["rank"][rows["began"] < rows["began"].max()].tolist()
     if 0 < len(fewest) <= (len(group) - 1) // 2:
         subjects = gather(fewest, nodes)
         evidence = (

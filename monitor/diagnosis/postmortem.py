@@ -126,6 +126,7 @@ class _PostmortemAnalysis:
                 self.since_s(operation),
             )
             for operation in self.graph.operations
+            if operation.waiting
         )
 
     def all_missing(self, operation: OpenOperation) -> tuple[int, ...]:
@@ -239,7 +240,7 @@ def _advance(
                 # Its calls in this group have been overwritten since.
                 row = np.zeros(1, frontiers.dtype)
                 row["rank"], row["communicator"] = rank, identity
-                row["peer"], row["entered"] = -1, number
+                row["peer"], row["entered"], row["began"] = -1, number, number
                 frontiers = joined([frontiers, row])
                 continue
             frontiers["open"][frontiers["rank"] == rank] = 0

@@ -89,16 +89,19 @@ class Standstill:
             )
         )
         rank_index = np.minimum(np.searchsorted(ranks["rank"], frontiers["rank"]), len(ranks) - 1)
-        self.is_waiting = (
-            (frontiers["open"] > 0)
-            & (ranks["rank"][rank_index] == frontiers["rank"])
-            & ranks["alive"][rank_index]
-        )
+        is_alive = (ranks["rank"][rank_index] == frontiers["rank"]) & ranks["alive"][rank_index]
+        self.is_waiting = is_alive & (frontiers["open"] > 0)
         self.waited_s = np.where(
             self.is_waiting, ranks["read_at_s"][rank_index] - frontiers["open_s"], 0.0
         )
+        self.is_queued = is_alive & (frontiers["queued"] > 0)
+        self.queued_s = np.where(
+            self.is_queued, ranks["read_at_s"][rank_index] - frontiers["queued_s"], 0.0
+        )
         self.dead = {rank for rank, row in self.rows.items() if not row["alive"]}
-        self.longest_wait_s = float(np.max(self.waited_s, initial=0.0))
+        self.longest_wait_s = max(
+            float(np.max(self.waited_s, initial=0.0)), float(np.max(self.queued_s, initial=0.0))
+        )
         self.base_patience_s = thresholds.patience_s(job.step_s)
 
     def patience_of_s(self, rank: int) -> float:
@@ -161,6 +164,30 @@ class Standstill:
         return {
             int(self.job.frontiers["rank"][place]): float(self.waited_s[place]) for place in places
         }
+
+    def oldest_queued(self, rank: int) -> tuple[str, float] | None:
+        """Return what a rank called first of what its device has not begun, and for how long.
+
+        Returns:
+            the name of the operation for people, and seconds; None if there is none.
+        """
+        place = self._oldest_queued_places.get(rank)
+        if place is None:
+            return None
+        row = self.job.frontiers[place]
+        communicator = self.job.communicators.get(int(row["communicator"]))
+        name = communicator.name if communicator else int(row["communicator"])
+        kind = "message" if row["direction"] else "operation"
+        return f"{kind} {int(row['queued'])} of {name}", float(self.queued_s[place])
+
+    @cached_property
+    def _oldest_queued_places(self) -> Mapping[int, int]:
+        oldest: dict[int, int] = {}
+        for place in np.flatnonzero(self.is_queued).tolist():
+            rank = int(self.job.frontiers["rank"][place])
+            if rank not in oldest or self.queued_s[place] > self.queued_s[oldest[rank]]:
+                oldest[rank] = place
+        return oldest
 
     def payloads(self, operation: OpenOperation) -> dict[int, int]:
         """Return the payload of each rank that has an operation open, in bytes."""

@@ -5,6 +5,10 @@ ranks that have not begun it. Following it from any waiting rank ends in one of 
 rank without open operations (it never arrived), at an operation that all ranks have begun (it does
 not end), or nowhere (a cycle: a deadlock by order). A rank on the way is not at fault.
 
+Where times of the device exist, a rank begins an operation when its device does. One whose device
+has not begun what it has called points to no operation by that: its own earlier work is what it and
+the others wait for, and it has not arrived.
+
 A rank that is missing in operation k is also missing in every later operation of the same
 communicator. A later operation therefore points to the earlier one instead of repeating its ranks:
 the graph stays linear in ranks and communicators.
@@ -29,7 +33,7 @@ class OpenOperation:
         communicator: its id.
         number: within its channel.
         pair: (sender, receiver) of a message; None for a collective.
-        waiting: ranks whose first open operation this is.
+        waiting: ranks whose first open operation this is; none, if all that called it are missing.
         missing: ranks that have not begun it, except those already missing in `earlier`.
         earlier: position of an earlier open operation of the same communicator, or -1.
     """
@@ -49,7 +53,7 @@ class Waits:
     Args:
         operations: all open operations.
         absent: ranks that others wait for and that wait for no rank, with the ranks that wait for
-            them directly.
+            them directly; also ranks whose own device has not begun what they called.
         stuck: operations that all ranks have begun.
         cycle: ranks that wait for each other in a cycle, in order; empty if there is none.
     """
@@ -108,7 +112,8 @@ def _collectives(
 ) -> list[OpenOperation]:
     """Return the open collectives, by communicator and number."""
     rows = frontiers[frontiers["direction"] == 0]
-    open_communicators = np.unique(rows["communicator"][rows["open"] > 0])
+    is_pending = (rows["open"] > 0) | (rows["queued"] > 0)
+    open_communicators = np.unique(rows["communicator"][is_pending])
     rows = rows[np.isin(rows["communicator"], open_communicators)]
     rows = rows[np.argsort(rows["communicator"], kind="stable")]
     operations: list[OpenOperation] = []
@@ -121,15 +126,17 @@ def _collectives(
         if communicator is None:
             continue
         group = rows[begin:end]
-        entered = dict(zip(group["rank"].tolist(), group["entered"].tolist(), strict=True))
+        began = dict(zip(group["rank"].tolist(), group["began"].tolist(), strict=True))
         waiting: dict[int, list[int]] = defaultdict(list)
         for rank, number in zip(group["rank"].tolist(), group["open"].tolist(), strict=True):
             if number:
                 waiting[number].append(rank)
+        if not waiting:
+            # Nobody is in an operation: those whose devices have not begun one hold up themselves.
+            operations.extend(_queued_only(identity, group))
+            continue
         # Sorted by progress, so each rank is looked at once for all operations.
-        members = sorted(
-            ((entered.get(rank, 0), rank) for rank in communicator.ranks), reverse=True
-        )
+        members = sorted(((began.get(rank, 0), rank) for rank in communicator.ranks), reverse=True)
         earlier = -1
         for number in sorted(waiting):
             missing = []
@@ -149,27 +156,46 @@ def _collectives(
     return operations
 
 
+def _queued_only(identity: int, group: np.ndarray) -> list[OpenOperation]:
+    """Return the collectives of a communicator that ranks have called and no device has begun."""
+    missing: dict[int, list[int]] = defaultdict(list)
+    for rank, number in zip(group["rank"].tolist(), group["queued"].tolist(), strict=True):
+        if number:
+            missing[number].append(rank)
+    return [
+        OpenOperation(
+            communicator=identity,
+            number=number,
+            pair=None,
+            waiting=(),
+            missing=tuple(sorted(ranks)),
+            earlier=-1,
+        )
+        for number, ranks in sorted(missing.items())
+    ]
+
+
 def _messages(frontiers: np.ndarray) -> list[OpenOperation]:
     """Return the open messages between pairs."""
     rows = frontiers[(frontiers["direction"] > 0) & (frontiers["peer"] >= 0)]
     if not (rows["open"] > 0).any():
         return []
-    entered: dict[tuple[int, int, int, int], int] = {}
+    began: dict[tuple[int, int, int, int], int] = {}
     open_messages: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
     columns = (
         rows[name].tolist()
-        for name in ("rank", "communicator", "direction", "peer", "entered", "open")
+        for name in ("rank", "communicator", "direction", "peer", "began", "open")
     )
     for rank, communicator, direction, peer, newest, number in zip(*columns, strict=True):
-        entered[rank, communicator, direction, peer] = newest
+        began[rank, communicator, direction, peer] = newest
         if number:
             pair = (rank, peer) if direction == Operation.SEND else (peer, rank)
             open_messages[communicator, number, *pair].append(rank)
     operations = []
     for (communicator, number, sender, receiver), waiting in sorted(open_messages.items()):
-        has_sent = entered.get((sender, communicator, int(Operation.SEND), receiver), 0) >= number
+        has_sent = began.get((sender, communicator, int(Operation.SEND), receiver), 0) >= number
         has_received = (
-            entered.get((receiver, communicator, int(Operation.RECEIVE), sender), 0) >= number
+            began.get((receiver, communicator, int(Operation.RECEIVE), sender), 0) >= number
         )
         missing = tuple(
             rank

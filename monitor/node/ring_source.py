@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from keepstep.monitor.contracts import RingReading
-from keepstep.monitor.records import JobRecords, Kind
+from keepstep.monitor.records import JobRecords, Kind, is_open
 from keepstep.monitor.telemetry.job_rings import JobRings
 from keepstep.monitor.telemetry.ring import OPERATIONS
 from keepstep.monitor.telemetry.ring_files import Sweeper
@@ -122,11 +122,11 @@ def _lanes(job: JobRecords, incarnations: Mapping[int, str]) -> dict[tuple[str, 
     lanes = {}
     for rank in job.ranks.values():
         is_operation = rank.records["kind"] == Kind.OPERATION
-        is_open = rank.records["ended_s"] == 0
+        is_unfinished = is_open(rank.records)
         stamps = rank.records["stamp"]
         for holds_operations, is_in_lane in ((True, is_operation), (False, ~is_operation)):
             lane = stamps[is_in_lane]
-            open_stamps = stamps[is_in_lane & is_open]
+            open_stamps = stamps[is_in_lane & is_unfinished]
             newest = int(lane.max()) if len(lane) else 0
             lanes[incarnations[rank.rank], holds_operations] = _LaneWindow(
                 count=len(lane),

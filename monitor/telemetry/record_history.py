@@ -24,6 +24,7 @@ from keepstep.monitor.records import (
     Kind,
     RankRecords,
     as_bytes,
+    is_open,
     joined,
 )
 
@@ -140,7 +141,11 @@ class _RecordLane:
         at, newer = begin + place[known], fresh.compress(known)
         older = self._records.take(at)
         # The start of an ended record is final. An end may still move later, never earlier.
-        differs = (newer["ended_s"] > older["ended_s"]) | (newer["started_s"] != older["started_s"])
+        differs = (
+            (newer["ended_s"] > older["ended_s"])
+            | (newer["started_s"] != older["started_s"])
+            | (newer["flags"] != older["flags"])
+        )
         at, newer, before = at[differs], newer.compress(differs), older["ended_s"][differs]
         as_bytes(self._records)[at] = as_bytes(newer)
         self._changed[at] = number
@@ -224,7 +229,7 @@ class RankHistory:
     def open_records(self) -> np.ndarray:
         """Return a copy of the records that have not ended, by begin."""
         lanes = (self._operations.records, self._marks.records)
-        return _by_begin([records.compress(records["ended_s"] == 0) for records in lanes])
+        return _by_begin([records.compress(is_open(records)) for records in lanes])
 
     def of_step(self, step: int, *, include_later_open: bool) -> np.ndarray:
         """Return a copy of the records of a step, by begin; also open ones of later steps."""
@@ -232,7 +237,7 @@ class RankHistory:
         for records in (self._operations.records, self._marks.records):
             is_included = records["step"] == step
             if include_later_open:
-                is_included |= (records["step"] > step) & (records["ended_s"] <= 0)
+                is_included |= (records["step"] > step) & is_open(records)
             parts.append(records.compress(is_included))
         return _by_begin(parts)
 
@@ -249,8 +254,7 @@ class RankHistory:
         """Return the records that changed after reading `number`, and open ones, by begin."""
         lanes = (self._operations, self._marks)
         parts = [
-            lane.records.compress((lane.changed > number) | (lane.records["ended_s"] == 0))
-            for lane in lanes
+            lane.records.compress((lane.changed > number) | is_open(lane.records)) for lane in lanes
         ]
         return _by_begin(parts)
 
@@ -371,7 +375,7 @@ def _is_same_writer(one: RankState, other: RankState) -> bool:
 
 
 def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
-    """Return a sample of about `budget` ended operations, and all other records.
+    """Return a sample of about `budget` operations that are not open, and all other records.
 
     The operations kept are those whose number is a multiple of the least power of two that fits the
     budget. Numbers are the same on all ranks of a group, and powers of two divide each other, so
@@ -379,7 +383,7 @@ def sample_operations(records: np.ndarray, budget: int) -> np.ndarray:
     collectives remain comparable. The newest operation of each group is kept too, because it shows
     how far the rank has come.
     """
-    finished = (records["kind"] == Kind.OPERATION) & (records["ended_s"] > 0)
+    finished = (records["kind"] == Kind.OPERATION) & ~is_open(records)
     count = int(finished.sum())
     if count <= budget:
         return records

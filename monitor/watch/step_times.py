@@ -22,6 +22,7 @@ from keepstep.monitor.records import (
     Operation,
     Phase,
     RankRecords,
+    is_open,
 )
 from keepstep.monitor.telemetry.record_history import ChangedRecords
 
@@ -249,13 +250,14 @@ def _spans(
     records, offset_s = rank_records.records, rank_records.offset_s
     is_included = records["step"] == step
     if include_later_open:
-        is_included |= (records["step"] > step) & (records["ended_s"] <= 0)
+        is_included |= (records["step"] > step) & is_open(records)
     records = records[is_included]
     phases = records[records["kind"] == Kind.PHASE]
     operations = records[records["kind"] == Kind.OPERATION]
     if len(operations) > limit:
-        is_ended = operations["ended_s"] > 0
-        until_s = np.where(is_ended, operations["ended_s"], rank_records.read_at_s)
+        until_s = np.where(
+            is_open(operations), rank_records.read_at_s, np.maximum(operations["ended_s"], 0.0)
+        )
         longest = np.argsort(until_s - operations["enqueued_s"])[-limit:]
         operations = operations[np.sort(longest)]
     spans = [_phase_span(record, offset_s) for record in phases]
@@ -287,6 +289,8 @@ def _operation_span(
         facts["peer"] = int(record["peer"])
     if record["flags"] & Flag.FAILED:
         facts["failed"] = "yes"
+    if record["flags"] & Flag.UNOBSERVED:
+        facts["end"] = "not observed"
     if record["started_s"] > record["enqueued_s"]:
         facts["queued_us"] = int((record["started_s"] - record["enqueued_s"]) * 1e6)
     return TimelineSpan(
@@ -299,7 +303,10 @@ def _operation_span(
 
 
 def _end(record: np.void, offset_s: float) -> float | None:
-    return float(record["ended_s"]) + offset_s if record["ended_s"] > 0 else None
+    if record["ended_s"] > 0:
+        return float(record["ended_s"]) + offset_s
+    # Of an operation whose end cannot be seen only the call is known.
+    return float(record["enqueued_s"]) + offset_s if record["flags"] & Flag.UNOBSERVED else None
 
 
 def display_name(kind: type[Phase] | type[Operation], code: int) -> str:

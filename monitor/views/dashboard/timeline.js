@@ -154,7 +154,8 @@ export function drawTimeline(step) {
         : `\nno. ${facts.number} of group ${facts.group}, ` +
           `${bytes(facts.nbytes)} of ${facts.dtype}` +
           (facts.peer === undefined ? "" : `, peer ${facts.peer}`) +
-          (facts.failed ? "\nfailed" : "");
+          (facts.failed ? "\nfailed" : "") +
+          (facts.end ? `\nend ${facts.end}` : "");
     return `rank ${hit.rank}: ${span.name}\n${took}${more}`;
   });
 }

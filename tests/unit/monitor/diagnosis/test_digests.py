@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.diagnosis.digest import EMPTY_DIGEST_STATE, _channel_keys, digest
+from keepstep.monitor.diagnosis.digest import (
+    EMPTY_DIGEST_STATE,
+    RecordBatch,
+    _channel_keys,
+    _unread,
+    digest,
+)
 from keepstep.monitor.diagnosis.history import NOTHING, deviations
 from keepstep.monitor.diagnosis.robust import median_by, spread
 from keepstep.monitor.diagnosis.steps import Window, collect
@@ -84,6 +90,65 @@ def test_increments_are_reported_once() -> None:
     ):
         assert len(table) == 0
     assert again.frontiers["entered"].tolist() == [6, 6]
+
+
+def test_frontier_tells_what_was_called_from_what_the_device_has_begun() -> None:
+    trace = parse("""
+node a: 0
+communicator world: 0
+steps 1-3 every 1.0
+world all_reduce 4k  0.10+0.30-0.40
+step 4 at 3.0
+world all_reduce 4k  0.10+0.30-?
+world all_reduce 4k  0.12+?-?
+world all_reduce 4k  0.14+?-?
+""")
+    _, result = read(trace, 9.0, -1.0)
+    (row,) = result.frontiers
+    assert (row["entered"], row["began"], row["ended"]) == (6, 4, 3)
+    assert (row["open"], row["open_s"]) == (4, 3.30)
+    assert (row["queued"], row["queued_s"]) == (5, 3.12)
+    # The open operation ends, and the next begins.
+    trace.rows[0][3][1]["ended_s"] = trace.rows[0][4][1]["started_s"] = 9.5
+    (row,) = read(trace, 10.0, -1.0)[1].frontiers
+    assert (row["began"], row["ended"], row["open"], row["queued"]) == (5, 4, 5, 6)
+
+
+def test_operations_whose_end_cannot_be_seen_are_read_once() -> None:
+    trace = parse("""
+node a: 0
+communicator world: 0
+steps 1-9 every 1.0
+world all_reduce 4k  0.10-!
+""")
+    memory, first = read(trace, 9.0, -1.0)
+    (row,) = first.frontiers
+    assert (row["entered"], row["began"], row["ended"]) == (9, 9, 0)
+    assert (row["open"], row["queued"]) == (0, 0)
+    assert not len(first.collectives)
+    unread = _unread(_batch(trace, 9.0), memory.cuts)
+    assert len(unread.records) == 0
+    (row,) = read(trace, 9.0, -1.0, memory)[1].frontiers
+    assert (row["entered"], row["open"]) == (9, 0)
+
+
+def _batch(trace: Trace, at_s: float) -> RecordBatch:
+    (rank,) = trace.job(at_s).ranks.values()
+    return RecordBatch((rank,), rank.records, np.zeros(len(rank.records), np.int64))
+
+
+def test_device_that_begins_late_arrives_late_whenever_its_host_called() -> None:
+    trace = parse("""
+node a: 0
+node b: 1
+communicator world: 0 1
+steps 1-6 every 1.0
+world all_reduce 4k  0.20+0.30-0.60  0.10+0.50-0.60
+read 12.0
+""")
+    _, result = read(trace, 12.0, -1.0)
+    np.testing.assert_allclose(result.transfers["sum_s"], 0.1)
+    assert set(result.last_arrivals["rank"].tolist()) == {1}
 
 
 def test_reading_does_not_change_the_state_that_it_was_given() -> None:

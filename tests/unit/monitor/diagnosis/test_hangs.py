@@ -405,3 +405,116 @@ def test_rank_reported_by_two_nodes_at_once_is_still_diagnosed() -> None:
     later_digest = digest(later.ranks.values(), later.communicators)[1]
     _, verdicts = conclude(later_digest, job.communicators, nodes, {}, past, 12.0, Thresholds())
     assert summarize(verdicts) == ["non-communication hang: rank 2 on b"]
+
+
+DEVICE_HEALTHY = """
+node a: 0 1
+node b: 2 3
+communicator world: 0 1 2 3
+communicator left: 0 1
+communicator right: 2 3
+steps 1-12 every 0.5
+world all_reduce 4k  0.10+0.30-0.40  0.10+0.31-0.40  0.10+0.32-0.40  0.10+0.33-0.40
+step 13 at 6.0
+"""
+
+
+def on_device(last: str) -> Trace:
+    return parse(f"{DEVICE_HEALTHY}{last}\nread 12.0")
+
+
+def test_rank_whose_device_has_not_begun_what_it_called_is_the_late_one() -> None:
+    """All hosts have called three operations; the device of rank 2 is stuck before the first."""
+    traced = on_device(
+        "world all_reduce 4k  0.10+0.30-?  0.10+0.31-?  0.10+?-?  0.10+0.33-?\n"
+        "world all_reduce 4k  0.12+?-?     0.12+?-?     0.12+?-?  0.12+?-?\n"
+        "world all_reduce 4k  0.14+?-?     0.14+?-?     .         0.14+?-?"
+    )
+    (verdict,) = diagnose_at(traced, 12.0)
+    assert summarize((verdict,)) == ["non-communication hang: rank 2 on b"]
+    assert (
+        "has called operation 13 of world, and its device runs earlier work"
+        in (verdict.evidence[0])
+    )
+    assert "3 ranks wait for it" in verdict.evidence[1]
+
+
+def test_batch_that_the_host_loads_does_not_explain_what_its_device_has_not_begun() -> None:
+    traced = on_device(
+        "data_wait            .            .            0.20-?    .\n"
+        "world all_reduce 4k  0.10+0.30-?  0.10+0.31-?  0.10+?-?  0.10+0.33-?"
+    )
+    assert "non-communication hang: rank 2 on b" in summarize(diagnose_at(traced, 60.0))
+
+
+def test_rank_whose_device_waits_in_another_group_is_not_at_fault() -> None:
+    """Rank 0 does not come to the group of 0 and 1, so rank 1 is late where 2 and 3 wait."""
+    traced = on_device(
+        "left all_reduce 4k   .  0.10+0.20-?  .            .\n"
+        "world all_reduce 4k  .  0.12+?-?     0.10+0.30-?  0.10+0.33-?"
+    )
+    assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: rank 0 on a"]
+
+
+def test_device_of_each_rank_that_is_stuck_before_its_operation_is_reported() -> None:
+    traced = on_device("world all_reduce 4k  0.10+?-?  0.10+?-?  0.10+?-?  0.10+?-?")
+    verdicts = diagnose_at(traced, 12.0)
+    assert {rank for verdict in verdicts for rank in verdict.subject.ranks} == {0, 1, 2, 3}
+    assert {str(verdict.syndrome) for verdict in verdicts} == {"non-communication hang"}
+    assert any("has waited for its own device" in line for line in verdicts[0].evidence)
+
+
+def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
+    traced = parse("""
+node a: 0 1
+communicator first: 0 1
+communicator second: 0 1
+steps 1-12 every 0.5
+first all_reduce 4k  0.30+0.30-0.40  0.31+0.31-0.40
+step 13 at 6.0
+first all_reduce 4k   0.10+0.30-?  0.10+?-?
+second all_reduce 4k  0.10+?-?     0.10+0.30-?
+read 20.0
+""")
+    assert summarize(diagnose_at(traced, 20.0)) == ["mismatched collectives: group 0, 1 on a"]
+
+
+def test_operation_that_all_devices_have_begun_is_stuck_however_far_hosts_have_called() -> None:
+    traced = on_device(
+        "world all_reduce 4k  0.10+0.30-?  0.10+0.31-?  0.10+0.32-?  0.10+0.33-?\n"
+        "world all_reduce 4k  0.12+?-?     0.12+?-?     .            0.12+?-?"
+    )
+    assert summarize(diagnose_at(traced, 12.0)) == ["communication hang: group 0, 1, 2, 3"]
+
+
+def test_receiver_whose_device_has_not_begun_is_missing_in_a_message() -> None:
+    traced = parse("""
+node a: 0 1
+communicator pair: 0 1
+steps 1-12 every 0.5
+pair send 1k ->1     0.20+0.30-0.40  .
+pair receive 1k <-0  .               0.20+0.30-0.40
+step 13 at 6.0
+pair send 1k ->1     0.20+0.30-?  .
+pair receive 1k <-0  .            0.20+?-?
+read 20.0
+""")
+    assert summarize(diagnose_at(traced, 20.0)) == ["non-communication hang: rank 1 on a"]
+
+
+def test_operations_whose_end_cannot_be_seen_are_waited_for_by_nobody() -> None:
+    """NCCL before 2.28 and asynchronous calls: nothing but the call is known."""
+    traced = parse("""
+node a: 0 1
+communicator world: 0 1
+communicator first: 0
+communicator second: 1
+steps 1-12 every 0.5
+world all_reduce 4k async  0.30-!     0.31-!
+first all_reduce 4k        0.40-0.45  .
+second all_reduce 4k       .          0.40-0.45
+step 13 at 6.0
+world all_reduce 4k async  0.30-!     .
+read 60.0
+""")
+    assert diagnose_at(traced, 60.0) == ()

@@ -10,7 +10,9 @@ pair send 1k ->1    0.61-0.62  .          .          .
 pair receive 1k <-0 .          0.55-0.62  .          .
 loss                2.5        2.5        2.5        2.5
 step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did
-                                  not begin
+                                  not begin; on a device: `0.52+0.60-0.70` was called at 0.52 and
+                                  began at 0.60, `0.52+?-?` has not begun, and `0.52-!` has an end
+                                  that cannot be seen
 dead 2                            process gone; finished 2, raised 2, failed 2: and it recorded
                                   this end (`Ending`)
 read 20.0                         when the rings are read, by the job's clock
@@ -77,6 +79,8 @@ class Trace:
         dtype: str = "float32",
         asynchronous: bool = False,
         failed: bool = False,
+        started_s: float | None = None,
+        unobserved: bool = False,
     ) -> None:
         pair = peer if operation in (Operation.SEND, Operation.RECEIVE) else None
         direction = operation if pair is not None else None
@@ -84,10 +88,17 @@ class Trace:
         self.numbers[key] += 1
         row = np.zeros((), RECORD)
         row["kind"], row["code"], row["dtype"] = Kind.OPERATION, operation, DTYPES.index(dtype)
-        row["flags"] = (Flag.ASYNCHRONOUS if asynchronous else 0) | (Flag.FAILED if failed else 0)
+        row["flags"] = (
+            (Flag.ASYNCHRONOUS if asynchronous else 0)
+            | (Flag.FAILED if failed else 0)
+            | (Flag.DEVICE_TIMES if started_s is not None else 0)
+            | (Flag.DEVICE_TIMES | Flag.UNOBSERVED if unobserved else 0)
+        )
         row["communicator"], row["number"] = self.identity(communicator), self.numbers[key]
         row["nbytes"], row["peer"], row["step"] = nbytes, peer, step
         row["enqueued_s"] = row["started_s"] = began_s
+        if row["flags"] & Flag.DEVICE_TIMES:
+            row["started_s"] = started_s or 0.0
         row["ended_s"] = ended_s
         self.rows[rank].append((began_s, row))
 
@@ -130,7 +141,8 @@ class Trace:
             ]
             records = np.array(rows, RECORD) if rows else np.zeros(0, RECORD)
             records["stamp"] = 2 * (np.arange(len(records)) + 1)
-            records["ended_s"][records["ended_s"] > reading_s] = 0.0
+            for name in ("started_s", "ended_s"):
+                records[name][records[name] > reading_s] = 0.0
             records = records[(records["ended_s"] > since_s) | (records["ended_s"] == 0)]
             for name in ("enqueued_s", "started_s", "ended_s"):
                 records[name] = np.where(records[name] != 0, records[name] - offset_s, 0.0)
@@ -215,7 +227,8 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             trace.measure(rank, _MEASURES[head[0]], float(cell), at_s + 0.01, step, *head[1:])
             continue
         began, ended = cell.split("-")
-        times = at_s + float(began), 0.0 if ended == "?" else at_s + float(ended)
+        called, _, started = began.partition("+")
+        times = at_s + float(called), 0.0 if ended in "?!" else at_s + float(ended)
         if head[0] in _PHASES:
             trace.phase(rank, _PHASES[head[0]], *times, step)
             continue
@@ -241,4 +254,6 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             dtype,
             "async" in options,
             "failed" in options,
+            (0.0 if started == "?" else at_s + float(started)) if started else None,
+            ended == "!",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from keepstep.monitor.node.ring_source import RingSource
-from keepstep.monitor.records import Communicator, Kind, Operation, Phase
+from keepstep.monitor.records import Communicator, Flag, Kind, Operation, Phase
 from keepstep.monitor.telemetry.ring import Ring, WorkerIdentity
 from keepstep.monitor.telemetry.ring_files import Sweeper, create_ring, job_directory
 
@@ -71,6 +71,18 @@ def test_open_operation_is_read_again_however_far_back_it_lies(ring: Ring) -> No
     (reading,) = source.read()
     records = reading.records.records
     assert records["ended_s"][records["number"] == 1] > 0
+    source.close()
+
+
+def test_operation_whose_end_cannot_be_seen_is_not_read_again_and_again(ring: Ring) -> None:
+    source = RingSource(job_directory("run7"))
+    (unseen,) = operations(ring, 1, ended=False)
+    ring.operations.end(unseen, 0.0, Flag.UNOBSERVED)
+    assert 1 in numbers(source)
+    for turn in range(6):
+        operations(ring, 400, 2 + 400 * turn)
+        last = numbers(source)
+    assert 1 not in last
     source.close()
 
 

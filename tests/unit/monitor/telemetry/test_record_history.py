@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from keepstep.monitor.diagnosis.metrics import GpuMetrics, NodeMetrics
 from keepstep.monitor.errors import ProtocolViolation
 from keepstep.monitor.node.node_series import metrics_to_json
-from keepstep.monitor.records import RECORD, Communicator, Ending, Kind, Operation, Phase
+from keepstep.monitor.records import RECORD, Communicator, Ending, Flag, Kind, Operation, Phase
 from keepstep.monitor.telemetry.record_history import RankState, RecordHistory, sample_operations
 from keepstep.monitor.tree.digest_relay import Outbox
 from keepstep.monitor.tree.summary import NodeFacts, decode, encode, summarize
@@ -60,6 +60,27 @@ def test_known_record_is_no_change_and_its_end_is_a_change() -> None:
     changed = history.merge(STATE, ended)
     assert changed.records["number"].tolist() == [2]
     assert history.ranks[3].records["ended_s"].tolist() == [0.0, 9.0, 0.0]
+
+
+def test_operation_whose_end_turns_out_not_to_be_seen_is_open_no_more() -> None:
+    history = RecordHistory(100)
+    history.begin()
+    open_records = operations(3, ended=False)
+    history.merge(STATE, open_records)
+    history.begin()
+    flagged = open_records.copy()
+    flagged["flags"][0] = Flag.UNOBSERVED
+    assert history.merge(STATE, flagged).records["number"].tolist() == [1]
+    rank = history.ranks[3]
+    assert rank.open_records()["number"].tolist() == [2, 3]
+    assert rank.since_and_open(history.number)["number"].tolist() == [2, 3]
+    assert rank.of_step(-1, include_later_open=True)["number"].tolist() == [2, 3]
+
+
+def test_sample_counts_operations_whose_end_cannot_be_seen_as_over() -> None:
+    records = operations(1000, ended=False)
+    records["flags"] = Flag.UNOBSERVED
+    assert len(sample_operations(records, 100)) < 130
 
 
 def test_lanes_with_the_same_stamps_do_not_overwrite_each_other() -> None:

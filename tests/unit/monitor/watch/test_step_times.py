@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.monitor.records import RECORD, Ending, Kind, Operation, Phase, RankRecords
+from keepstep.monitor.records import RECORD, Ending, Flag, Kind, Operation, Phase, RankRecords
 from keepstep.monitor.telemetry.record_history import ChangedRecords
 from keepstep.monitor.watch.matrices import delays
 from keepstep.monitor.watch.step_times import (
@@ -165,6 +165,14 @@ def test_timeline_keeps_the_longest_operations_and_shifts_clocks() -> None:
     assert spans[-1].end_s is None
     assert spans[-1].begin_s == 55.0
     assert spans[0].name == "step"
+
+
+def test_timeline_shows_no_open_operation_where_the_end_cannot_be_seen() -> None:
+    unseen, waiting = operation(1, 1.0, 0.0), operation(2, 2.0, 0.0)
+    unseen["flags"] = Flag.UNOBSERVED
+    spans = timeline({0: rank_records(0, unseen, waiting)}, {}, 1, limit=9)[0]
+    assert [span.end_s for span in spans] == [1.0, None]
+    assert [span.facts.get("end") for span in spans] == ["not observed", None]
 
 
 def test_late_rank_is_a_column_of_waiting_times_and_a_slow_message_is_a_cell() -> None:
