@@ -1,9 +1,10 @@
-"""The native recorder without PyTorch and without a device, under sanitizers; and how it is built.
+"""The native recorder without a device, and how it is built.
 
-The claims are in `native/claims.cpp`, each run in a process of its own. CUDA's driver is a stand-in
-with the same symbols (`native/stand_in_driver.cpp`), NCCL is its calls of the profiler plugin.
-Nothing here has run on a GPU. Every compiler that this machine has (g++, clang++) must accept all
-sources without a warning.
+The claims in `native/claims.cpp` are about all that needs no PyTorch, and run under sanitizers;
+those in `native/kernel_claims.cpp` are about the dispatcher kernels, in the library that workers
+load. Each runs in a process of its own. CUDA's driver is a stand-in with the same symbols
+(`native/stand_in_driver.cpp`), NCCL is its calls of the profiler plugin. Nothing here has run on a
+GPU. Every compiler that this machine has (g++, clang++) must accept all sources without a warning.
 """
 
 from __future__ import annotations
@@ -31,15 +32,28 @@ from keepstep.monitor.telemetry.native import (
 from tests.patience import patient
 
 TESTS = Path(__file__).with_name("native")
-CLAIMS = re.findall(r"^CLAIM\((\w+)\)", (TESTS / "claims.cpp").read_text(), re.MULTILINE)
 WITHOUT_DRIVER = "process_without_the_driver_observes_nothing_and_loads_nothing"
 WITHOUT_TORCH = sorted(path for path in SOURCES.glob("*.cpp") if path.name != "kernels.cpp")
 COMPILERS = [found for found in map(shutil.which, ("g++", "clang++")) if found]
-STRICT = ("-std=c++20", "-Wall", "-Wextra", "-Werror")
+STRICT = ("-std=c++20", "-Wall", "-Wextra", "-Werror", "-pthread", f"-I{SOURCES}")
 SANITIZERS = {
-    "thread": ("-fsanitize=thread",),
-    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+    "thread": ("-fsanitize=thread", "-O1", "-g"),
+    "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g"),
 }
+TORCH = Path(torch.__file__).parent
+WITH_TORCH = (
+    "-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")
+)  # fmt: skip
+
+
+def claims_of(source: str) -> list[str]:
+    return re.findall(r"^CLAIM\((\w+)\)", (TESTS / source).read_text(), re.MULTILINE)
+
+
+CHECKS = [
+    *((sanitizer, claim) for sanitizer in SANITIZERS for claim in claims_of("claims.cpp")),
+    *(("kernels", claim) for claim in claims_of("kernel_claims.cpp")),
+]
 
 
 def compile_with(*arguments: str | Path) -> None:
@@ -53,28 +67,39 @@ def compile_with(*arguments: str | Path) -> None:
 class Program:
     claims: Path
     driver: Path
+    recorder: Path | None = None
 
     @classmethod
-    def build(cls, place: Path, sanitizer: str) -> Program:
-        (place / sanitizer).mkdir()
-        program = cls(place / sanitizer / "claims", place / sanitizer / "libcuda.so.1")
-        flags = (*STRICT, *SANITIZERS[sanitizer], "-O1", "-g", "-pthread", f"-I{SOURCES}")
+    def build(cls, place: Path, kind: str) -> Program:
+        (place / kind).mkdir()
+        program = cls(
+            place / kind / "claims",
+            place / kind / "libcuda.so.1",
+            native.build() if kind == "kernels" else None,
+        )
+        flags = (COMPILERS[0], *STRICT, *SANITIZERS.get(kind, ("-O0",)))
         compile_with(
-            COMPILERS[0], *flags, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1",
+            *flags, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1",
             "-o", program.driver, TESTS / "stand_in_driver.cpp",
         )  # fmt: skip
-        compile_with(
-            COMPILERS[0], *flags, "-o", program.claims, TESTS / "claims.cpp", *WITHOUT_TORCH, "-ldl"
-        )
+        if kind == "kernels":
+            compile_with(
+                *flags, *WITH_TORCH, "-o", program.claims, TESTS / "kernel_claims.cpp",
+                f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-ldl",
+            )  # fmt: skip
+        else:
+            compile_with(*flags, "-o", program.claims, TESTS / "claims.cpp", *WITHOUT_TORCH, "-ldl")
         return program
 
     def check(self, claim: str) -> str:
         """Return what is wrong with a claim."""
         # ThreadSanitizer does not know the layouts that the newest kernels draw.
         prefix = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
-        driver = [] if claim == WITHOUT_DRIVER else [self.driver]
+        libraries = [path for path in (self.driver, self.recorder) if path is not None]
+        if claim == WITHOUT_DRIVER:
+            libraries = []
         done = subprocess.run(
-            [*prefix, self.claims, claim, *driver],
+            [*prefix, self.claims, claim, *libraries],
             # What is not freed is kept on purpose, and looking for leaks needs ptrace.
             env={
                 **os.environ,
@@ -88,36 +113,25 @@ class Program:
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], str]:
-    """What is wrong with each claim under each sanitizer. Most of their time is waiting."""
+    """What is wrong with each claim. All at once: most of their time is waiting."""
     place = tmp_path_factory.mktemp("native")
+    kinds = ("kernels", *SANITIZERS)
     with ThreadPoolExecutor(4) as pool:
-        programs = dict(
-            zip(
-                SANITIZERS,
-                pool.map(lambda name: Program.build(place, name), SANITIZERS),
-                strict=True,
-            )
-        )
-        checks = [(sanitizer, claim) for sanitizer in SANITIZERS for claim in CLAIMS]
-        return dict(
-            zip(checks, pool.map(lambda at: programs[at[0]].check(at[1]), checks), strict=True)
-        )
+        built = pool.map(lambda kind: Program.build(place, kind), kinds)
+        programs = dict(zip(kinds, built, strict=True))
+        found = pool.map(lambda check: programs[check[0]].check(check[1]), CHECKS)
+        return dict(zip(CHECKS, found, strict=True))
 
 
 @pytest.mark.skipif(not COMPILERS, reason="there is no C++ compiler here")
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-@pytest.mark.parametrize("claim", CLAIMS)
-def test_claim_holds(faults: Mapping[tuple[str, str], str], claim: str, sanitizer: str) -> None:
-    assert faults[sanitizer, claim] == ""
+@pytest.mark.parametrize(("kind", "claim"), CHECKS)
+def test_claim_holds(faults: Mapping[tuple[str, str], str], kind: str, claim: str) -> None:
+    assert faults[kind, claim] == ""
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_sources_compile_without_a_warning(compiler: str) -> None:
-    include = Path(torch.__file__).parent / "include"
-    compile_with(
-        compiler, *STRICT, "-fsyntax-only", "-isystem", include,
-        "-isystem", include / "torch/csrc/api/include", *sorted(SOURCES.glob("*.cpp")),
-    )  # fmt: skip
+    compile_with(compiler, *STRICT, *WITH_TORCH, "-fsyntax-only", *sorted(SOURCES.glob("*.cpp")))
 
 
 def test_library_is_built_anew_when_any_of_its_sources_changes(

@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -251,6 +252,27 @@ def test_rings_are_read_where_the_processor_keeps_no_order(
     assert len(calls) == 4
     assert all(calls)
     assert caplog.records == []
+
+
+def test_reader_waits_between_its_loads_where_the_kernel_orders_none(
+    monkeypatch: pytest.MonkeyPatch, ring: Ring
+) -> None:
+    ring.marks.begin(Kind.PHASE, 1, number=7, step=1, enqueued_s=1.0, ended_s=2.0)
+    log: list[str] = []
+    read = os.pread
+
+    def logged(*arguments: Any) -> bytes:
+        log.append("load")
+        return read(*arguments)
+
+    monkeypatch.setattr(fences, "KEEPS_ORDER", False)
+    monkeypatch.setattr(fences, "_membarrier", lambda command: False)
+    monkeypatch.setattr("time.sleep", lambda seconds: log.append("wait"))
+    reader = RingReader(ring.path)
+    monkeypatch.setattr(os, "pread", logged)
+    assert reader.marks.since(0).records["number"].tolist() == [7]
+    # The position; then stamps, ends, records, and stamps again, each after the one before.
+    assert log == ["load", "load", "wait", "load", "wait", "load", "wait", "load"]
 
 
 def test_communicators_are_read_completely_or_not_at_all(ring: Ring) -> None:
