@@ -110,6 +110,9 @@ class Flag(IntEnum):
     UNOBSERVED = 8
     """The end cannot be seen. `ended_s` is the last time at which the operation was seen, or 0.0 if
     only its call was: then it is not known whether it runs, has ended, or has begun."""
+    LAUNCHED = 16
+    """It is in a queue of its device, which has not begun it while `started_s` is 0.0. With
+    DEVICE_TIMES and without this, the host is still in the call, or launches it with later ones."""
 
 
 class Ending(IntEnum):
@@ -196,15 +199,23 @@ def is_open(records: np.ndarray) -> np.ndarray:
     return open_records
 
 
-def has_begun(operations: np.ndarray) -> np.ndarray:
-    """Return which operations have begun: on the device, where that is seen, else been called."""
-    begun: np.ndarray = (
-        ((operations["flags"] & Flag.DEVICE_TIMES) == 0)
-        | ((operations["flags"] & Flag.UNOBSERVED) != 0)
-        | (operations["started_s"] > 0)
-        | (operations["ended_s"] > 0)
+def is_queued(operations: np.ndarray) -> np.ndarray:
+    """Return which operations are in a queue of their device, which has not begun them."""
+    queued: np.ndarray = (
+        ((operations["flags"] & (Flag.LAUNCHED | Flag.UNOBSERVED)) == Flag.LAUNCHED)
+        & (operations["started_s"] <= 0)
+        & (operations["ended_s"] <= 0)
     )
-    return begun
+    return queued
+
+
+def is_unlaunched(operations: np.ndarray) -> np.ndarray:
+    """Return which operations are called and in no queue of their device yet."""
+    unlaunched: np.ndarray = (
+        (operations["flags"] & (Flag.DEVICE_TIMES | Flag.LAUNCHED | Flag.UNOBSERVED))
+        == Flag.DEVICE_TIMES
+    ) & (operations["ended_s"] <= 0)
+    return unlaunched
 
 
 _KNOWN = np.zeros((256, 256), bool)

@@ -9,9 +9,10 @@ An operation whose end was never recorded counts as ended once a later one of th
 ended, for these end in order. It counts as forgotten once its rank is three steps further: then no
 rank can be waiting for it.
 
-A rank is in an operation, and waits there for others, from when it begins: on the device, where
-that is seen. One that was called and has not begun is queued behind other work of the same rank.
-One whose end cannot be seen is neither.
+A rank is in an operation, and waits there for others, from when it calls it, as it may have to
+connect to them; but not while the operation is in a queue of the rank's device behind other work of
+the same rank. Operations of a channel begin in order. One whose end cannot be seen is waited for by
+nobody.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from keepstep.monitor.records import (
     Operation,
     Phase,
     RankRecords,
-    has_begun,
     is_open,
+    is_queued,
+    is_unlaunched,
     joined,
 )
 
@@ -326,23 +328,28 @@ def _frontiers(
         numbers = operations["number"]
         rows["entered"] = np.maximum.reduceat(numbers, starts)
         rows["ended"] = np.maximum.reduceat(np.where(operations["ended_s"] > 0, numbers, 0), starts)
-        begun = has_begun(operations)
-        rows["began"] = np.maximum.reduceat(np.where(begun, numbers, 0), starts)
-        for name in ("entered", "began", "ended"):
+        for name in ("entered", "ended"):
             rows[name][is_known] = np.maximum(rows[name][is_known], old[name][old_index[is_known]])
         newest_step = np.zeros(len(ranks), np.int64)
         np.maximum.at(newest_step, owner, operations["step"].astype(np.int64))
         is_unfinished = is_open(operations) & (numbers > rows["ended"][index])
         is_unfinished &= operations["step"].astype(np.int64) + FORGOTTEN_STEPS > newest_step[owner]
-        has_open, lowest = _lowest(is_unfinished & begun, starts)
+        queued = is_queued(operations)
+        has_queue = np.zeros(len(ranks), bool)
+        has_queue[owner[is_unfinished & queued]] = True
+        # The host may be in such a call because the queue of its device is full.
+        is_behind = is_unlaunched(operations) & has_queue[owner]
+        has_open, lowest = _lowest(is_unfinished & ~queued & ~is_behind, starts)
         opened = operations.take(lowest)
         rows["open"][has_open] = opened["number"]
         rows["open_nbytes"][has_open] = opened["nbytes"]
         rows["open_s"][has_open] = np.maximum(opened["enqueued_s"], opened["started_s"])
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
-        has_queued, lowest = _lowest(is_unfinished & ~begun, starts)
-        rows["queued"][has_queued] = operations["number"][lowest]
+        has_queued, lowest = _lowest(is_unfinished & queued, starts)
+        rows["queued"][has_queued] = numbers[lowest]
         rows["queued_s"][has_queued] = operations["enqueued_s"][lowest]
+        rows["began"] = rows["entered"]
+        rows["began"][has_queued] = numbers[lowest] - np.uint64(1)
         is_recent = (numbers + np.uint64(HISTORY) > rows["entered"][index]) & (
             rows["direction"][index] == 0
         )
@@ -355,6 +362,7 @@ def _frontiers(
     is_quiet[old_index[is_known]] = False
     quiet = old[is_quiet]
     quiet["open"] = quiet["queued"] = 0
+    quiet["began"] = quiet["entered"]
     return joined([rows, quiet]), is_unfinished
 
 

@@ -50,14 +50,14 @@ FRONTIER = np.dtype(
         ("direction", "u1"),  # 0 for collectives, else Operation.SEND or RECEIVE
         ("peer", "<i4"),  # of send and receive, else -1
         ("entered", "<u8"),  # highest number called
-        ("began", "<u8"),  # highest number begun: on the device where that is seen, else called
+        ("began", "<u8"),  # highest number called, before those that are queued
         ("ended", "<u8"),  # highest number ended
         ("open", "<u8"),  # lowest number that has begun and not ended, 0 if none
         ("open_nbytes", "<u8"),
         ("open_s", "<f8"),  # when the open operation began, by the node's clock
         ("asynchronous", "?"),  # whether the open operation is
-        # Lowest number that was called and has not begun, 0 if none: the device does other work of
-        # this rank first. And when it was called, by the node's clock.
+        # Lowest number in a queue of the device that has not begun, 0 if none: the device does
+        # other work of this rank first. And when it was called, by the node's clock.
         ("queued", "<u8"),
         ("queued_s", "<f8"),
         # Signatures of the last numbers, at number % HISTORY; 0: not known.

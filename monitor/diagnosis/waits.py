@@ -5,9 +5,8 @@ ranks that have not begun it. Following it from any waiting rank ends in one of 
 rank without open operations (it never arrived), at an operation that all ranks have begun (it does
 not end), or nowhere (a cycle: a deadlock by order). A rank on the way is not at fault.
 
-Where times of the device exist, a rank begins an operation when its device does. One whose device
-has not begun what it has called points to no operation by that: its own earlier work is what it and
-the others wait for, and it has not arrived.
+A rank has not begun what is in a queue of its device behind other work, and does not point to it:
+its own earlier work is what it and the others wait for.
 
 A rank that is missing in operation k is also missing in every later operation of the same
 communicator. A later operation therefore points to the earlier one instead of repeating its ranks:

@@ -39,8 +39,9 @@ systems", 2005). Where the processor does not keep the order of loads and stores
 
 A complete record may still change, by aligned stores of single fields. An open record has `ended_s`
 0.0; when the operation ends, the writer adds `flags` and then sets `ended_s`. One with DEVICE_TIMES
-has `started_s` 0.0 until the device begins it, which sets `started_s`. One whose end turns out not
-to be seen gets the flag UNOBSERVED and no end. Phases may be prolonged: their `ended_s` may grow. A
+has `started_s` 0.0; it gets the flag LAUNCHED when it is put into a queue of the device, and
+`started_s` when the device begins it. One whose end turns out not to be seen gets the flag
+UNOBSERVED and no end. Phases may be prolonged: their `ended_s` may grow. A
 record that was overwritten before it ended is not completed.
 
 The table holds one JSON object a line, {"identity", "name", "ranks"}, with ranks as runs

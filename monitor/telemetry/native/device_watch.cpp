@@ -169,7 +169,9 @@ Launch* DeviceWatch::new_launch(Group& group, const Mark& began) {
   ++group.launches;
   ++group.in_flight;
   group.changed_s = began.recorded_s;
-  for (Operation* const operation : group.operations) operation->is_launched = true;
+  for (Operation* const operation : group.operations) {
+    if (!std::exchange(operation->is_launched, true)) operation->ticket.mark(LAUNCHED);
+  }
   return &launch;
 }
 

@@ -12,7 +12,13 @@
 namespace keepstep {
 
 // The values of monitor/records.py.
-enum Flag : uint8_t { ASYNCHRONOUS = 1, DEVICE_TIMES = 2, FAILED = 4, UNOBSERVED = 8 };
+enum Flag : uint8_t {
+  ASYNCHRONOUS = 1,
+  DEVICE_TIMES = 2,
+  FAILED = 4,
+  UNOBSERVED = 8,
+  LAUNCHED = 16,
+};
 constexpr uint8_t KIND_OPERATION = 1;
 
 // Returns what Python's time.monotonic() does.

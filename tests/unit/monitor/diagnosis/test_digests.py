@@ -17,7 +17,7 @@ from keepstep.monitor.diagnosis.robust import median_by, spread
 from keepstep.monitor.diagnosis.steps import Window, collect
 from keepstep.monitor.diagnosis.tables import COLLECTIVE, fold_collectives, split_whole
 from keepstep.monitor.diagnosis.thresholds import SlowThresholds
-from keepstep.monitor.records import Operation, Phase
+from keepstep.monitor.records import Flag, Operation, Phase
 from tests.unit.monitor.diagnosis.trace_text import Trace, parse
 
 TWO = """
@@ -108,6 +108,11 @@ world all_reduce 4k  0.14+?-?
     assert (row["entered"], row["began"], row["ended"]) == (6, 4, 3)
     assert (row["open"], row["open_s"]) == (4, 3.30)
     assert (row["queued"], row["queued_s"]) == (5, 3.12)
+    # The last one was read before it was launched.
+    trace.rows[0][5][1]["flags"] = Flag.DEVICE_TIMES
+    (row,) = read(trace, 9.0, -1.0)[1].frontiers
+    assert (row["entered"], row["began"], row["open"], row["queued"]) == (6, 4, 4, 5)
+    trace.rows[0][5][1]["flags"] = Flag.DEVICE_TIMES | Flag.LAUNCHED
     # The open operation ends, and the next begins.
     trace.rows[0][3][1]["ended_s"] = trace.rows[0][4][1]["started_s"] = 9.5
     (row,) = read(trace, 10.0, -1.0)[1].frontiers

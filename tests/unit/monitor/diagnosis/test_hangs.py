@@ -487,6 +487,20 @@ def test_operation_that_all_devices_have_begun_is_stuck_however_far_hosts_have_c
     assert summarize(diagnose_at(traced, 12.0)) == ["communication hang: group 0, 1, 2, 3"]
 
 
+def test_rank_whose_host_is_in_the_call_waits_for_those_who_have_not_called() -> None:
+    """NCCL connects in the first call of a group, and waits there on the host for all ranks."""
+    traced = on_device("world all_reduce 4k  0.10+-?  0.10+-?  .  0.10+-?")
+    assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: rank 2 on b"]
+
+
+def test_host_whose_device_takes_no_more_work_does_not_wait_for_others() -> None:
+    traced = on_device(
+        "world all_reduce 4k  0.10+0.30-?  0.10+0.31-?  0.10+?-?  0.10+0.33-?\n"
+        "right all_reduce 4k  .            .            0.20+-?   .\n"
+    )
+    assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: rank 2 on b"]
+
+
 def test_receiver_whose_device_has_not_begun_is_missing_in_a_message() -> None:
     traced = parse("""
 node a: 0 1

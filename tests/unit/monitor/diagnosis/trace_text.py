@@ -12,7 +12,7 @@ loss                2.5        2.5        2.5        2.5
 step 13 at 12.0                   once, times relative to 12.0; `0.52-?` has not ended, `.` did
                                   not begin; on a device: `0.52+0.60-0.70` was called at 0.52 and
                                   began at 0.60, `0.52+?-?` has not begun, and `0.52-!` has an end
-                                  that cannot be seen
+                                  that cannot be seen; `0.52+-?` is not launched yet
 dead 2                            process gone; finished 2, raised 2, failed 2: and it recorded
                                   this end (`Ending`)
 read 20.0                         when the rings are read, by the job's clock
@@ -81,6 +81,7 @@ class Trace:
         failed: bool = False,
         started_s: float | None = None,
         unobserved: bool = False,
+        is_launched: bool = True,
     ) -> None:
         pair = peer if operation in (Operation.SEND, Operation.RECEIVE) else None
         direction = operation if pair is not None else None
@@ -92,6 +93,7 @@ class Trace:
             (Flag.ASYNCHRONOUS if asynchronous else 0)
             | (Flag.FAILED if failed else 0)
             | (Flag.DEVICE_TIMES if started_s is not None else 0)
+            | (Flag.LAUNCHED if started_s is not None and is_launched else 0)
             | (Flag.DEVICE_TIMES | Flag.UNOBSERVED if unobserved else 0)
         )
         row["communicator"], row["number"] = self.identity(communicator), self.numbers[key]
@@ -227,7 +229,7 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             trace.measure(rank, _MEASURES[head[0]], float(cell), at_s + 0.01, step, *head[1:])
             continue
         began, ended = cell.split("-")
-        called, _, started = began.partition("+")
+        called, plus, started = began.partition("+")
         times = at_s + float(called), 0.0 if ended in "?!" else at_s + float(ended)
         if head[0] in _PHASES:
             trace.phase(rank, _PHASES[head[0]], *times, step)
@@ -254,6 +256,7 @@ def _row(trace: Trace, words: list[str], step: int, at_s: float) -> None:
             dtype,
             "async" in options,
             "failed" in options,
-            (0.0 if started == "?" else at_s + float(started)) if started else None,
+            (at_s + float(started) if started not in ("", "?") else 0.0) if plus else None,
             ended == "!",
+            started != "",
         )

@@ -70,6 +70,7 @@ CLAIM(operation_is_open_until_its_end_is_seen_on_the_device) {
   nccl.collective(stream(0));
   call.returns();
   HOLDS(pending(stream(0)) == 2);
+  HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
   HOLDS(lane.started_s(call.position) == 0.0);
   HOLDS(lane.ended_s(call.position) == 0.0);
   const double before_s = now_s();
@@ -80,7 +81,7 @@ CLAIM(operation_is_open_until_its_end_is_seen_on_the_device) {
   complete(stream(0), 1, 100.5);
   WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
   HOLDS(lane.ended_s(call.position) >= lane.started_s(call.position));
-  HOLDS(lane.flags(call.position) == DEVICE_TIMES);
+  HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
   check_nothing_forbidden();
 }
 
@@ -193,7 +194,7 @@ CLAIM(capture_survives_that_the_watch_polls) {
   HOLDS(STAND_IN(stand_in_end_capture)());
   complete(stream(0), 2, 1.0);
   WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
-  HOLDS(lane.flags(call.position) == DEVICE_TIMES);
+  HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
 }
 
 CLAIM(operation_without_a_launch_is_neither_ended_nor_observed) {
@@ -229,6 +230,7 @@ CLAIM(non_blocking_communicator_launches_after_the_end_of_its_group) {
   nccl.call(group);
   nccl.stop(group);
   call.returns();
+  HOLDS(lane.flags(call.position) == DEVICE_TIMES);
   const auto launch = [&](int on) {
     std::thread([&] {
       use(0);
@@ -242,7 +244,7 @@ CLAIM(non_blocking_communicator_launches_after_the_end_of_its_group) {
   HOLDS(lane.ended_s(call.position) == 0.0);
   complete(stream(1), 2, 2.0);
   WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
-  HOLDS(lane.flags(call.position) == DEVICE_TIMES);
+  HOLDS(lane.flags(call.position) == (DEVICE_TIMES | LAUNCHED));
 }
 
 CLAIM(launch_of_a_group_that_is_over_is_not_observed) {
@@ -316,9 +318,9 @@ CLAIM(call_that_raises_has_failed_whatever_was_launched) {
 
 CLAIM(operations_fail_with_the_device_and_not_with_the_context) {
   for (const auto& [code, flags, is_ended] :
-       {std::tuple{719, DEVICE_TIMES | FAILED | UNOBSERVED, true},
-        std::tuple{709, DEVICE_TIMES | UNOBSERVED, false},
-        std::tuple{4, DEVICE_TIMES | UNOBSERVED, false}}) {
+       {std::tuple{719, LAUNCHED | DEVICE_TIMES | FAILED | UNOBSERVED, true},
+        std::tuple{709, LAUNCHED | DEVICE_TIMES | UNOBSERVED, false},
+        std::tuple{4, LAUNCHED | DEVICE_TIMES | UNOBSERVED, false}}) {
     use(0);
     TestLane lane;
     Nccl nccl(ncclProfiler_v5);
