@@ -199,6 +199,12 @@ def is_open(records: np.ndarray) -> np.ndarray:
     return open_records
 
 
+def arrival_times(operations: np.ndarray | np.void) -> np.ndarray:
+    """Return when operations began on the device, where that is known, or else were called."""
+    is_known = ((operations["flags"] & Flag.DEVICE_TIMES) != 0) & (operations["started_s"] > 0)
+    return np.where(is_known, operations["started_s"], operations["enqueued_s"])
+
+
 def is_queued(operations: np.ndarray) -> np.ndarray:
     """Return which operations are in a queue of their device, which has not begun them."""
     queued: np.ndarray = (

@@ -21,7 +21,7 @@ import numpy as np
 
 from keepstep.monitor.diagnosis.signatures import SYMMETRIC, signatures, size_classes
 from keepstep.monitor.diagnosis.tables import COLLECTIVE, MESSAGE, STEP
-from keepstep.monitor.records import Communicator, Flag, Operation, Phase, joined
+from keepstep.monitor.records import Communicator, Flag, Operation, Phase, arrival_times, joined
 
 _PHASE_COLUMNS = {
     Phase.DATA_WAIT: "data_s",
@@ -117,7 +117,7 @@ class _OwnTimes:
 def account_operations(inputs: AccountInputs) -> AccountResult:
     """Account for the records since the cuts, up to the first operation that has not ended."""
     cuts = inputs.cuts.copy()
-    arrived_s = _arrival_times(inputs.operations)
+    arrived_s = arrival_times(inputs.operations)
     cut_s = _next_cuts(inputs, arrived_s)
     calls = _new_calls(inputs, arrived_s, cut_s)
     own = _own_times(cuts, calls)
@@ -144,14 +144,6 @@ def account_operations(inputs: AccountInputs) -> AccountResult:
         steps=sums.compress(is_complete),
         collectives=_collectives(cuts, calls),
         messages=_messages(cuts, calls, inputs.offsets_s),
-    )
-
-
-def _arrival_times(operations: np.ndarray) -> np.ndarray:
-    """Return when each operation began on the device if it was measured there, else was called."""
-    on_device = (operations["flags"] & Flag.DEVICE_TIMES) > 0
-    return np.where(
-        on_device & (operations["started_s"] > 0), operations["started_s"], operations["enqueued_s"]
     )
 
 

@@ -41,6 +41,7 @@ from keepstep.monitor.records import (
     Operation,
     Phase,
     RankRecords,
+    arrival_times,
     is_open,
     is_queued,
     is_unlaunched,
@@ -343,7 +344,7 @@ def _frontiers(
         opened = operations.take(lowest)
         rows["open"][has_open] = opened["number"]
         rows["open_nbytes"][has_open] = opened["nbytes"]
-        rows["open_s"][has_open] = np.maximum(opened["enqueued_s"], opened["started_s"])
+        rows["open_s"][has_open] = arrival_times(opened)
         rows["asynchronous"][has_open] = (opened["flags"] & Flag.ASYNCHRONOUS) > 0
         has_queued, lowest = _lowest(is_unfinished & queued, starts)
         rows["queued"][has_queued] = numbers[lowest]

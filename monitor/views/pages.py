@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from keepstep.monitor.contracts import JobStatus
-from keepstep.monitor.records import Kind, Operation, Phase, RankRecords
+from keepstep.monitor.records import Kind, Operation, Phase, RankRecords, arrival_times
 from keepstep.monitor.telemetry.record_history import RankHistory
 from keepstep.monitor.watch.goodput import goodput
 from keepstep.monitor.watch.matrices import delays
@@ -224,7 +224,7 @@ def _operation_json(watch: Watch, record: np.void, now_s: float) -> dict[str, An
         "name": display_name(Operation, int(record["code"])),
         "group": watch.rank_views.group_name(int(record["communicator"])),
         "number": int(record["number"]),
-        "age_s": now_s - float(record["enqueued_s"]),
+        "age_s": now_s - float(arrival_times(record)),
     }
 
 

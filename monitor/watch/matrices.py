@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keepstep.monitor.records import Kind, Operation, RankRecords
+from keepstep.monitor.records import Kind, Operation, RankRecords, arrival_times
 from keepstep.monitor.watch.step_times import group_ranks
 
 _OPERATION = np.dtype(
@@ -69,7 +69,7 @@ def _operations(all_records: Sequence[RankRecords], newest: int) -> np.ndarray:
         part["rank"] = rank_records.rank
         for name in ("code", "peer", "communicator", "number"):
             part[name] = ended[name]
-        part["began_s"] = ended["enqueued_s"] + rank_records.offset_s
+        part["began_s"] = arrival_times(ended) + rank_records.offset_s
         part["ended_s"] = ended["ended_s"] + rank_records.offset_s
         parts.append(part)
     return np.concatenate(parts) if parts else np.empty(0, _OPERATION)

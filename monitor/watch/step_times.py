@@ -22,6 +22,7 @@ from keepstep.monitor.records import (
     Operation,
     Phase,
     RankRecords,
+    arrival_times,
     is_open,
 )
 from keepstep.monitor.telemetry.record_history import ChangedRecords
@@ -258,7 +259,7 @@ def _spans(
         until_s = np.where(
             is_open(operations), rank_records.read_at_s, np.maximum(operations["ended_s"], 0.0)
         )
-        longest = np.argsort(until_s - operations["enqueued_s"])[-limit:]
+        longest = np.argsort(until_s - arrival_times(operations))[-limit:]
         operations = operations[np.sort(longest)]
     spans = [_phase_span(record, offset_s) for record in phases]
     spans += [_operation_span(record, communicators, offset_s) for record in operations]
@@ -296,7 +297,7 @@ def _operation_span(
     return TimelineSpan(
         kind="operation",
         name=display_name(Operation, int(record["code"])),
-        begin_s=record["enqueued_s"] + offset_s,
+        begin_s=float(arrival_times(record)) + offset_s,
         end_s=_end(record, offset_s),
         facts=facts,
     )

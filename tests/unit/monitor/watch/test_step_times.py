@@ -175,6 +175,26 @@ def test_timeline_shows_no_open_operation_where_the_end_cannot_be_seen() -> None
     assert [span.facts.get("end") for span in spans] == ["not observed", None]
 
 
+def on_device(record: np.ndarray, started_s: float) -> np.ndarray:
+    record["flags"], record["started_s"] = Flag.DEVICE_TIMES | Flag.LAUNCHED, started_s
+    return record
+
+
+def test_operation_of_a_device_is_shown_from_when_it_begins_there() -> None:
+    records = [on_device(operation(1, 1.0, 3.0), 2.5), on_device(operation(2, 1.1, 0.0), 0.0)]
+    spans = timeline({0: rank_records(0, *records)}, {}, 1, limit=9)[0]
+    assert [(span.begin_s, span.end_s) for span in spans] == [(1.1, None), (2.5, 3.0)]
+    assert spans[1].facts["queued_us"] == 1_500_000
+
+
+def test_rank_whose_device_is_late_is_waited_for_though_its_host_called_first() -> None:
+    ranks = {
+        0: rank_records(0, on_device(operation(1, 1.0, 3.0), 2.0)),
+        1: rank_records(1, on_device(operation(1, 0.5, 3.0), 2.75)),
+    }
+    assert delays(ranks, 2).waiting[0, 1] == 0.75
+
+
 def test_late_rank_is_a_column_of_waiting_times_and_a_slow_message_is_a_cell() -> None:
     late = {
         0: rank_records(0, operation(1, 1.0, 2.1), operation(5, 3.0, 3.4, Operation.SEND, 1)),
