@@ -17,6 +17,7 @@ constexpr double DUE_POLL_S = 0.001;
 constexpr double OLD_POLL_S = 0.010;
 // A launch that another thread makes comes within this time after the call, or not at all.
 constexpr double LATE_LAUNCH_S = 1.0;
+constexpr size_t KEPT_QUEUES = 64;
 constexpr auto LONGEST_STOP = std::chrono::seconds(1);
 
 // Returns whether a failed query says nothing about the device: the process or the context ends, or
@@ -191,6 +192,7 @@ void DeviceWatch::enqueue(Launch& launch) {
   }
   (queue->oldest == nullptr ? queue->oldest : queue->newest->next) = &launch;
   queue->newest = &launch;
+  ++queued_;
   start_thread();
 }
 
@@ -255,11 +257,14 @@ void DeviceWatch::stop() {
 double DeviceWatch::poll(std::unique_lock<std::mutex>& lock) {
   // Other threads append queues meanwhile; only this one removes any.
   for (size_t index = 0; index < queues_.size(); ++index) poll_stream(*queues_[index], lock);
-  std::erase_if(queues_, [](const auto& queue) { return queue->oldest == nullptr; });
+  // A job uses the same few streams again and again.
+  if (queues_.size() > KEPT_QUEUES) {
+    std::erase_if(queues_, [](const auto& queue) { return queue->oldest == nullptr; });
+  }
   close_overdue_groups();
   double oldest_s = now_s();
   for (const auto& queue : queues_) {
-    oldest_s = std::min(oldest_s, queue->oldest->began.recorded_s);
+    if (queue->oldest != nullptr) oldest_s = std::min(oldest_s, queue->oldest->began.recorded_s);
   }
   return oldest_s;
 }
@@ -280,6 +285,7 @@ void DeviceWatch::poll_stream(Queue& queue, std::unique_lock<std::mutex>& lock) 
       }
       continue;
     }
+    --queued_;
     queue.oldest = launch.next;
     if (queue.oldest == nullptr) queue.newest = nullptr;
     if (seen.outcome == Outcome::ENDED) {
@@ -319,6 +325,8 @@ DeviceWatch::Look DeviceWatch::look_at(Queue& queue, const Mark& mark, double pe
     at_s = clocks_[mark.context].time_of(*driver, mark.event, pending_s, observed_s, &result);
   }
   if (result != Driver::SUCCESS) {
+    // Its anchor may be what the driver does not know any more.
+    clocks_.erase(mark.context);
     return {is_lost(result) ? Outcome::LOST : Outcome::FAILED, observed_s};
   }
   queue.last_s = std::max(queue.last_s, at_s);
@@ -390,6 +398,6 @@ void DeviceWatch::settle(Operation& operation) {
   operations_.give_back(operation);
 }
 
-bool DeviceWatch::has_work() const { return !queues_.empty() || !overdue_.empty(); }
+bool DeviceWatch::has_work() const { return queued_ > 0 || !overdue_.empty(); }
 
 }  // namespace keepstep

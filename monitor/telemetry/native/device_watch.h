@@ -170,6 +170,7 @@ class DeviceWatch {
   std::map<Context, std::vector<Event>> free_events_;
   size_t created_events_ = 0;
   std::vector<std::unique_ptr<Queue>> queues_;
+  size_t queued_ = 0;  // Launches in them.
   std::vector<Group*> overdue_;  // Closed groups whose launches have not all been seen.
   bool is_running_ = false;
   bool is_idle_ = false;

@@ -1,6 +1,8 @@
 // Claims about the native recorder: `claims NAME [LIBRARY]`, where LIBRARY is the stand-in for the
 // driver. Without PyTorch and without a device.
 
+#include <sys/resource.h>
+
 #include <cmath>
 #include <thread>
 #include <tuple>
@@ -333,6 +335,63 @@ CLAIM(operations_fail_with_the_device_and_not_with_the_context) {
     HOLDS(lane.flags(call.position) == flags);
     STAND_IN(stand_in_fail)(0);
     complete(stream(0), 2, 1.0);
+  }
+}
+
+CLAIM(operations_are_observed_again_after_the_events_of_a_context_are_gone) {
+  use(0);
+  TestLane lane;
+  Nccl nccl(ncclProfiler_v5);
+  const auto observe = [&](bool is_forgotten) {
+    Call call(lane);
+    nccl.collective(stream(0));
+    call.returns();
+    complete(stream(0), 1, 1.0);
+    WAIT_UNTIL(lane.started_s(call.position) > 0.0);
+    if (is_forgotten) STAND_IN(stand_in_forget_events)();
+    complete(stream(0), 1, 2.0);
+    WAIT_UNTIL(lane.ended_s(call.position) > 0.0 || (lane.flags(call.position) & UNOBSERVED));
+    return lane.ended_s(call.position) > 0.0;
+  };
+  HOLDS(observe(false));
+  HOLDS(!observe(true));
+  HOLDS(observe(false));
+}
+
+CLAIM(watch_with_nothing_to_do_sleeps) {
+  use(0);
+  TestLane lane;
+  Nccl nccl(ncclProfiler_v5);
+  Call call(lane);
+  nccl.collective(stream(0));
+  call.returns();
+  complete(stream(0), 2, 1.0);
+  WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
+  const auto wakes = [] {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_nvcsw;
+  };
+  // It polls once a millisecond while something is due.
+  const auto wakes_in_30_ms = [&] {
+    const auto before = wakes();
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    return wakes() - before;
+  };
+  WAIT_UNTIL(wakes_in_30_ms() < 5);
+}
+
+CLAIM(many_streams_come_and_go) {
+  use(0);
+  TestLane lane;
+  Nccl nccl(ncclProfiler_v5);
+  for (int count = 0; count < 300; ++count) {
+    void* const on = reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + count));
+    Call call(lane);
+    nccl.collective(on);
+    call.returns();
+    complete(on, 2, count);
+    WAIT_UNTIL(lane.ended_s(call.position) > 0.0);
   }
 }
 

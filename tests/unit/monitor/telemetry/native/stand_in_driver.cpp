@@ -186,6 +186,12 @@ void stand_in_fail(int code) {
   it.failure = code;
 }
 
+void stand_in_forget_events() {
+  auto& it = simulation();
+  const std::lock_guard lock(it.mutex);
+  for (StandInEvent& event : it.events) event.is_recorded = false;
+}
+
 void stand_in_begin_capture(void* stream) {
   auto& it = simulation();
   const std::lock_guard lock(it.mutex);

@@ -17,6 +17,9 @@ int stand_in_pending(void* stream);
 // All calls about events fail from now on, with this code; 0: none.
 void stand_in_fail(int code);
 
+// All events so far are gone, as after a reset of the device.
+void stand_in_forget_events();
+
 // A graph is captured on a stream, in mode "global", by this thread. The end returns whether it
 // is valid: no thread made a call in between that breaks it.
 void stand_in_begin_capture(void* stream);
