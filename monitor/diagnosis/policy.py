@@ -235,7 +235,9 @@ def _next_action(
     case = state.cases[key]
     verdict = case.verdict
     wanted = _wanted(policy, state, verdict, nodes)
-    if wanted is not None and case.acted is not wanted and _is_due(policy, case, wanted):
+    # What keeps a worker from being restarted without end is the time between, and the budget.
+    is_new = wanted is ActionKind.RESTART_WORKER or case.acted is not wanted
+    if wanted is not None and is_new and _is_due(policy, case, wanted):
         target_nodes, target_ranks = _targets(wanted, verdict, nodes)
         refusal = _refusal_reason(policy, state, wanted, target_nodes, target_ranks, nodes)
         if not refusal:
@@ -273,8 +275,8 @@ def _wanted(
     """Return the action that a verdict calls for, as far as the policy allows.
 
     None if people are to be alerted at most. A worker that was restarted and has the same kind of
-    fault again, or still, is on a bad node: this escalates to a replacement, but not before the
-    restart has had the time to work.
+    fault again, or still, is on a bad node: this escalates to a replacement, or where none is
+    allowed to another restart, but not before the last one has had the time to work.
     """
     if verdict.confidence < policy.least_confidence or verdict.subject.kind not in ("rank", "node"):
         return None
@@ -282,10 +284,11 @@ def _wanted(
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     if verdict.advice is Advice.RESTART_WORKER and policy.mode in (Mode.RESTART, Mode.REPLACE):
         restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
-        if not restarted:
+        if restarted and state.now_s - restarted[-1] < policy.replace_cost_s:
+            return None
+        if not restarted or policy.mode is Mode.RESTART:
             return ActionKind.RESTART_WORKER
-        if policy.mode is Mode.REPLACE and state.now_s - restarted[-1] >= policy.replace_cost_s:
-            return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
+        return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     return None
 
 

@@ -109,6 +109,10 @@ class NativeRecorder:
         """Stop recording; the records of open operations are still completed."""
         self._library.keepstep_close()
 
+    def calls_inside(self) -> int:
+        """Return how many threads are inside a call of a back end, to launch or to wait."""
+        return int(self._library.keepstep_calls_inside())
+
     def set_coalescing(self, is_coalescing: bool) -> None:
         """Tell whether this thread is in a block whose operations are launched at its end."""
         self._library.keepstep_set_coalescing(int(is_coalescing))

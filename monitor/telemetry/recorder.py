@@ -70,6 +70,11 @@ class Recorder:
         return self._native is not None
 
     @property
+    def calls_inside(self) -> int:
+        """How many threads are inside a call of a back end; 0 if operations are not recorded."""
+        return 0 if self._native is None else self._native.calls_inside()
+
+    @property
     def step(self) -> int:
         """The current optimizer step, from 1; 0 before the first."""
         return self.ring.step

@@ -50,6 +50,9 @@ namespace {
 // Outside the recorder, because a forked child must not take a lock.
 std::atomic<bool> is_recording{false};
 
+// How many threads are inside a call of a backend: while it is not 0, aborting one may crash it.
+std::atomic<int> calls_inside{0};
+
 // Whether this thread is in a block of coalesced operations, which are launched at its end.
 thread_local bool is_coalescing = false;
 
@@ -197,14 +200,20 @@ void watch(Call& call, c10d::ProcessGroup* group, c10::IValue& result) {
   }
 }
 
-// Lets the profiler plugin know, while it exists, which operation this thread is calling.
+// Lets the profiler plugin know, while it exists, which operation this thread is calling, and
+// whoever wants to abort that it is.
 class Calling {
  public:
   explicit Calling(Operation* operation)
-      : former_(std::exchange(DeviceWatch::calling(), operation)) {}
+      : former_(std::exchange(DeviceWatch::calling(), operation)) {
+    calls_inside.fetch_add(1, std::memory_order_relaxed);
+  }
   Calling(const Calling&) = delete;
   Calling& operator=(const Calling&) = delete;
-  ~Calling() { DeviceWatch::calling() = former_; }
+  ~Calling() {
+    calls_inside.fetch_sub(1, std::memory_order_relaxed);
+    DeviceWatch::calling() = former_;
+  }
 
  private:
   Operation* former_;
@@ -285,6 +294,9 @@ void keepstep_close() {
   recorder.lane = nullptr;
   recorder.describe = nullptr;
 }
+
+// Returns how many threads are inside a call of a backend.
+int keepstep_calls_inside() { return keepstep::calls_inside.load(std::memory_order_relaxed); }
 
 // Tells whether this thread is in a block of coalesced operations.
 void keepstep_set_coalescing(int is_coalescing) {

@@ -1,9 +1,11 @@
 """Tests what the policy does about verdicts, and what it never does."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +93,23 @@ def test_node_is_replaced_if_a_restart_did_not_end_its_hang() -> None:
     assert [now_s for now_s, kind in done if kind is ActionKind.REPLACE_NODE] == [
         1.0 + POLICY.replace_cost_s
     ]
+
+
+@pytest.mark.parametrize("gap_s", [1.0, 300.0])
+def test_worker_that_hangs_again_is_restarted_again_where_nothing_more_is_allowed(
+    gap_s: float,
+) -> None:
+    policy = EnforcementPolicy(mode=Mode.RESTART, restarts=3)
+    hang = verdict(
+        syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
+    )
+    hung_s = [*range(5), *(5 + gap_s + now for now in range(400))]
+    done = kinds(policy, [(float(now), [hang]) for now in hung_s])
+    restarts = [now_s for now_s, kind in done if kind is ActionKind.RESTART_WORKER]
+    assert len(restarts) == 3
+    # Not before the last restart has had the time to work.
+    for earlier, later in itertools.pairwise(restarts):
+        assert later - earlier >= policy.replace_cost_s
 
 
 def test_reverted_action_costs_no_budget_and_is_due_again() -> None:
