@@ -31,6 +31,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.devices import DeviceType, bind
 from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
+from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment
 
 _CONNECT_TIMEOUT = timedelta(seconds=60)
@@ -177,7 +178,9 @@ class ProcessGroups:
         with self._changing:
             connections, self._connections = self._connections, frozenset()
             if self._abort is None and self.awaits_abort_order:
-                self._abort = GroupAbort(tuple(_world.pg_names), self._device)
+                self._abort = GroupAbort(
+                    tuple(_world.pg_names), self._device, telemetry.calls_inside
+                )
         for descriptor, name in connections:
             _shut_down(descriptor, name)
 

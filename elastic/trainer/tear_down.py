@@ -5,6 +5,10 @@ communicators: aborted one after the other, they could wait for each other for e
 aborted at once, each in a thread of its own (as NVIDIA's resiliency extension does it; PyTorch's
 own abort of all groups goes one by one, pytorch #119797).
 
+What NCCL forbids is an abort beside a thread that is inside one of its calls. Where the worker is
+recorded, the number of such threads is known, and an abort waits for them, but not for long: one of
+them may be what waits for a lost peer.
+
 An abort also waits for CUDA graphs that hold a collective of the communicator, so the thread that
 holds these must drop them meanwhile: it starts a `GroupAbort`, drops them, and waits.
 """
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,12 +27,26 @@ from keepstep.elastic.errors import ProcessUnusable
 ABORT_LIMIT_S = 10.0
 """After this time an abort is given up, and with it the process."""
 _CHECK_LIMIT_S = 10.0
+_CALLS_LIMIT_S = 1.0
+_POLL_S = 0.001
 
 
 class GroupAbort:
-    """The abort of process groups, in threads that begin at once. `wait` ends them or raises."""
+    """The abort of process groups, in threads that begin at once. `wait` ends them or raises.
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    Args:
+        groups: what to abort.
+        device: the device that their collectives run on.
+        calls_inside: returns how many threads are inside a call of a back end.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dist.ProcessGroup],
+        device: torch.device,
+        calls_inside: Callable[[], int],
+    ) -> None:
+        self._calls_inside = calls_inside
         self._errors: list[str] = []
         self._threads = [
             threading.Thread(
@@ -62,6 +80,9 @@ class GroupAbort:
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
+            until_s = time.monotonic() + _CALLS_LIMIT_S
+            while self._calls_inside() and time.monotonic() < until_s:
+                time.sleep(_POLL_S)
             group.abort()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             self._errors.append(f"{type(error).__name__}: {error}")

@@ -74,6 +74,14 @@ def reopen(assignment: Assignment) -> None:
         attachment.detach()
 
 
+def calls_inside() -> int:
+    """Return how many threads are inside a call of a back end; 0 if the worker is not recorded."""
+    # If nothing has imported the module, nothing has attached.
+    attachment = sys.modules.get("keepstep.monitor.telemetry.attachment")
+    recorder = attachment.current() if attachment is not None else None
+    return 0 if recorder is None else int(recorder.calls_inside)
+
+
 def environment(assignment: Assignment) -> Mapping[str, str]:
     """Return the variables by which a program that uses PyTorch's process groups records itself."""
     return {

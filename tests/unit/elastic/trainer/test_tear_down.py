@@ -36,12 +36,12 @@ def groups_of(*groups: Group) -> tuple[dist.ProcessGroup, ...]:
 
 def test_groups_whose_aborts_wait_for_each_other_are_aborted() -> None:
     together = threading.Barrier(3)
-    GroupAbort(groups_of(*(Group(together) for _ in range(3))), CPU).wait(patient(30))
+    GroupAbort(groups_of(*(Group(together) for _ in range(3))), CPU, lambda: 0).wait(patient(30))
 
 
 def test_abort_that_does_not_end_makes_the_process_unusable() -> None:
     together = threading.Barrier(2)
-    abort = GroupAbort(groups_of(Group(together)), CPU)
+    abort = GroupAbort(groups_of(Group(together)), CPU, lambda: 0)
     with pytest.raises(ProcessUnusable, match="1 of 1 process groups did not abort") as raised:
         abort.wait(0.0)
     assert not raised.value.is_fault
@@ -50,9 +50,29 @@ def test_abort_that_does_not_end_makes_the_process_unusable() -> None:
 
 def test_abort_that_fails_makes_the_process_unusable() -> None:
     together = threading.Barrier(1)
-    abort = GroupAbort(groups_of(Group(together, RuntimeError("sick"))), CPU)
+    abort = GroupAbort(groups_of(Group(together, RuntimeError("sick"))), CPU, lambda: 0)
     with pytest.raises(ProcessUnusable, match="could not be aborted: RuntimeError: sick"):
         abort.wait(patient(30))
+
+
+def test_abort_waits_until_no_thread_is_inside_a_call() -> None:
+    seen: list[int] = []
+    inside = [3, 2, 1, 0]
+
+    class Observed(Group):
+        def abort(self) -> None:
+            seen.append(len(inside))
+
+    abort = GroupAbort(groups_of(Observed(threading.Barrier(1))), CPU, lambda: inside.pop(0))
+    abort.wait(patient(30))
+    assert seen == [0], "it has asked until nobody was inside"
+
+
+def test_abort_does_not_wait_for_a_call_that_waits_for_a_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tear_down, "_CALLS_LIMIT_S", 0.05)
+    GroupAbort(groups_of(Group(threading.Barrier(1))), CPU, lambda: 1).wait(patient(30))
 
 
 def test_each_thread_aborts_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +86,7 @@ def test_each_thread_aborts_on_the_device_of_the_rank(monkeypatch: pytest.Monkey
             seen.append(getattr(current, "at", None))
 
     together = threading.Barrier(1)
-    GroupAbort(groups_of(Observed(together), Observed(together)), GPU).wait(patient(30))
+    GroupAbort(groups_of(Observed(together), Observed(together)), GPU, lambda: 0).wait(patient(30))
     assert seen == [GPU, GPU]
 
 

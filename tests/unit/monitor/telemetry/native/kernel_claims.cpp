@@ -54,6 +54,16 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
+// The recorder's library, as Python uses it.
+template <typename Function>
+Function* exported(const char* name) {
+  auto* const found = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+  HOLDS(found != nullptr);
+  return found;
+}
+
+int calls_inside() { return exported<int()>("keepstep_calls_inside")(); }
+
 class TestWork : public c10d::Work {
  public:
   TestWork()
@@ -74,6 +84,7 @@ class TestBackend : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>&,
                                            const c10d::AllreduceOptions& options) override {
+    seen_inside = calls_inside();
     if (raises) throw std::runtime_error("the back end is broken");
     if (nccl != nullptr) nccl->collective(stream(options.asyncOp ? OWN : CURRENT));
     if (name_ == "nccl" && !options.asyncOp) return nullptr;
@@ -84,19 +95,12 @@ class TestBackend : public c10d::Backend {
 
   Nccl* nccl = nullptr;
   bool raises = false;
+  int seen_inside = 0;
   c10::intrusive_ptr<TestWork> last;
 
  private:
   std::string name_;
 };
-
-// The recorder's library, as Python uses it.
-template <typename Function>
-Function* exported(const char* name) {
-  auto* const found = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
-  HOLDS(found != nullptr);
-  return found;
-}
 
 void set_coalescing(bool is_coalescing) {
   exported<void(int)>("keepstep_set_coalescing")(is_coalescing);
@@ -255,6 +259,21 @@ CLAIM(call_that_raises_is_recorded_as_failed) {
   group.backend->raises = false;
   group.all_reduce();
   HOLDS(pending(stream(CURRENT)) >= 2);
+}
+
+CLAIM(threads_inside_a_call_are_counted_until_it_returns_or_raises) {
+  use(0);
+  RecordedGroup group;
+  HOLDS(calls_inside() == 0);
+  group.all_reduce();
+  HOLDS(group.backend->seen_inside == 1);
+  HOLDS(calls_inside() == 0);
+  group.backend->raises = true;
+  try {
+    group.all_reduce();
+  } catch (const std::exception&) {
+  }
+  HOLDS(calls_inside() == 0);
 }
 
 CLAIM(operation_that_the_host_carries_out_ends_with_its_future) {
