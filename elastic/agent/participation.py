@@ -230,7 +230,7 @@ class Participation:
     async def _end_work(self) -> None:
         """Stop the workers once the membership is lost, and keep what they have sealed."""
         group = self._worker_group
-        while not await group.drain(abort=True, limit_s=self._config.abort_timeout_s):
+        while not await self._drain_at_once():
             self._wake.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._config.abort_timeout_s):
@@ -266,7 +266,7 @@ class Participation:
     async def _mend_server(self) -> bool:
         """Replace a snapshot server that died; False if workers of its generation still drain."""
         group = self._worker_group
-        if not await group.drain(abort=True, limit_s=self._config.abort_timeout_s):
+        if not await self._drain_at_once():
             return False
         self._drained_generation = group.generation
         await self._replace_server()
@@ -512,6 +512,20 @@ class Participation:
             step=self._worker_group.step,
             phase=NodePhase.DRAINED,
         )
+
+    async def _drain_at_once(self) -> bool:
+        """Drain by abort without the leader's order; return whether no worker can write any more.
+
+        For a node that is no member any more, after whose loss nothing uncommitted is used, or
+        whose snapshot server has died with all that was sealed here.
+        """
+        group = self._worker_group
+        has_drained = await group.drain(abort=True, limit_s=self._config.abort_timeout_s)
+        generation = group.generation
+        if not has_drained and group.awaits_abort_order and self._ordered_generation != generation:
+            self._ordered_generation = generation
+            await group.broadcast(AbortOrdered(generation=generation))
+        return has_drained
 
     async def _prepare_abort(self, generation: int) -> None:
         """Have nothing more sealed, tell the leader, and pass on its order to abort."""

@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 import psutil
 
-from keepstep.elastic.worker.device_environment import with_device_variables
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     AgentMessage,
@@ -277,12 +276,10 @@ def describe_exit(code: int) -> str:
 def worker_environment(base: Mapping[str, str], workers: int) -> Mapping[str, str]:
     """Return the environment that all workers of a node share.
 
-    It has the variables that make NCCL recoverable, before anything reads them.
-
     One thread per worker unless the user chose otherwise, as torchrun has it: several workers with
     a thread per core each would fight for the cores.
     """
-    environment = dict(with_device_variables(base))
+    environment = dict(base)
     if workers > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

@@ -163,20 +163,21 @@ class WorkerGroup:
     @property
     def drain_until_s(self) -> float | None:
         """When workers that have not drained are killed next; None while none drains."""
-        if self._drain_until_s is None or self._ordered_until_s is None:
+        pending = [
+            local_rank
+            for local_rank, worker in self.workers.items()
+            if worker.can_write and not worker.is_stopping
+        ]
+        if not pending:
+            return None
+        if self._ordered_until_s is None or any(map(self._is_entering, pending)):
             return self._drain_until_s
-        if any(map(self._is_entering, self.workers)):
-            return self._drain_until_s
-        return self._ordered_until_s
+        return None if self._drain_until_s is None else self._ordered_until_s
 
     @property
     def entry_until_s(self) -> float | None:
         """When the workers must have entered their process groups; None: they have, or may not."""
-        awaited = [
-            worker
-            for local_rank, worker in self.workers.items()
-            if worker.has_joined and self._is_entering(local_rank)
-        ]
+        awaited = self._entering()
         if not awaited or self._is_draining or self.failure is not None:
             return None
         ranks = awaited[0].assignment.world_size if awaited[0].assignment is not None else 0
@@ -285,12 +286,12 @@ class WorkerGroup:
         """
         until_s = self.entry_until_s
         if until_s is not None and time.monotonic() >= until_s:
-            late = [w.rank for rank, w in self.workers.items() if self._is_entering(rank)]
+            late = [w.rank for w in self._entering()]
             waited_s = time.monotonic() - self._entered_s
             self._record_failure(
-                FailureKind.WORKER,
-                f"rank {late[0]} has not entered its process groups in {waited_s:.0f} s",
-                late[0],
+                FailureKind.PEER,
+                f"rank {late[0]} has not entered its process groups in {waited_s:.0f} s; a rank "
+                "elsewhere may not have called keepstep.join yet",
             )
 
     def fail(self, reason: str) -> None:
@@ -328,6 +329,14 @@ class WorkerGroup:
                 await worker.send(CloseGeneration(generation=self.generation, aborts=abort))
             elif worker.is_alive and not worker.is_stopping and not worker.is_ending:
                 self._end_soon(worker, _TERM_GRACE_S)
+
+    def _entering(self) -> list[Worker]:
+        """Return the workers whose scripts have joined, and that are not in the groups yet."""
+        return [
+            worker
+            for local_rank, worker in self.workers.items()
+            if worker.has_joined and self._is_entering(local_rank)
+        ]
 
     def _is_entering(self, local_rank: int) -> bool:
         """Whether a worker may be where nothing but its end can end it.

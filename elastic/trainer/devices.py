@@ -79,7 +79,8 @@ def bind(kind: DeviceType, local_rank: int) -> torch.device:
     if local_rank >= count:
         raise DeviceUnavailable(
             f"worker {local_rank} of this node has no GPU: PyTorch sees {count}. Start the job "
-            f"with --nproc-per-node {count}, or mend the node if a GPU has gone (`nvidia-smi`)"
+            f"with --nproc-per-node {count}, mend the node if a GPU has gone (`nvidia-smi`), and "
+            "leave CUDA_VISIBLE_DEVICES as it is inside the script"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -13,6 +13,7 @@ belongs to the job, yields the batch of the restored position next.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import random
@@ -44,6 +45,7 @@ from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker import telemetry
+from keepstep.elastic.worker.device_environment import set_device_variables
 from keepstep.elastic.worker.messages import (
     Assignment,
     Broken,
@@ -57,6 +59,8 @@ from keepstep.elastic.worker.messages import (
     Stepped,
 )
 from keepstep.elastic.worker.session import Session, current, wall_clock_s
+
+log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 _END_OF_DATA = object()
@@ -120,7 +124,10 @@ def join(
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
     sizes = dict(mesh or {"dp": -1})
     multiple = math.prod(size for size in sizes.values() if size > 0)
-    groups = ProcessGroups(device_type(device, backend), backend)
+    kind = device_type(device, backend)
+    if kind == "cuda":
+        set_device_variables(os.environ)
+    groups = ProcessGroups(kind, backend)
     session.report(
         Joined(
             checkpoint_url=checkpoint,
@@ -199,8 +206,18 @@ class Job:
         # this worker reports the cause.
         if error is None:
             self._finish()
+            try:
+                # A peer may still need what this rank's device computes.
+                self._groups.finish()
+            except RuntimeError as lost:
+                log.warning("a peer was lost at the end of the job: %s", lost)
             self._session.on_abort(None, awaits_order=False)
-            self._leave()
+            self._drop_state()
+            try:
+                self._groups.leave()
+            except ProcessUnusable as unusable:
+                # No other generation follows, and the state is safe.
+                log.warning("%s; the job is done all the same", unusable)
 
     @property
     def world(self) -> World:
@@ -356,11 +373,12 @@ class Job:
         if error is None:
             try:
                 self._complete_step()
-            except RuntimeError as agreement_error:
-                # The agreement on the next snapshot is a collective too.
-                if not self._is_from_generation_end(agreement_error):
+            except (RuntimeError, SnapshotUnavailable) as broken:
+                # The agreement on the next snapshot is a collective too; and a copy that training
+                # waits for is refused once the generation is fenced.
+                if not self._is_from_generation_end(broken):
                     raise
-                self._recover(agreement_error)
+                self._recover(broken)
             return True
         if isinstance(error, Exception) and self._is_from_generation_end(error):
             self._recover(error)
@@ -493,8 +511,9 @@ class Job:
         if error is None:
             try:
                 self._end_in_good_order(generation)
-            except RuntimeError as broken:
-                # The generation is closing: whatever a collective raises comes from its end.
+            except (RuntimeError, SnapshotUnavailable) as broken:
+                # Something broke while the generation closed in good order: a collective, or what
+                # was still being copied is refused because all are fenced.
                 error = broken
         if error is not None:
             awaits_order = self._groups.awaits_abort_order
@@ -503,8 +522,10 @@ class Job:
             if is_awaited or not self._session.is_closing(generation):
                 cause = str(error).partition("\n")[0] or type(error).__name__
                 self._session.report(Broken(generation=generation, error=cause))
-            if awaits_order:
-                self._session.wait_for_abort_order(generation)
+        if self._groups.awaits_abort_order and (
+            error is not None or self._session.is_aborting(generation)
+        ):
+            self._session.wait_for_abort_order(generation)
         self._leave()
         self._session.report(Drained(generation=generation))
 
@@ -519,7 +540,15 @@ class Job:
         self._groups.finish()
 
     def _leave(self) -> None:
-        """Drop the live state and leave the process groups; the process ends if it cannot.
+        """Drop the live state and leave the process groups; the process ends if it cannot."""
+        self._drop_state()
+        try:
+            self._groups.leave()
+        except ProcessUnusable as unusable:
+            self._session.end_to_be_replaced(str(unusable), is_fault=unusable.is_fault)
+
+    def _drop_state(self) -> None:
+        """Begin to abort the process groups, and drop all that holds them.
 
         The abort begins first: it wakes the peers that wait for this rank, and frees what waits
         here. It may wait in turn for CUDA graphs that are dropped here.
@@ -537,10 +566,6 @@ class Job:
             # new groups by the names of the old ones.
             torch._dynamo.reset()
         gc.collect()
-        try:
-            self._groups.leave()
-        except ProcessUnusable as unusable:
-            self._session.end_to_be_replaced(str(unusable), is_fault=unusable.is_fault)
 
     def _finish(self) -> None:
         """Wait until the last step is committed, and stored if `checkpoint` is given."""

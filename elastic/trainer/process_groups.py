@@ -173,9 +173,9 @@ class ProcessGroups:
         Threads blocked in a collective of gloo get an error, here and at peers. May be called from
         any thread, and again.
         """
-        if not dist.is_initialized():
-            return
         with self._changing:
+            if not dist.is_initialized():
+                return
             connections, self._connections = self._connections, frozenset()
             if self._abort is None and self.awaits_abort_order:
                 self._abort = GroupAbort(
@@ -197,15 +197,17 @@ class ProcessGroups:
         _clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
         self.abort()
+        if self._abort is not None:
+            self._abort.wait()
+        # Also where no group was created: that may have failed for the device's sake.
+        check_device(self._device)
         with self._changing:
-            abort, self._abort = self._abort, None
-        if abort is not None:
-            abort.wait()
-            check_device(self._device)
-        if dist.is_initialized():
-            if not self._can_be_rebuilt:
-                raise ProcessUnusable("keepstep rebuilds process groups only of NCCL and gloo")
-            dist.destroy_process_group()
+            # An order to abort that comes later finds neither groups nor a former abort.
+            if dist.is_initialized():
+                if not self._can_be_rebuilt:
+                    raise ProcessUnusable("keepstep rebuilds process groups only of NCCL and gloo")
+                dist.destroy_process_group()
+            self._abort = None
         # torch names a group by this count, which failed attempts increase too: without a reset a
         # new process would look for this rank in a group of another name.
         _world.group_count = 0
@@ -253,7 +255,12 @@ def _is_rebuildable(group: dist.ProcessGroup | None, device: torch.device) -> bo
     if not dist.is_nccl_available():
         return False
     known = (distributed_c10d.ProcessGroupNCCL, dist.ProcessGroupGloo)
-    return isinstance(group._get_backend(device), known)
+    back_end = group._get_backend(device)
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it.
+    wrapper = distributed_c10d._ProcessGroupWrapper  # type: ignore[attr-defined]
+    while isinstance(back_end, wrapper):
+        back_end = back_end.wrapped_pg
+    return isinstance(back_end, known)
 
 
 def _connect_all(device: torch.device) -> None:

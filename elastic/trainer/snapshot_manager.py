@@ -21,7 +21,7 @@ import torch.distributed as dist
 from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import rank
-from keepstep.checkpoint.errors import CheckpointDamaged, StateChanged
+from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
@@ -303,7 +303,13 @@ class SnapshotManager:
 
         Returns False if the generation closes before the commit.
         """
-        self.seal_before_closing(position, wait_for_commit)
+        try:
+            self.seal_before_closing(position, wait_for_commit)
+        except SnapshotUnavailable:
+            # Refused, because something broke and all are fenced.
+            if self._is_closing():
+                return False
+            raise
         try:
             self._start_agreement()
             self._finish_agreement()

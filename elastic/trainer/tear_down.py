@@ -96,7 +96,8 @@ def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
     failure by their text.
 
     Raises:
-        ProcessUnusable: it has failed, or does not answer within `limit_s` seconds.
+        ProcessUnusable: it has failed, or does not answer within `limit_s` seconds, which may be
+            the time that ordinary work takes.
     """
     if device.type != "cuda":
         return
@@ -115,7 +116,7 @@ def check_device(device: torch.device, limit_s: float = _CHECK_LIMIT_S) -> None:
     thread.join(limit_s)
     if thread.is_alive():
         raise ProcessUnusable(
-            f"{device} did not end its work within {limit_s:.0f} s after the abort", is_fault=True
+            f"{device} did not end its work within {limit_s:.0f} s after the abort"
         )
     if errors:
         raise ProcessUnusable(f"{device} has failed: {errors[0]}", is_fault=True)

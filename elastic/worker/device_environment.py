@@ -1,8 +1,9 @@
 """The environment variables of NCCL that keepstep sets for its workers, and why.
 
 PyTorch and NCCL read them when a process group is created, in threads of their own: changing the
-environment later could crash a thread that reads it. So the agent sets them once, before a worker
-starts. A variable that the user has set keeps the user's value.
+environment later could crash a thread that reads it. So `keepstep.join` sets them once, before the
+first group. A script that does not join keeps PyTorch's own watchdog, for nobody else would end its
+hung collectives. A variable that the user has set keeps the user's value.
 
 Sources: `ProcessGroupNCCL.cpp` and `ProcessGroupNCCL.hpp` of PyTorch 2.10 to 2.13, and the
 in-process restart of NVIDIA's resiliency extension, which sets most of them alike.
@@ -10,7 +11,7 @@ in-process restart of NVIDIA's resiliency extension, which sets most of them ali
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 
@@ -64,6 +65,7 @@ DEVICE_VARIABLES = (
 )
 
 
-def with_device_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Return an environment with these variables; what the user has set stays."""
-    return {**{it.name: it.value for it in DEVICE_VARIABLES}, **environment}
+def set_device_variables(environment: MutableMapping[str, str]) -> None:
+    """Set these variables in an environment; what the user has set stays."""
+    for variable in DEVICE_VARIABLES:
+        environment.setdefault(variable.name, variable.value)

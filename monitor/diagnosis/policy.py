@@ -286,8 +286,12 @@ def _wanted(
         restarted = [at_s for at_s, rank in state.restarted if rank in verdict.subject.ranks]
         if restarted and state.now_s - restarted[-1] < policy.replace_cost_s:
             return None
-        if not restarted or policy.mode is Mode.RESTART:
+        if not restarted:
             return ActionKind.RESTART_WORKER
+        if policy.mode is Mode.RESTART:
+            # Where the job still goes on, a restart that did not help is not worth another.
+            is_standstill = math.isinf(verdict.cost_s_per_step)
+            return ActionKind.RESTART_WORKER if is_standstill else None
         return ActionKind.REPLACE_NODE if _subject_nodes(verdict.subject, nodes) else None
     return None
 

@@ -1,20 +1,20 @@
 """Claims about the environment variables that workers get for NCCL."""
 
 from keepstep.elastic.agent.supervisor import worker_environment
-from keepstep.elastic.worker.device_environment import DEVICE_VARIABLES, with_device_variables
+from keepstep.elastic.worker.device_environment import DEVICE_VARIABLES, set_device_variables
 from keepstep.elastic.worker.messages import Assignment
 
 
-def test_workers_get_every_variable_before_they_start() -> None:
-    environment = worker_environment({"HOME": "/home"}, 2)
-    assert {it.name: environment[it.name] for it in DEVICE_VARIABLES} == {
-        it.name: it.value for it in DEVICE_VARIABLES
-    }
-    assert environment["HOME"] == "/home"
+def test_every_variable_is_set_and_what_the_user_has_set_stays() -> None:
+    environment = {"HOME": "/home", "NCCL_NVLS_ENABLE": "1"}
+    set_device_variables(environment)
+    expected = {it.name: it.value for it in DEVICE_VARIABLES}
+    assert environment == {**expected, "HOME": "/home", "NCCL_NVLS_ENABLE": "1"}
 
 
-def test_what_the_user_has_set_stays() -> None:
-    assert with_device_variables({"NCCL_NVLS_ENABLE": "1"})["NCCL_NVLS_ENABLE"] == "1"
+def test_agent_sets_none_for_scripts_that_may_not_join() -> None:
+    """Nobody else than PyTorch's watchdog would end their hung collectives."""
+    assert not worker_environment({}, 2).keys() & {it.name for it in DEVICE_VARIABLES}
 
 
 def test_every_variable_has_a_name_of_its_own_and_a_reason() -> None:
