@@ -3,9 +3,9 @@
 The kinds of fault:
 
 - "kill": a worker is killed.
-- "lost": the last data of a collective never arrive at a rank, whose peers go on; then a peer is
-  killed that has sealed the step. Whoever aborts the rank without a fence makes it seal garbage
-  that completes the snapshot.
+- "lost": in a step that a snapshot is taken of, the last data of a collective never arrive at a
+  rank, whose peers go on; then a peer is killed that has sealed the step. Whoever aborts the rank
+  without a fence makes it seal garbage that completes the snapshot.
 - "entry": a worker is killed, and a rank of the next generation ends before it has entered it, so
   that its peers wait where nothing but their end can end them.
 - "build": a worker is killed, and another one while its peer is inside `build`, where then a call
@@ -74,7 +74,8 @@ class QueuedJob:
     def start(self, *options: str) -> None:
         """Start both agents, and wait until the job makes steps."""
         for node in _NODES:
-            self._running.start(node, *options)
+            # Faults follow each other sooner than a job makes the progress that it is asked for.
+            self._running.start(node, "--max-restarts", "1000", *options)
         self._wait_for_steps(1)
 
     def strike(self, kind: str, rank: int) -> None:

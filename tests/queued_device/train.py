@@ -112,6 +112,15 @@ def build(world: keepstep.World) -> keepstep.State:
     return keepstep.State(model, functools.partial(torch.optim.AdamW, lr=1e-2))
 
 
+def will_be_snapshotted(job: Job) -> bool:
+    """Whether the ranks have agreed on a snapshot of the step under way."""
+    snapshots = job._entered_snapshots
+    if snapshots._pending_agreement is None:
+        return False
+    agreement = snapshots._finish_agreement()
+    return agreement.is_wanted and agreement.is_possible
+
+
 def record(step: int, world: keepstep.World, loss: torch.Tensor) -> None:
     """Record a step that the device has computed; runs on the device."""
     value = float(on_host(loss))
@@ -137,7 +146,7 @@ with keepstep.join(build, backend=BACK_END) as job:
             dist.all_reduce(total)
             for parameter in job.model.parameters():
                 dist.all_reduce(parameter.grad)
-            if is_due("lost", world.rank):
+            if will_be_snapshotted(job) and is_due("lost", world.rank):
                 group = dist.group.WORLD
                 assert isinstance(group, QueuedProcessGroup)
                 group.lose_result(job.model[0].weight.grad)

@@ -154,7 +154,7 @@ def test_without_the_fence_the_job_would_resume_from_garbage(tmp_path: Path) -> 
     """The test above can fail: what it guards against is there."""
     with queued_job(tmp_path, fence=False) as job:
         for _ in range(10):
-            # The garbage is that of a step which has a snapshot, or it is not.
+            # The leader may learn of the end before it learns of the last seal.
             job.strike("lost", 0)
             job.count_garbage()
             if job.outcome.poisoned_resumed:

@@ -21,6 +21,7 @@ CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 DRIVER = shutil.which("chromedriver")
+_STARTS = 3
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -99,36 +100,46 @@ class Browser:
 def browser(width: int = 1280, height: int = 800, *, dark: bool = False) -> Iterator[Browser]:
     assert CHROMIUM is not None
     assert DRIVER is not None
-    with tempfile.TemporaryDirectory(prefix="keepstep-browser-") as profile:
+    with tempfile.TemporaryDirectory(prefix="keepstep-browser-") as profile, _driver() as port:
+        options = {
+            "binary": CHROMIUM,
+            "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
+            + (["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []),
+        }
+        wanted = {
+            "browserName": "chrome",
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"browser": "ALL"},
+        }
+        base = f"http://127.0.0.1:{port}/session"
+        session = _call(base, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        try:
+            yield Browser(f"{base}/{session}")
+        finally:
+            _call(f"{base}/{session}", None, "DELETE")
+
+
+@contextmanager
+def _driver() -> Iterator[int]:
+    """Run the driver; yield its port.
+
+    It was seen to end at its start, on a loaded machine, before it said one.
+    """
+    for _ in range(_STARTS):
         driver = subprocess.Popen(
-            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [str(DRIVER), "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         try:
             assert driver.stdout is not None
-            port = next(
-                int(m[1]) for line in driver.stdout if (m := re.search(r"on port ([1-9]\d*)", line))
-            )
-            options = {
-                "binary": CHROMIUM,
-                "args": [*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-                + (
-                    ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
-                ),
-            }
-            wanted = {
-                "browserName": "chrome",
-                "goog:chromeOptions": options,
-                "goog:loggingPrefs": {"browser": "ALL"},
-            }
-            base = f"http://127.0.0.1:{port}/session"
-            session = _call(base, {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-            try:
-                yield Browser(f"{base}/{session}")
-            finally:
-                _call(f"{base}/{session}", None, "DELETE")
+            found = (re.search(r"on port ([1-9]\d*)", line) for line in driver.stdout)
+            port = next((int(match[1]) for match in found if match), None)
+            if port is not None:
+                yield port
+                return
         finally:
             driver.terminate()
             driver.wait()
+    raise AssertionError(f"{DRIVER} ended {_STARTS} times before it said its port")
 
 
 def _call(url: str, body: dict[str, Any] | None, method: str | None = None) -> Any:
