@@ -107,7 +107,6 @@ class WorkerGroup:
         self.workers: dict[int, Worker] = {}
         self.failure: Failure | None = None
         self._drain_until_s: float | None = None
-        self._ordered_until_s: float | None = None
         self.replica_comparison: ReplicaComparison | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
@@ -163,16 +162,7 @@ class WorkerGroup:
     @property
     def drain_until_s(self) -> float | None:
         """When workers that have not drained are killed next; None while none drains."""
-        pending = [
-            local_rank
-            for local_rank, worker in self.workers.items()
-            if worker.can_write and not worker.is_stopping
-        ]
-        if not pending:
-            return None
-        if self._ordered_until_s is None or any(map(self._is_entering, pending)):
-            return self._drain_until_s
-        return None if self._drain_until_s is None else self._ordered_until_s
+        return min((until_s for _, until_s in self._undrained()), default=None)
 
     @property
     def entry_until_s(self) -> float | None:
@@ -251,10 +241,8 @@ class WorkerGroup:
         if not self._is_draining or (abort and is_sooner):
             self._is_draining = True
             self._drain_until_s = until_s
-            self._ordered_until_s = until_s + _ABORT_S if self.awaits_abort_order else None
             await self._begin_drain(abort=abort)
-        if self._drain_until_s is not None and time.monotonic() >= self._drain_until_s:
-            self._kill_undrained()
+        self._kill_undrained()
         has_drained = not any(worker.can_write for worker in self.workers.values())
         if has_drained:
             self._drain_until_s = None
@@ -349,13 +337,21 @@ class WorkerGroup:
     def _kill_undrained(self) -> None:
         """Kill the workers whose time to drain is over."""
         now_s = time.monotonic()
-        for local_rank, worker in self.workers.items():
-            is_aborting = self._ordered_until_s is not None and not self._is_entering(local_rank)
-            if is_aborting and self._ordered_until_s is not None and now_s < self._ordered_until_s:
-                continue
-            if worker.can_write and not worker.is_stopping:
+        for worker, until_s in self._undrained():
+            if now_s >= until_s:
                 log.warning("rank %s did not stop in time: killed", worker.rank)
                 self._end_soon(worker, 0.0)
+
+    def _undrained(self) -> list[tuple[Worker, float]]:
+        """Return the workers that have not drained and are not being ended, and their limits."""
+        if self._drain_until_s is None:
+            return []
+        ordered_s = self._drain_until_s + (_ABORT_S if self.awaits_abort_order else 0.0)
+        return [
+            (worker, self._drain_until_s if self._is_entering(local_rank) else ordered_s)
+            for local_rank, worker in self.workers.items()
+            if worker.can_write and not worker.is_stopping
+        ]
 
     def _end_soon(self, worker: Worker, grace_s: float) -> None:
         task = asyncio.create_task(worker.stop(grace_s))

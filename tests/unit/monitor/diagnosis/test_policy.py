@@ -112,6 +112,13 @@ def test_worker_that_hangs_again_is_restarted_again_where_nothing_more_is_allowe
         assert later - earlier >= policy.replace_cost_s
 
 
+def test_worker_is_not_restarted_again_while_its_job_goes_on() -> None:
+    policy = EnforcementPolicy(mode=Mode.RESTART)
+    stall = verdict(cost_s=0.0, advice=Advice.RESTART_WORKER)
+    done = kinds(policy, [(float(now), [stall]) for now in range(400)])
+    assert [kind for _, kind in done].count(ActionKind.RESTART_WORKER) == 1
+
+
 def test_reverted_action_costs_no_budget_and_is_due_again() -> None:
     hang = verdict(
         syndrome=Syndrome.NON_COMMUNICATION_HANG, cost_s=math.inf, advice=Advice.RESTART_WORKER
