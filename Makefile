@@ -12,9 +12,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
 	touch $@
 
-# Half of a job's tests is waiting for processes to start: two run side by side, on two cores in two thirds of the time.
+# Much of a job's test is waiting for processes: three tests run side by side on two cores.
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

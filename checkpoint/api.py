@@ -63,7 +63,7 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
     plan = plan_chunks(indexes)
     storage, attempt = open_storage(url), Attempt(StoredStep(step, generation), gathered[0][0])
     tensors = {tensor.key: tensor for tensor in live.tensors}
-    collected = gather_chunks(plan, indexes, tensors)
+    collected = gather_chunks(plan, tensors)
 
     def read_box(key: str, box: Box) -> Bytes:
         return collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
@@ -75,7 +75,11 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
     parts = [StoredObject.from_json(part) for part in gathered_parts]
     documents = merged_documents(index.documents for index in indexes)
     on_all_ranks(
-        lambda: publish(storage, attempt, parts, plan.tensors, documents) if rank() == 0 else None
+        lambda: (
+            publish(storage, attempt, parts, plan.tensors, plan.chunk_parts(), documents)
+            if rank() == 0
+            else None
+        )
     )
 
 

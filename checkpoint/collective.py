@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.planner import plan_reads
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
-from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan
+from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan, Piece
 
 Bytes = npt.NDArray[np.uint8]
+
+# What a rank sends or receives at once when chunks are gathered.
+_BATCH_NBYTES = 64 * 2**20
 
 
 def rank() -> int:
@@ -48,34 +51,29 @@ def all_gather_json(message: Json) -> list[Json]:
 
 
 def gather_chunks(
-    plan: ChunkPlan, indexes: Sequence[ShardIndex], tensors: Mapping[str, LiveTensor]
+    plan: ChunkPlan, tensors: Mapping[str, LiveTensor]
 ) -> dict[tuple[str, Box], Bytes]:
     """Collect the chunks that this rank writes but holds only in part; return their bytes.
 
-    Only shards that form no regular grid have such chunks (FSDP over an uneven tensor-parallel
-    split). All ranks compute the same transfers in the same order, so both ranks of the first
-    unfinished transfer are always waiting for it: there is no deadlock.
+    These are chunks of many ranks' small shards, and of shards that form no regular grid. All ranks
+    have the same plan and go over it in the same order, so that the pieces need no names.
 
     Args:
         plan: the chunks of all writers.
-        indexes: what each rank holds.
         tensors: this rank's tensors by key.
 
     Returns:
         The chunks' bytes by tensor key and box, as `box_of` returns them.
     """
-    shards: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
-    for holder, index in enumerate(indexes):
-        for entry in index.entries:
-            shards[entry.key].append((holder, entry))
-    own_rank = rank()
     collected: dict[tuple[str, Box], Bytes] = {}
-    for writer, chunks in enumerate(plan.chunks):
-        for chunk in chunks:
-            if not _holds_chunk(writer, chunk, shards[chunk.key]):
-                data = _transfer(chunk, writer, shards[chunk.key], tensors)
-                if writer == own_rank:
-                    collected[chunk.key, chunk.box] = data
+    transfers = [
+        _Transfer(chunk, piece, numpy_dtype(plan.tensors[chunk.key].dtype).itemsize, writer)
+        for writer, chunks in enumerate(plan.chunks)
+        for chunk in chunks
+        for piece in chunk.pieces
+    ]
+    for batch in _batches(transfers):
+        _exchange_pieces(batch, tensors, collected)
     return collected
 
 
@@ -88,39 +86,80 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
 
 
-def _holds_chunk(writer: int, chunk: Chunk, shards: Sequence[tuple[int, Entry]]) -> bool:
-    """Return whether one shard of the writer contains the chunk."""
-    return any(
-        holder == writer and chunk.box.intersect(entry.box) == chunk.box for holder, entry in shards
-    )
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A piece of a chunk, from the rank that holds it to the one that writes the chunk."""
+
+    chunk: Chunk
+    piece: Piece
+    itemsize: int
+    writer: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.piece.box.size * self.itemsize
 
 
-def _transfer(
-    chunk: Chunk,
-    writer: int,
-    shards: Sequence[tuple[int, Entry]],
+def _batches(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
+    """Yield the transfers in batches in which no rank sends or receives too much at once."""
+    batch: list[_Transfer] = []
+    nbytes: dict[tuple[str, int], int] = defaultdict(int)
+    for transfer in transfers:
+        batch.append(transfer)
+        nbytes["from", transfer.piece.holder] += transfer.nbytes
+        nbytes["to", transfer.writer] += transfer.nbytes
+        if (
+            max(nbytes["from", transfer.piece.holder], nbytes["to", transfer.writer])
+            >= _BATCH_NBYTES
+        ):
+            yield batch
+            batch, nbytes = [], defaultdict(int)
+    if batch:
+        yield batch
+
+
+def _exchange_pieces(
+    transfers: Sequence[_Transfer],
     tensors: Mapping[str, LiveTensor],
-) -> Bytes:
-    """Send this rank's pieces of a chunk to its writer; on the writer, return the chunk's bytes."""
+    collected: dict[tuple[str, Box], Bytes],
+) -> None:
+    """Send this rank's pieces and put what it receives into `collected`."""
     own_rank = rank()
-    writer_first = sorted(shards, key=lambda shard: (shard[0] != writer, shard[0]))
-    sources = [ShardIndex(0, (entry,), {}) for _, entry in writer_first]
-    itemsize = numpy_dtype(shards[0][1].dtype).itemsize
-    result = np.empty((*chunk.box.shape, itemsize) if writer == own_rank else 0, np.uint8)
-    for read in plan_reads([(chunk.key, chunk.box)], sources):
-        source = writer_first[read.source][0]
-        if source == own_rank:
-            piece = box_of(tensors[chunk.key], read.box)
-            if writer == own_rank:
-                result[read.box.within(chunk.box).slices] = piece
-            else:
-                dist.send(torch.from_numpy(piece.reshape(-1).copy()).to(_device()), dst=writer)
-        elif writer == own_rank:
-            incoming = torch.empty(read.box.size * itemsize, dtype=torch.uint8, device=_device())
-            dist.recv(incoming, src=source)
-            piece = incoming.cpu().numpy().reshape(*read.box.shape, itemsize)
-            result[read.box.within(chunk.box).slices] = piece
-    return result
+    ranks = range(dist.get_world_size() if _is_collective() else 1)
+    outgoing: dict[int, list[Bytes]] = {peer: [] for peer in ranks}
+    incoming: dict[int, list[_Transfer]] = {peer: [] for peer in ranks}
+    for transfer in transfers:
+        if transfer.piece.holder == own_rank:
+            piece = box_of(tensors[transfer.chunk.key], transfer.piece.box)
+            outgoing[transfer.writer].append(piece.reshape(-1))
+        if transfer.writer == own_rank:
+            incoming[transfer.piece.holder].append(transfer)
+    pieces = [piece for peer in ranks for piece in outgoing[peer]]
+    sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
+    received = sent
+    if _is_collective():
+        received = torch.empty(
+            sum(transfer.nbytes for peer in ranks for transfer in incoming[peer]),
+            dtype=torch.uint8,
+            device=_device(),
+        )
+        dist.all_to_all_single(
+            received,
+            sent.to(_device()),
+            [sum(transfer.nbytes for transfer in incoming[peer]) for peer in ranks],
+            [sum(piece.nbytes for piece in outgoing[peer]) for peer in ranks],
+        )
+    data, start = received.cpu().numpy(), 0
+    for transfer in (transfer for peer in ranks for transfer in incoming[peer]):
+        chunk = transfer.chunk
+        whole = collected.setdefault(
+            (chunk.key, chunk.box), np.empty((*chunk.box.shape, transfer.itemsize), np.uint8)
+        )
+        piece = data[start : start + transfer.nbytes]
+        whole[transfer.piece.box.within(chunk.box).slices] = piece.reshape(
+            *transfer.piece.box.shape, transfer.itemsize
+        )
+        start += transfer.nbytes
 
 
 def _is_collective() -> bool:

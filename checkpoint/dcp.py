@@ -84,6 +84,7 @@ class Writer(StorageWriter):
         self._url = os.fspath(url)
         self._stored = StoredStep(step, generation)
         self._tensors: dict[str, StoredTensor] = {}
+        self._chunk_parts: dict[str, list[int]] = {}
         self._attempt: Attempt | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -112,7 +113,7 @@ class Writer(StorageWriter):
             for plan in plans
         ]
         chunk_plan = plan_chunks(indexes, within_shards=True)
-        self._tensors = chunk_plan.tensors
+        self._tensors, self._chunk_parts = chunk_plan.tensors, chunk_plan.chunk_parts()
         self._attempt = Attempt(self._stored, uuid.uuid4().hex)
         rank_plans = []
         for rank, plan in enumerate(plans):
@@ -187,6 +188,7 @@ class Writer(StorageWriter):
             self._attempt,
             parts,
             self._tensors,
+            self._chunk_parts,
             {_VALUES: values, _PATHS: paths},
         )
 

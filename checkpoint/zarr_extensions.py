@@ -25,10 +25,9 @@ from keepstep.checkpoint.stored.cell_index import CellIndex
 from keepstep.checkpoint.stored.format import (
     MANIFEST,
     ROOT,
-    DataObject,
     Manifest,
     decode_part,
-    parse_parts,
+    parse_listings,
     parse_root,
 )
 
@@ -70,15 +69,16 @@ class _CellIndexCache:
 async def _make_index(store: Store, root: str) -> _CachedIndex:
     metadata = await _get(store, f"{root}{ROOT}")
     tensors = parse_root(metadata, f"{root}{ROOT}")
-    parts = parse_parts(metadata, f"{root}{ROOT}")
-    manifest = None if parts is not None else await _get(store, f"{root}{MANIFEST}")
+    listings = parse_listings(metadata, f"{root}{ROOT}")
+    manifest = None if listings is not None else await _get(store, f"{root}{MANIFEST}")
     if manifest is not None:
-        entries = Manifest.decode(manifest, f"{root}{MANIFEST}").objects
-        parts = tuple(entry for entry in entries if entry.is_part)
-    objects: list[DataObject] = []
-    for part in parts or ():
-        objects += decode_part(await _get(store, f"{root}{part.name}"), f"{root}{part.name}")
-    return _CachedIndex(store, root, manifest, CellIndex.of(tensors, objects, root))
+        listings = Manifest.decode(manifest, f"{root}{MANIFEST}").objects
+    index = CellIndex(tensors, root)
+    for entry in listings or ():
+        if entry.is_part:
+            path = f"{root}{entry.name}"
+            index.add(decode_part(await _get(store, path), path))
+    return _CachedIndex(store, root, manifest, index)
 
 
 # Codecs cannot hold it: zarr makes one for each array, and makes them again.

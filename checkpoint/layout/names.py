@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 _RESERVED_ROOTS = frozenset(
-    {"parts", "packs", "manifest.json", "documents.json", "zarr.json", "removed.json"}
+    {
+        "parts",
+        "packs",
+        "chunks.json",
+        "manifest.json",
+        "documents.json",
+        "zarr.json",
+        "removed.json",
+    }
 )
 # File systems allow 255 bytes in a name, and a file being written carries a suffix.
 _MAX_NBYTES = 200

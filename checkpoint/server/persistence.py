@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 
-import numpy as np
-
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.planner import plan_reads
-from keepstep.checkpoint.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.memory.arena import Bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import (
     AlreadyStored,
@@ -34,9 +29,9 @@ from keepstep.checkpoint.memory.messages import (
     PublishFailed,
     RankHolder,
     ServerEvent,
-    ShardBox,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.server.limits import RateLimiter
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
@@ -48,7 +43,6 @@ from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.transport import Identity
 
 _Layout = tuple[tuple[int, ...], tuple[tuple[Entry, ...], ...]]
-_EntriesByKey = Mapping[str, tuple[tuple[int, Entry], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +52,12 @@ class _PersistPlan:
     Args:
         snapshot: which one.
         ranks: whose shards make it up, in ascending order.
-        entries_by_key: for each tensor, which ranks hold which boxes of it.
         chunks: who writes which chunks.
         documents: everything that is no tensor.
     """
 
     snapshot: SnapshotId
     ranks: tuple[int, ...]
-    entries_by_key: _EntriesByKey
     chunks: ChunkPlan
     documents: Mapping[str, Json]
 
@@ -108,7 +100,7 @@ class Persistence:
         self._attempt: _Attempt | None = None
         self._plan: _PersistPlan | None = None
         # The plan of the last checkpoint; the next one has it too if the layout is unchanged.
-        self._cached_plan: tuple[_Layout, _EntriesByKey, ChunkPlan] | None = None
+        self._cached_plan: tuple[_Layout, ChunkPlan] | None = None
 
     def start(self, task: PersistTask, part: int) -> None:
         """Begin to write this server's part, numbered `part`; the attempt before is given up.
@@ -159,8 +151,12 @@ class Persistence:
             addresses = {rank: holder.address for holder in task.holders for rank in holder.ranks}
             local = [i for i, rank in enumerate(plan.ranks) if addresses[rank] is None]
 
+            pieces = ChunkPieces(
+                self._memory, snapshot, addresses, plan.chunks, plan.ranks, local, self._connect
+            )
+
             def read_box(key: str, box: Box) -> Bytes:
-                data = self._assemble_box(plan, addresses, key, box)
+                data = pieces.read(key, box)
                 stop.wait(self._rate_limiter.reserve(data.nbytes, time.monotonic()))
                 return data
 
@@ -193,11 +189,16 @@ class Persistence:
         event: ServerEvent
         try:
             plan = self._make_plan(task)
+            # A holder's part has the chunks of all its ranks, and the holder's number.
+            parts = {
+                rank: part for part, holder in enumerate(task.holders) for rank in holder.ranks
+            }
             publish(
                 open_storage(task.url),
                 _attempt_of(task),
                 [StoredObject(part.name, part.nbytes, part.crc32c) for part in listings],
                 plan.chunks.tensors,
+                plan.chunks.chunk_parts([parts[rank] for rank in plan.ranks]),
                 plan.documents,
             )
             event = Published(snapshot=snapshot)
@@ -224,13 +225,11 @@ class Persistence:
         ranks, indexes = tuple(indexes_by_rank), tuple(indexes_by_rank.values())
         layout = (ranks, tuple(index.entries for index in indexes))
         if self._cached_plan is None or self._cached_plan[0] != layout:
-            self._cached_plan = (layout, _entries_by_key(ranks, indexes), plan_chunks(indexes))
-        _, entries_by_key, chunks = self._cached_plan
+            self._cached_plan = (layout, plan_chunks(indexes))
         self._plan = _PersistPlan(
             snapshot=task.snapshot,
             ranks=ranks,
-            entries_by_key=entries_by_key,
-            chunks=chunks,
+            chunks=self._cached_plan[1],
             documents=merged_documents(index.documents for index in indexes),
         )
         return self._plan
@@ -240,37 +239,6 @@ class Persistence:
             return {rank: self._memory.index(snapshot, rank) for rank in holder.ranks}
         with closing(self._connect(holder.address)) as client:
             return {rank: client.index(snapshot, rank) for rank in holder.ranks}
-
-    def _assemble_box(
-        self, plan: _PersistPlan, addresses: Mapping[int, str | None], key: str, box: Box
-    ) -> Bytes:
-        """Return a box's bytes: a view if it lies entirely in local memory, else a copy."""
-        holders = plan.entries_by_key[key]
-        for rank, entry in holders:
-            if entry.box == box and addresses[rank] is None:
-                return self._local_box(plan, rank, entry, box)
-        local_first = sorted(holders, key=lambda item: addresses[item[0]] is not None)
-        reads = plan_reads([(key, box)], [ShardIndex(0, (entry,), {}) for _, entry in local_first])
-        ranks = [local_first[read.source][0] for read in reads]
-        if len(reads) == 1 and addresses[ranks[0]] is None:
-            return self._local_box(plan, ranks[0], reads[0].entry, box)
-        itemsize = numpy_dtype(plan.chunks.tensors[key].dtype).itemsize
-        result = np.empty((*box.shape, itemsize), np.uint8)
-        for rank, read in zip(ranks, reads, strict=True):
-            address = addresses[rank]
-            if address is None:
-                piece = self._local_box(plan, rank, read.entry, read.box)
-            else:
-                piece = np.empty((*read.box.shape, itemsize), np.uint8)
-                wanted = ShardBox(rank, key, read.box)
-                # A connection of its own: boxes are read on several threads.
-                with closing(self._connect(address)) as client:
-                    client.read(plan.snapshot, [wanted], [piece.reshape(-1).data], background=True)
-            result[read.box.within(box).slices] = piece
-        return result
-
-    def _local_box(self, plan: _PersistPlan, rank: int, entry: Entry, box: Box) -> Bytes:
-        return box_bytes(entry, self._memory.memory(plan.snapshot, rank).bytes, box)
 
     def _connect(self, address: str) -> SnapshotClient:
         return SnapshotClient(address, self._identity.secret, node=self._identity.node)
@@ -297,14 +265,6 @@ def _run_of(attempt: str) -> str:
 
 def _attempt_of(task: PersistTask) -> Attempt:
     return Attempt(StoredStep(task.snapshot.step, task.generation), task.attempt)
-
-
-def _entries_by_key(ranks: Sequence[int], indexes: Sequence[ShardIndex]) -> _EntriesByKey:
-    entries_by_key: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
-    for rank, index in zip(ranks, indexes, strict=True):
-        for entry in index.entries:
-            entries_by_key[entry.key].append((rank, entry))
-    return {key: tuple(entries) for key, entries in entries_by_key.items()}
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Index of the cells of a stored checkpoint: the object, offset, size and checksum of each.
 
-Pure. It is made from the writers' listings (parts) and the tensors' metadata.
+Pure. It is made from the tensors' metadata and the writers' listings (parts), one after the other:
+a reader of a few tensors needs the listings of their writers only.
 """
 
 from __future__ import annotations
@@ -15,13 +16,21 @@ import crc32c
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.integers import ceil_div
-from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
+from keepstep.checkpoint.stored.chunking import (
+    Cell,
+    Chunk,
+    StoredTensor,
+    cells_over,
+    chunk_at,
+    chunks_over,
+)
 from keepstep.checkpoint.stored.format import (
     ChunkObject,
     DataObject,
     Pack,
     cells_per_chunk,
     chunk_name,
+    decode_checksums,
     shard_index,
     shard_index_nbytes,
 )
@@ -62,63 +71,68 @@ class Span:
         return data[start:] == self.tail
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CellIndex:
-    """Finds cells in the data objects of a checkpoint.
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A chunk where it is stored: object, offset of its first cell in bytes, cells' checksums."""
 
-    `where` is the checkpoint's URL, for error messages.
+    object_name: str
+    offset: int
+    checksums: bytes
+
+
+class CellIndex:
+    """Finds cells in the data objects of a checkpoint, as far as their listings were added.
+
+    Args:
+        tensors: all tensors of the checkpoint by key.
+        where: the checkpoint's URL, for error messages.
     """
 
-    tensors: Mapping[str, StoredTensor]
-    objects: tuple[DataObject, ...]
-    where: str
-    _chunks: Mapping[str, ChunkObject]
-    _listed: Mapping[str, int]
-    _packed: Mapping[tuple[str, tuple[int, ...]], Span]
+    def __init__(self, tensors: Mapping[str, StoredTensor], where: str) -> None:
+        self.tensors = tensors
+        self.where = where
+        self._objects: list[DataObject] = []
+        self._chunks: dict[tuple[str, tuple[int, ...]], _Located] = {}
+        self._listed: dict[str, int] = defaultdict(int)
 
-    @classmethod
-    def of(
-        cls, tensors: Mapping[str, StoredTensor], objects: Sequence[DataObject], where: str
-    ) -> CellIndex:
-        """Make the index of these objects.
+    @property
+    def objects(self) -> Sequence[DataObject]:
+        """The objects that were added."""
+        return tuple(self._objects)
+
+    def add(self, objects: Iterable[DataObject]) -> None:
+        """Add the objects of a listing.
 
         Raises:
-            CheckpointDamaged: a pack has cells of a tensor that is not packed or does not exist, a
-                chunk has more or fewer cells than its tensor's chunks, or an object has another
-                size than its cells.
+            CheckpointDamaged: a pack has chunks of a tensor that is not packed or does not exist, a
+                chunk has more or fewer cells than its tensor's shape gives it, or an object has
+                another size than its cells.
         """
-        listed: dict[str, int] = defaultdict(int)
-        chunks: dict[str, ChunkObject] = {}
-        packed: dict[tuple[str, tuple[int, ...]], Span] = {}
         for item in objects:
-            if isinstance(item, ChunkObject):
-                chunks[item.name] = item
-                key = item.name.rpartition("/")[0]
-                tensor = tensors.get(key)
-                # Before anything is gone over: a few bytes may claim any number of cells.
-                if tensor is not None and len(item.checksums) != cells_per_chunk(tensor):
-                    raise CheckpointDamaged(
-                        f"{where}{item.name} is listed with {len(item.checksums)} cells, a chunk "
-                        f"of {key} has {cells_per_chunk(tensor)}; load an older step"
-                    )
-                if tensor is not None:
-                    _check_size(item, _chunk_nbytes(tensor, item), where)
-                listed[key] += 1
-                continue
-            nbytes = 0
-            for span in _spans_of_pack(tensors, item):
-                packed[span.key, span.places[0]] = span
-                listed[span.key] += 1
-                nbytes += span.nbytes
-            _check_size(item, nbytes, where)
-        return cls(
-            tensors=tensors,
-            objects=tuple(objects),
-            where=where,
-            _chunks=chunks,
-            _listed=listed,
-            _packed=packed,
-        )
+            if isinstance(item, Pack):
+                offset = 0
+                for chunk in item.chunks:
+                    tensor = self._packed_tensor(item, chunk.key)
+                    self._check_cells(item.name, chunk.key, chunk.place, chunk.checksums)
+                    located = _Located(item.name, offset, chunk.checksums)
+                    self._chunks[chunk.key, chunk.place] = located
+                    self._listed[chunk.key] += 1
+                    offset += len(chunk.checksums) // 4 * (tensor.cell_nbytes + 4)
+                self._check_size(item, offset)
+            else:
+                self._add_chunk_object(item)
+            self._objects.append(item)
+
+    def _add_chunk_object(self, item: ChunkObject) -> None:
+        tensor = self.tensors.get(item.key)
+        if tensor is None or tensor.is_packed:
+            return  # It belongs to no tensor, so nobody reads it; `spans_of_object` refuses it.
+        place = self._place(item)
+        self._check_cells(item.name, item.key, place, item.checksums)
+        tail_nbytes = shard_index_nbytes(cells_per_chunk(tensor))
+        self._check_size(item, len(item.checksums) // 4 * (tensor.cell_nbytes + 4) + tail_nbytes)
+        self._chunks[item.key, place] = _Located(item.name, 0, item.checksums)
+        self._listed[item.key] += 1
 
     def check_listed(self, key: str) -> None:
         """Check that the listings have as many chunks as a tensor needs, before they are gone over.
@@ -126,9 +140,7 @@ class CellIndex:
         Raises:
             CheckpointDamaged: they have fewer.
         """
-        tensor = self.tensors[key]
-        counts = (ceil_div(n, step) for n, step in zip(tensor.shape, tensor.chunk, strict=True))
-        needed, listed = math.prod(counts), self._listed.get(key, 0)
+        needed, listed = math.prod(self.tensors[key].grid), self._listed.get(key, 0)
         if listed < needed:
             raise CheckpointDamaged(
                 f"{self.where}{key} needs {needed} chunks and the listings have {listed} of them; "
@@ -145,23 +157,30 @@ class CellIndex:
         Raises:
             CheckpointDamaged: no listing has one of the cells.
         """
-        tensor = self.tensors[chunk.key]
-        name = chunk_name(chunk.key, chunk.place)
-        try:
-            if tensor.is_packed:
-                for cell in cells:
-                    yield self._packed[chunk.key, cell.place]
-            else:
-                yield from _spans_of_chunk(chunk.key, tensor, self._chunks[name], cells)
-        except KeyError:
+        tensor, located = self.tensors[chunk.key], self._chunks.get((chunk.key, chunk.place))
+        if located is None:
             raise CheckpointDamaged(
-                f"{self.where}{name}: {chunk.key} needs this chunk and no listing has it; "
-                "load an older step"
-            ) from None
+                f"{self.where}{chunk_name(chunk.key, chunk.place)}: {chunk.key} needs this chunk "
+                "and no listing has it; load an older step"
+            )
+        present = _present_cells(tensor, chunk.place)
+        positions = {number: position for position, number in enumerate(present)}
+        yield from _spans(chunk.key, tensor, located, present, positions, cells)
 
     def find_packed(self, key: str, place: tuple[int, ...]) -> Span | None:
         """Return the span of one cell of a packed tensor, by its place in the grid of cells."""
-        return self._packed.get((key, place))
+        tensor = self.tensors[key]
+        per_chunk = [extent // cell for extent, cell in zip(tensor.chunk, tensor.cell, strict=True)]
+        chunk_place = tuple(number // n for number, n in zip(place, per_chunk, strict=True))
+        located = self._chunks.get((key, chunk_place))
+        number = 0
+        for position, count in zip(place, per_chunk, strict=True):
+            number = number * count + position % count
+        present = _present_cells(tensor, chunk_place)
+        if located is None or number not in present:
+            return None
+        positions = {number: position for position, number in enumerate(present)}
+        return next(_spans(key, tensor, located, present, positions, [Cell(number, place)]))
 
     def spans(self) -> Iterator[Span]:
         """Yield the spans of all cells of all tensors."""
@@ -180,21 +199,72 @@ class CellIndex:
             yield from self.find(chunk, list(cells_over(tensor, chunk, chunk.box)))
 
     def spans_of_object(self, item: DataObject) -> Iterator[Span]:
-        """Yield the spans of an object, in order; the places of a chunk's cells are left empty.
+        """Yield the spans of an object, in order.
 
         Raises:
             CheckpointDamaged: the object belongs to no tensor.
         """
-        if not isinstance(item, ChunkObject):
-            yield from _spans_of_pack(self.tensors, item)
-            return
-        key = item.name.rpartition("/")[0]
-        if key not in self.tensors or self.tensors[key].is_packed:
+        for key, place in self.places_of_object(item):
+            chunk = chunk_at(key, self.tensors[key], place)
+            yield from self.find(chunk, list(cells_over(self.tensors[key], chunk, chunk.box)))
+
+    def places_of_object(self, item: DataObject) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the tensor and the place of each chunk that an object has, in order.
+
+        Raises:
+            CheckpointDamaged: the object belongs to no tensor.
+        """
+        is_pack = isinstance(item, Pack)
+        places = (
+            [(chunk.key, chunk.place) for chunk in item.chunks]
+            if isinstance(item, Pack)
+            else [(item.key, self._place(item))]
+        )
+        for key, place in places:
+            tensor = self.tensors.get(key)
+            if tensor is None or tensor.is_packed != is_pack:
+                raise CheckpointDamaged(
+                    f"{self.where}{item.name} belongs to no tensor; load an older step"
+                )
+            yield key, place
+
+    def _packed_tensor(self, pack: Pack, key: str) -> StoredTensor:
+        tensor = self.tensors.get(key)
+        if tensor is None or not tensor.is_packed:
             raise CheckpointDamaged(
-                f"{self.where}{item.name} belongs to no tensor; load an older step"
+                f"{self.where}{pack.name} has chunks of {key!r}, which is not a packed tensor; "
+                "load an older step"
             )
-        cells = [Cell(number, ()) for number, crc in enumerate(item.checksums) if crc is not None]
-        yield from _spans_of_chunk(key, self.tensors[key], item, cells)
+        return tensor
+
+    def _place(self, item: ChunkObject) -> tuple[int, ...]:
+        numbers = item.name.rpartition("/")[2].split(".")[1:]
+        try:
+            return tuple(map(int, numbers))
+        except ValueError:
+            raise CheckpointDamaged(
+                f"{self.where}{item.name} is not the name of a chunk; load an older step"
+            ) from None
+
+    def _check_cells(self, name: str, key: str, place: tuple[int, ...], checksums: bytes) -> None:
+        tensor, listed = self.tensors[key], len(checksums) // 4
+        is_inside = len(place) == len(tensor.grid) and all(
+            number < count for number, count in zip(place, tensor.grid, strict=True)
+        )
+        # By arithmetic, before anything is gone over: a few bytes may claim any number of cells.
+        expected = math.prod(_cells_along(tensor, place)) if is_inside else 0
+        if not is_inside or listed != expected:
+            raise CheckpointDamaged(
+                f"{self.where}{name} is listed with {listed} cells, chunk {place} of {key} has "
+                f"{expected}; load an older step"
+            )
+
+    def _check_size(self, item: DataObject, nbytes: int) -> None:
+        if item.nbytes != nbytes:
+            raise CheckpointDamaged(
+                f"{self.where}{item.name} is listed with {item.nbytes} bytes, its cells have "
+                f"{nbytes}; load an older step"
+            )
 
 
 def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:
@@ -216,66 +286,62 @@ def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:
         yield run
 
 
-def _chunk_nbytes(tensor: StoredTensor, chunk: ChunkObject) -> int:
-    present = sum(crc is not None for crc in chunk.checksums)
-    return present * (tensor.cell_nbytes + 4) + shard_index_nbytes(len(chunk.checksums))
-
-
-def _check_size(item: DataObject, nbytes: int, where: str) -> None:
-    if item.nbytes != nbytes:
-        raise CheckpointDamaged(
-            f"{where}{item.name} is listed with {item.nbytes} bytes, its cells have {nbytes}; "
-            "load an older step"
+def _cells_along(tensor: StoredTensor, place: Sequence[int]) -> tuple[int, ...]:
+    """Return how many cells a chunk has along each dimension, none of them beyond the edge."""
+    return tuple(
+        ceil_div(min(step, extent - number * step), cell)
+        for number, extent, step, cell in zip(
+            place, tensor.shape, tensor.chunk, tensor.cell, strict=True
         )
+    )
 
 
-def _spans_of_pack(tensors: Mapping[str, StoredTensor], pack: Pack) -> Iterator[Span]:
-    offset = 0
-    for cell in pack.cells:
-        tensor = tensors.get(cell.key)
-        if tensor is None or not tensor.is_packed:
-            raise CheckpointDamaged(
-                f"{pack.name} has cells of {cell.key!r}, which is not a packed tensor; "
-                "load an older step"
-            )
-        yield Span(
-            key=cell.key,
-            object_name=pack.name,
-            offset=offset,
-            places=(cell.place,),
-            checksums=(cell.crc32c,),
-            payload_nbytes=tensor.cell_nbytes,
-            tail=b"",
-        )
-        offset += tensor.cell_nbytes + 4
+def _present_cells(tensor: StoredTensor, place: Sequence[int]) -> Sequence[int]:
+    """Return the numbers of a chunk's cells that are not beyond the edge, ascending."""
+    per_chunk = [extent // cell for extent, cell in zip(tensor.chunk, tensor.cell, strict=True)]
+    along = _cells_along(tensor, place)
+    if list(along) == per_chunk:
+        return range(math.prod(per_chunk))
+    numbers = [0]
+    for count, present in zip(per_chunk, along, strict=True):
+        numbers = [number * count + position for number in numbers for position in range(present)]
+    return numbers
 
 
-def _spans_of_chunk(
-    key: str, tensor: StoredTensor, chunk: ChunkObject, cells: Sequence[Cell]
+def _spans(
+    key: str,
+    tensor: StoredTensor,
+    located: _Located,
+    present: Sequence[int],
+    positions: Mapping[int, int],
+    cells: Sequence[Cell],
 ) -> Iterator[Span]:
     """Yield spans of at most `_RUN_NBYTES`, or of one cell if a cell is larger.
 
-    Raises:
-        KeyError: the chunk lacks one of the cells.
+    Args:
+        key: the tensor's key.
+        tensor: the tensor.
+        located: its chunk.
+        present: the numbers of the cells that the chunk has.
+        positions: the position of each of them among these.
+        cells: the cells that are wanted, of those.
     """
-    # Absent cells take no space.
-    present = {number: crc for number, crc in enumerate(chunk.checksums) if crc is not None}
-    positions = {number: position for position, number in enumerate(present)}
     size = tensor.cell_nbytes + 4
     max_count = max(1, _RUN_NBYTES // size)
     begin = 0
     for end in range(1, len(cells) + 1):
         first, last = positions[cells[begin].number], positions[cells[end - 1].number]
         has_room = end < len(cells) and end - begin < max_count
-        if has_room and positions.get(cells[end].number) == last + 1:
+        if has_room and positions[cells[end].number] == last + 1:
             continue
+        is_last = last == len(present) - 1
         yield Span(
             key=key,
-            object_name=chunk.name,
-            offset=first * size,
+            object_name=located.object_name,
+            offset=located.offset + first * size,
             places=tuple(cell.place for cell in cells[begin:end]),
-            checksums=tuple(present[cell.number] for cell in cells[begin:end]),
+            checksums=decode_checksums(located.checksums[4 * first : 4 * last + 4]),
             payload_nbytes=tensor.cell_nbytes,
-            tail=shard_index(tensor, chunk.checksums) if last == len(present) - 1 else b"",
+            tail=shard_index(tensor, present) if is_last and not tensor.is_packed else b"",
         )
         begin = end

@@ -6,9 +6,9 @@ tensor-parallel split of another dimension. Where shards form no grid, the chunk
 shards' size, and a chunk's writer collects the pieces that other ranks hold.
 
 A chunk is cut into cells, blocks that have a checksum each, so that a reader that needs some rows
-or columns reads and verifies little more than these. A large chunk is an object; the cells of one
-writer's small chunks share objects, called packs, because thousands of small tensors must not
-become thousands of objects.
+or columns reads and verifies little more than these. Many ranks' small shards of a large tensor
+make one chunk, which is an object; small tensors are one chunk each and share objects, called
+packs. So the number of objects grows with the bytes, neither with the ranks nor with the tensors.
 
 Every chunk has exactly one writer: among the ranks that hold most of it, the one with the least to
 write so far. So replicas are written once, and the work is balanced. All ranks compute the same
@@ -20,21 +20,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.integers import ceil_div, round_up
 from keepstep.checkpoint.layout.names import check_keys
+from keepstep.checkpoint.layout.planner import subtract
 
 CHUNK_NBYTES = 64 * 2**20
 """The largest size of a chunk, where its shard can be cut so."""
 
 PACKED_NBYTES = 2**20
-"""A chunk below this size goes into a pack."""
+"""A tensor below this size goes into a pack; the chunks of any other have at least this size."""
 
 PACK_NBYTES = 64 * 2**20
 """A pack is closed once it is this large."""
@@ -60,8 +61,8 @@ _MOST_PIECES = 4
 class StoredTensor:
     """A tensor as stored: data type, shape, and the shapes of its chunks and of their cells.
 
-    The cells of a packed tensor may lie anywhere in packs; the cells of any other tensor lie one
-    after the other in their chunk's object.
+    The cells of a chunk lie one after the other: in an object of its own, or in a pack.
+    `attributes` are those of the array's metadata, which tell what the tensor means (FORMAT.md).
     """
 
     dtype: str
@@ -69,11 +70,24 @@ class StoredTensor:
     chunk: tuple[int, ...]
     cell: tuple[int, ...]
     is_packed: bool
+    attributes: Mapping[str, Json] = field(default_factory=dict)
 
     @property
     def cell_nbytes(self) -> int:
         """Size of a cell's payload, also at the tensor's edges, where it is padded."""
         return math.prod(self.cell) * numpy_dtype(self.dtype).itemsize
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks along each dimension."""
+        return tuple(ceil_div(n, step) for n, step in zip(self.shape, self.chunk, strict=True))
+
+    def position_of(self, place: Sequence[int]) -> int:
+        """Return the number of a chunk in C order, by its place in the grid."""
+        position = 0
+        for number, count in zip(place, self.grid, strict=True):
+            position = position * count + number
+        return position
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +107,51 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a chunk, and which of the ranks holds it, by its position among the indexes."""
+
+    holder: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedChunk(Chunk):
+    """A chunk to write; `pieces` make it up, and are empty if one shard of the writer has it."""
+
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkPlan:
     """All tensors, and the chunks of each writer, by its position in the list of indexes."""
 
     tensors: dict[str, StoredTensor]
-    chunks: tuple[tuple[Chunk, ...], ...]
+    chunks: tuple[tuple[PlannedChunk, ...], ...]
+
+    def chunk_parts(self, parts: Sequence[int] | None = None) -> dict[str, list[int]]:
+        """Return, for each tensor, the number of the part that lists each chunk, in C order.
+
+        Args:
+            parts: the number of the part of each writer; None if each has its own.
+        """
+        numbers = {key: [0] * math.prod(tensor.grid) for key, tensor in self.tensors.items()}
+        for writer, chunks in enumerate(self.chunks):
+            part = writer if parts is None else parts[writer]
+            for chunk in chunks:
+                numbers[chunk.key][self.tensors[chunk.key].position_of(chunk.place)] = part
+        return numbers
 
 
-def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -> ChunkPlan:
+def plan_chunks(
+    indexes: Sequence[ShardIndex], *, within_shards: bool = False, first_writer: int = 0
+) -> ChunkPlan:
     """Plan how the state that these ranks hold together is stored. Deterministic.
 
     Args:
         indexes: what each rank holds.
         within_shards: cut chunks, however small, so that none needs the pieces of two ranks; for
             ranks that cannot exchange pieces.
+        first_writer: which rank is taken first where several could write a chunk as well.
 
     Raises:
         LayoutMismatch: ranks disagree about a tensor, no rank holds part of one, or a name cannot
@@ -122,7 +167,7 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
         raise LayoutMismatch(f"{error}; rename it in the state to save") from error
     tensors: dict[str, StoredTensor] = {}
     load = [0] * len(indexes)
-    chunks: list[list[Chunk]] = [[] for _ in indexes]
+    chunks: list[list[PlannedChunk]] = [[] for _ in indexes]
     # Large tensors first: the small ones then even out the load.
     for key in sorted(holders, key=lambda k: (-max(e.nbytes for _, e in holders[k]), k)):
         shards = holders[key]
@@ -132,17 +177,18 @@ def plan_chunks(indexes: Sequence[ShardIndex], *, within_shards: bool = False) -
             shape, [entry.box for _, entry in shards], itemsize, within_shards=within_shards
         )
         tensors[key] = stored_tensor(dtype, shape, grid)
-        shares = _elements_per_holder(shape, grid, shards)
+        held = _held_by_chunk(shape, grid, shards)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
-            share = shares.get(chunk.place)
-            if share is None:
-                raise LayoutMismatch(
-                    f"{key}: no rank holds elements at offset {chunk.box.offset}, "
-                    f"shape {chunk.box.shape}; every rank must save its part"
-                )
-            writer = min(share, key=lambda holder: (-share[holder], load[holder], holder))
+            parts = held.get(chunk.place, ())
+            share: dict[int, int] = defaultdict(int)
+            for part in parts:
+                share[part.holder] += part.box.size
+            writer = min(
+                share, key=lambda holder: (-share[holder], load[holder], holder), default=0
+            )
+            pieces = _pieces(chunk, writer, parts, len(indexes))
             load[writer] += chunk.box.size * itemsize
-            chunks[writer].append(chunk)
+            chunks[writer].append(PlannedChunk(chunk.key, chunk.place, chunk.box, pieces))
     return ChunkPlan(tensors, tuple(tuple(own_chunks) for own_chunks in chunks))
 
 
@@ -291,6 +337,8 @@ def chunk_shape(
             power_of_two = 1 << (pieces - 1).bit_length()
             # Halves and quarters of the tensor then end where chunks end.
             chunk[axis] = ceil_div(extent, pieces if extent % power_of_two else power_of_two)
+    if not within_shards:
+        _grow(chunk, shape, itemsize)
     excess = math.prod(chunk) * itemsize / CHUNK_NBYTES
     if excess > 1 and 0 not in shape:
         # No dimension could be cut so that chunks end on shard edges. A chunk without limit would
@@ -304,6 +352,21 @@ def chunk_shape(
         if cells * _CELLS_PER_CHUNK <= chunk[0]:
             chunk[0] = round_up(chunk[0], cells)
     return tuple(chunk)
+
+
+def _grow(chunk: list[int], shape: Sequence[int], itemsize: int) -> None:
+    """Let a chunk cover more shards, until it has `PACKED_NBYTES`, or all of the tensor.
+
+    The last dimensions first: tensor parallelism splits them, and its ranks are near each other.
+    """
+    for axis in range(len(chunk) - 1, -1, -1):
+        nbytes = math.prod(chunk) * itemsize
+        if nbytes >= PACKED_NBYTES or nbytes == 0:
+            return
+        if chunk[axis] < shape[axis]:
+            wanted = chunk[axis] * ceil_div(PACKED_NBYTES, nbytes)
+            # A little more is better than a small rest at the edge.
+            chunk[axis] = shape[axis] if wanted * 2 > shape[axis] else wanted
 
 
 def _cut(extent: int, excess: float, nbytes: int, within_shards: bool) -> int:
@@ -334,12 +397,20 @@ def chunks_over(key: str, shape: Sequence[int], grid: Sequence[int], box: Box) -
         for start, extent, step in zip(box.offset, box.shape, grid, strict=True)
     ]
     for place in itertools.product(*ranges):
-        offset = tuple(number * step for number, step in zip(place, grid, strict=True))
-        extents = tuple(
-            min(step, extent - start)
-            for step, extent, start in zip(grid, shape, offset, strict=True)
-        )
-        yield Chunk(key, place, Box(offset, extents))
+        yield _chunk_at(key, shape, grid, place)
+
+
+def chunk_at(key: str, tensor: StoredTensor, place: tuple[int, ...]) -> Chunk:
+    """Return the chunk at a place of a tensor's grid."""
+    return _chunk_at(key, tensor.shape, tensor.chunk, place)
+
+
+def _chunk_at(key: str, shape: Sequence[int], grid: Sequence[int], place: tuple[int, ...]) -> Chunk:
+    offset = tuple(number * step for number, step in zip(place, grid, strict=True))
+    extents = tuple(
+        min(step, extent - start) for step, extent, start in zip(grid, shape, offset, strict=True)
+    )
+    return Chunk(key, place, Box(offset, extents))
 
 
 def _common_shape_and_dtype(
@@ -356,14 +427,45 @@ def _common_shape_and_dtype(
     return first.global_shape, first.dtype
 
 
-def _elements_per_holder(
+def _held_by_chunk(
     shape: Sequence[int], grid: Sequence[int], shards: Sequence[tuple[int, Entry]]
-) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return, by chunk place, the number of the chunk's elements that each rank holds."""
-    shares: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+) -> dict[tuple[int, ...], list[Piece]]:
+    """Return, by chunk place, the parts of the chunk that ranks hold; they may overlap."""
+    held: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
     for holder, entry in shards:
         for chunk in chunks_over(entry.key, shape, grid, entry.box):
             common = chunk.box.intersect(entry.box)
             assert common is not None, "a chunk over a box shares elements with it"
-            shares[chunk.place][holder] += common.size
-    return shares
+            held[chunk.place].append(Piece(holder, common))
+    return held
+
+
+def _pieces(chunk: Chunk, writer: int, parts: Sequence[Piece], ranks: int) -> tuple[Piece, ...]:
+    """Return disjoint pieces that make up a chunk; none if one shard of the writer has all of it.
+
+    The writer's own shards come first, then those of the ranks that follow it, so that not all
+    writers read from the same replica.
+
+    Raises:
+        LayoutMismatch: no rank holds some of the elements.
+    """
+    if any(part.holder == writer and part.box == chunk.box for part in parts):
+        return ()
+    pieces: list[Piece] = []
+    missing = [chunk.box]
+    for part in sorted(parts, key=lambda part: (part.holder - writer) % ranks):
+        remaining: list[Box] = []
+        for box in missing:
+            common = box.intersect(part.box)
+            if common is None:
+                remaining.append(box)
+            else:
+                pieces.append(Piece(part.holder, common))
+                remaining += subtract(box, common)
+        missing = remaining
+        if not missing:
+            return tuple(pieces)
+    raise LayoutMismatch(
+        f"{chunk.key}: no rank holds elements at offset {missing[0].offset}, shape "
+        f"{missing[0].shape}; every rank must save its part"
+    )

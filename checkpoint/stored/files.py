@@ -156,7 +156,7 @@ class FileStorage:
     def exists(self, name: str) -> bool:
         """See `Storage.exists`."""
         with self._translate_errors(f"look for {name}"):
-            return (self.root / name).exists()
+            return (self.root / name).is_file()
 
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
@@ -167,12 +167,16 @@ class FileStorage:
         """See `Storage.unfinished`."""
         return [name for name in self._files("") if name.endswith(_UNFINISHED)]
 
-    def directories_with(self, leaf: str) -> Sequence[str]:
+    def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
         with self._translate_errors("list"):
             if not self.root.exists():
                 return []
-            return [path.name for path in self.root.iterdir() if (path / leaf).is_file()]
+            return [
+                path.name
+                for path in self.root.iterdir()
+                if path.name > after and (path / leaf).is_file()
+            ]
 
     def delete(self, name: str) -> None:
         """See `Storage.delete`."""

@@ -5,6 +5,7 @@ Pure. Everything that was read from storage is checked here before it is used.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -21,21 +22,29 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.names import check_keys
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.json"
+CHUNKS = "chunks.json"
 ROOT = "zarr.json"
 REMOVED = "removed.json"
+NEWEST = "newest.json"
+
+FEATURES = frozenset[str]()
+"""The features that this release knows, of those that a manifest may require (FORMAT.md)."""
 
 _PARTS = "parts"
 _PACKS = "packs"
 
 _MAX_NAME_NBYTES = 255
 _ABSENT = 2**64 - 1
+# The index at the end of a chunk is computed to compare it; chunks have far fewer cells than this.
+_MAX_CELLS = 2**20
 
 _STEP_NAME = re.compile(r"step-(\d{8})-(\d{6})")
 _ATTEMPT_NAME = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
 _ATTEMPT_PREFIX = "attempt-"
+_PART_NAME = re.compile(r"parts/(\d{6,9})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,19 @@ class StoredObject:
     @property
     def is_part(self) -> bool:
         """Whether the object is a writer's listing."""
-        return self.name.startswith(f"{_PARTS}/")
+        return _PART_NAME.fullmatch(self.name) is not None
+
+    @property
+    def part_number(self) -> int:
+        """The number of a writer's listing.
+
+        Raises:
+            ValueError: it is none.
+        """
+        match = _PART_NAME.fullmatch(self.name)
+        if match is None:
+            raise ValueError(f"{self.name} is not a part")
+        return int(match[1])
 
     def to_json(self) -> Json:
         """Return the object as a JSON list."""
@@ -129,54 +150,72 @@ class StoredObject:
 class ChunkObject:
     """A chunk that is an object of its own.
 
-    `checksums` are the crc32c of its cells, None for a cell beyond the tensor's edge.
+    `checksums` are the crc32c of its cells in C order, 4 bytes each, little endian; a cell beyond
+    the tensor's edge has none.
     """
 
     name: str
     nbytes: int
-    checksums: tuple[int | None, ...]
+    checksums: bytes
+
+    @property
+    def key(self) -> str:
+        """The chunk's tensor, if the name is that of a chunk."""
+        return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCell:
-    """A cell in a pack: its tensor's key, its place in the grid of cells, its crc32c."""
+class PackedChunk:
+    """A chunk in a pack: its tensor's key, its place in the grid, its cells' checksums."""
 
     key: str
     place: tuple[int, ...]
-    crc32c: int
+    checksums: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """An object with cells of several tensors, one after the other."""
+    """An object with chunks of several tensors, one after the other."""
 
     name: str
     nbytes: int
-    cells: tuple[PackedCell, ...]
+    chunks: tuple[PackedChunk, ...]
 
 
 DataObject = ChunkObject | Pack
 
 
+def encode_checksums(checksums: Sequence[int]) -> bytes:
+    """Return checksums as 4 bytes each, little endian."""
+    return struct.pack(f"<{len(checksums)}I", *checksums)
+
+
+def decode_checksums(data: bytes) -> tuple[int, ...]:
+    """Return what `encode_checksums` was given."""
+    return struct.unpack(f"<{len(data) // 4}I", data)
+
+
 def encode_part(objects: Sequence[DataObject]) -> bytes:
     """Return the listing of the data objects that one writer wrote, as JSON."""
-    listing: list[Json] = []
-    for item in objects:
-        if isinstance(item, ChunkObject):
-            listing.append([item.name, item.nbytes, list(item.checksums)])
-            continue
-        # Cells of one tensor follow each other, so its key is written once.
-        groups: list[list[Json]] = []
-        for cell in item.cells:
-            if not groups or groups[-1][0] != cell.key:
-                groups.append([cell.key])
-            groups[-1].append([*cell.place, cell.crc32c])
-        listing.append([item.name, item.nbytes, groups])
-    return encode(listing)
+    return encode(
+        [
+            [item.name, item.nbytes, _as_text(item.checksums)]
+            if isinstance(item, ChunkObject)
+            else [
+                item.name,
+                item.nbytes,
+                [
+                    [chunk.key, list(chunk.place), _as_text(chunk.checksums)]
+                    for chunk in item.chunks
+                ],
+            ]
+            for item in objects
+        ]
+    )
 
 
 def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
-    """Parse what `encode_part` returned.
+    """Parse what `encode_part` returned, or what older formats have instead.
 
     Raises:
         CheckpointDamaged: the data has another form.
@@ -189,24 +228,84 @@ def decode_part(data: bytes, where: str) -> tuple[DataObject, ...]:
 
 
 def _parse_object(name: Json, nbytes: Json, content: Json) -> DataObject:
-    if not (_is_object_name(name) and _is_count(nbytes) and isinstance(content, list)):
+    if not (_is_object_name(name) and _is_count(nbytes)):
         raise ValueError(f"not an object's entry: {name!r:.200}")
     if not name.startswith(f"{_PACKS}/"):
-        if not all(crc is None or (_is_count(crc) and crc < 2**32) for crc in content):
-            raise ValueError(f"{name}: checksums {content!r:.200}")
-        return ChunkObject(name, nbytes, tuple(content))
-    cells = []
+        return ChunkObject(name, nbytes, _parse_checksums(content))
+    if not isinstance(content, list):
+        raise ValueError(f"{name}: chunks {content!r:.200}")
+    chunks: list[PackedChunk] = []
     for key, *entries in content:
+        if not isinstance(key, str):
+            raise ValueError(f"{name}: key {key!r:.200}")
+        if len(entries) == 2 and isinstance(entries[1], str):
+            place, checksums = entries
+            if not (isinstance(place, list) and all(map(_is_count, place))):
+                raise ValueError(f"{name}: chunk {place!r:.200} of {key!r:.200}")
+            chunks.append(PackedChunk(key, tuple(place), _parse_checksums(checksums)))
+            continue
         for entry in entries:
-            if not (
-                isinstance(key, str)
-                and entry
-                and all(_is_count(number) for number in entry)
-                and entry[-1] < 2**32
-            ):
+            # In formats 1 and 2 each cell is a chunk: its place, followed by its checksum.
+            if not (isinstance(entry, list) and entry and all(map(_is_count, entry))):
                 raise ValueError(f"{name}: cell {entry!r:.200} of {key!r:.200}")
-            cells.append(PackedCell(key, tuple(entry[:-1]), entry[-1]))
-    return Pack(name, nbytes, tuple(cells))
+            chunks.append(PackedChunk(key, tuple(entry[:-1]), _parse_checksums(entry[-1:])))
+    return Pack(name, nbytes, tuple(chunks))
+
+
+def _as_text(checksums: bytes) -> str:
+    return base64.b64encode(checksums).decode()
+
+
+def _parse_checksums(content: Json) -> bytes:
+    """Parse checksums in base64; formats 1 and 2 have numbers, null for a cell beyond the edge."""
+    if isinstance(content, list):
+        present = [crc for crc in content if crc is not None]
+        if not all(_is_count(crc) and crc < 2**32 for crc in present):
+            raise ValueError(f"checksums {content!r:.200}")
+        return encode_checksums(present)
+    checksums = base64.b64decode(content, validate=True)
+    if len(checksums) % 4:
+        raise ValueError(f"checksums {content!r:.200}")
+    return checksums
+
+
+def encode_chunk_parts(parts: Mapping[str, Sequence[int]]) -> bytes:
+    """Return the document that tells which part lists each chunk.
+
+    Args:
+        parts: for each tensor, the number of the part of each of its chunks, in C order.
+    """
+    return encode(
+        {
+            key: numbers[0]
+            if len(set(numbers)) == 1
+            else base64.b64encode(struct.pack(f"<{len(numbers)}I", *numbers)).decode()
+            for key, numbers in sorted(parts.items())
+            if numbers
+        }
+    )
+
+
+def decode_chunk_parts(data: bytes, where: str) -> dict[str, int | tuple[int, ...]]:
+    """Parse what `encode_chunk_parts` returned: one number where all chunks are in one part.
+
+    Raises:
+        CheckpointDamaged: the data has another form.
+    """
+    content = decode(data, where)
+    parts: dict[str, int | tuple[int, ...]] = {}
+    try:
+        for key, numbers in content.items():
+            if _is_count(numbers):
+                parts[key] = numbers
+            else:
+                packed = base64.b64decode(numbers, validate=True)
+                parts[key] = struct.unpack(f"<{len(packed) // 4}I", packed)
+    except (AttributeError, TypeError, ValueError, struct.error) as error:
+        raise CheckpointDamaged(
+            f"{where} does not tell which part lists a chunk: {error}; load an older step"
+        ) from error
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +314,14 @@ class Manifest:
 
     `attempt` is the name of the attempt that wrote the checkpoint; None in format 1, whose objects
     lie in the step's directory. `objects` are the parts, the root metadata and the documents.
+    `required` are the features that a reader must know.
     """
 
     step: int
     generation: int
     attempt: str | None
     objects: tuple[StoredObject, ...]
+    required: tuple[str, ...] = ()
 
     @property
     def directory(self) -> str:
@@ -232,6 +333,7 @@ class Manifest:
         """Return the manifest as JSON, with its own checksum."""
         content = {
             "format": VERSION,
+            "required": list(self.required),
             "step": self.step,
             "generation": self.generation,
             "attempt": self.attempt,
@@ -245,7 +347,8 @@ class Manifest:
 
         Raises:
             CheckpointDamaged: the data has another form.
-            CheckpointTooNew: the format is newer than this release.
+            CheckpointTooNew: the format is newer than this release, or requires a feature that
+                this release does not know.
         """
         content = decode(data, where)
         try:
@@ -260,6 +363,14 @@ class Manifest:
                 )
             if not _is_count(version) or version < 1:
                 raise ValueError(f"format {version!r}")
+            required = content["required"] if version > 2 else []
+            if not all(isinstance(feature, str) for feature in required):
+                raise ValueError(f"required features {required!r:.200}")
+            if unknown := [feature for feature in required if feature not in FEATURES]:
+                raise CheckpointTooNew(
+                    f"{where} requires {', '.join(map(repr, unknown))}, which this keepstep does "
+                    "not know; use the release that wrote it, or a later one"
+                )
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
             if not (_is_count(step) and _is_count(generation)):
@@ -269,13 +380,13 @@ class Manifest:
                 if checksum is None:
                     raise ValueError("it has no checksum")
                 attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
-            return cls(step, generation, attempt, objects)
+            return cls(step, generation, attempt, objects, tuple(required))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
 
-    def part_names(self) -> tuple[str, ...]:
-        """Return the names of the parts."""
-        return tuple(item.name for item in self.objects if item.is_part)
+    def part_names(self) -> dict[int, str]:
+        """Return the names of the parts by their numbers."""
+        return {item.part_number: item.name for item in self.objects if item.is_part}
 
     def find(self, name: str) -> StoredObject | None:
         """Return the entry of an object, if the manifest has one."""
@@ -317,21 +428,19 @@ def pack_name(writer: int, number: int) -> str:
     return f"{_PACKS}/{writer:06d}-{number:04d}"
 
 
-def shard_index(tensor: StoredTensor, checksums: Sequence[int | None]) -> bytes:
+def shard_index(tensor: StoredTensor, present: Sequence[int]) -> bytes:
     """Return the index at the end of a chunk's object, as Zarr's codec `sharding_indexed` has it.
 
     The index is each cell's offset and size in bytes, followed by the crc32c of these numbers.
 
     Args:
         tensor: the chunk's tensor.
-        checksums: the crc32c of each cell in C order, None for an absent one.
+        present: the numbers of the cells that the chunk has, ascending.
     """
     size = tensor.cell_nbytes + 4
-    numbers: list[int] = []
-    offset = 0
-    for crc in checksums:
-        numbers += [_ABSENT, _ABSENT] if crc is None else [offset, size]
-        offset += 0 if crc is None else size
+    numbers = [_ABSENT] * (2 * cells_per_chunk(tensor))
+    for position, number in enumerate(present):
+        numbers[2 * number : 2 * number + 2] = [position * size, size]
     index = struct.pack(f"<{len(numbers)}Q", *numbers)
     checksum: int = crc32c.crc32c(index)
     return index + checksum.to_bytes(4, "little")
@@ -355,7 +464,10 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
         else {"name": "bytes"},
         {"name": "crc32c"},
     ]
-    codec: Json = {"name": "keepstep.packed", "configuration": {"key": key, "codecs": cell_codecs}}
+    codec: Json = {
+        "name": "keepstep.packed",
+        "configuration": {"key": key, "chunk_shape": list(tensor.chunk), "codecs": cell_codecs},
+    }
     if not tensor.is_packed:
         codec = {
             "name": "sharding_indexed",
@@ -383,17 +495,23 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _fill_value(tensor.dtype),
         "codecs": [codec],
-        "attributes": {},
+        "attributes": dict(tensor.attributes),
     }
 
 
 def root_metadata(
-    stored: StoredStep, parts: Sequence[StoredObject], tensors: Mapping[str, StoredTensor]
+    stored: StoredStep,
+    listings: Sequence[StoredObject],
+    tensors: Mapping[str, StoredTensor],
 ) -> Json:
     """Return the root group's metadata with that of all nodes below it: opening takes one read.
 
-    It has the parts' entries too: readers by way of Zarr open the attempt's directory, and do not
-    see the manifest, which lies above it.
+    Args:
+        stored: the checkpoint.
+        listings: the entries of the parts, and of the object that tells which part lists a chunk:
+            readers by way of Zarr open the attempt's directory, and do not see the manifest, which
+            lies above it.
+        tensors: all arrays by key.
     """
     nodes: dict[str, Json] = {}
     for key in sorted(tensors):
@@ -409,7 +527,7 @@ def root_metadata(
                 "format": VERSION,
                 "step": stored.step,
                 "generation": stored.generation,
-                "parts": [part.to_json() for part in parts],
+                "listings": [listing.to_json() for listing in listings],
             },
             "description": "A PyTorch training checkpoint. model/: parameters and buffers by name; "
             "optim/<parameter>/<slot>: optimizer state; rank/: random number generators; "
@@ -420,8 +538,8 @@ def root_metadata(
     }
 
 
-def parse_parts(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
-    """Return the entries of the parts in the root metadata; None in format 1, which has none there.
+def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
+    """Return the listings' entries in the root metadata; None in format 1, which has none there.
 
     Raises:
         CheckpointDamaged: the metadata has another form.
@@ -431,7 +549,8 @@ def parse_parts(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
         attributes = content["attributes"]["keepstep"]
         if attributes["format"] == 1:
             return None
-        return tuple(StoredObject.from_json(part) for part in attributes["parts"])
+        listings = attributes["parts" if attributes["format"] == 2 else "listings"]
+        return tuple(StoredObject.from_json(listing) for listing in listings)
     except (KeyError, TypeError) as error:
         raise CheckpointDamaged(
             f"{where} does not list the parts of a checkpoint: {error!r}; load an older step"
@@ -476,8 +595,21 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
     if not (all(_is_count(n) for n in (*shape, *chunk)) and all(chunk)):
         raise ValueError(f"{key}: shape {shape} with chunks {chunk}")
     (codec,) = node["codecs"]
+    configuration = codec["configuration"]
     is_packed = codec["name"] == "keepstep.packed"
-    cell = chunk if is_packed else codec["configuration"]["chunk_shape"]
+    # In formats 1 and 2 each cell of a packed array is a chunk.
+    inner = configuration.setdefault("chunk_shape", chunk) if is_packed else None
+    cell = chunk if is_packed else configuration["chunk_shape"]
+    chunk = inner if is_packed else chunk
+    attributes = node.get("attributes", {})
+    if not isinstance(attributes, dict):
+        raise ValueError(f"{key}: attributes {attributes!r:.200}")
+    if not (
+        isinstance(chunk, list)
+        and len(chunk) == len(shape)
+        and all(_is_count(n) and n for n in chunk)
+    ):
+        raise ValueError(f"{key}: chunks {chunk}")
     if not (
         isinstance(cell, list) and len(cell) == len(chunk) and all(_is_count(n) and n for n in cell)
     ):
@@ -490,8 +622,11 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
         chunk=tuple(chunk),
         cell=tuple(cell),
         is_packed=is_packed,
+        attributes=attributes,
     )
     numpy_dtype(tensor.dtype)
+    if not is_packed and cells_per_chunk(tensor) > _MAX_CELLS:
+        raise ValueError(f"{key}: {cells_per_chunk(tensor)} cells in a chunk")
     expected = array_metadata(key, tensor)
     for field in (
         "zarr_format",

@@ -7,12 +7,14 @@ no manifest has named for some time, including what writers left when they died.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import crc32c
 import numpy as np
 
 from keepstep.checkpoint.errors import (
@@ -26,23 +28,24 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.format import (
-    DOCUMENTS,
     MANIFEST,
+    NEWEST,
     REMOVED,
     ROOT,
     Attempt,
     DataObject,
     Manifest,
+    StoredObject,
     StoredStep,
     array_metadata,
     encode,
-    root_metadata,
+    encode_part,
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, noted_newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.strict_json import to_strict_json
-from keepstep.checkpoint.stored.writer import commit, manifest_of
+from keepstep.checkpoint.stored.writer import commit, contents, manifest_of
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
@@ -103,6 +106,8 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
         storage.write(note_name, [Note(now, names_crc(names), is_closed=True).encode()])
         storage.flush([note_name])
     storage.delete(f"{stored.directory}/{MANIFEST}")
+    if noted_newest(storage) == stored:
+        storage.delete(NEWEST)
 
 
 def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
@@ -230,15 +235,18 @@ def copy(
     """
     target = open_storage(url)
     attempt = Attempt(source.stored, uuid.uuid4().hex)
-    parts = [entry for entry in source.manifest.objects if entry.is_part]
-    contents = {
-        ROOT: encode(root_metadata(source.stored, parts, source.stored_tensors)),
-        DOCUMENTS: source.verified(DOCUMENTS),
-    }
+    # Listings of older formats are written anew, in this release's.
+    listings = source.parts()
+    listed = {name: encode_part(objects) for name, objects in listings.items()}
+    parts = [StoredObject(name, len(data), crc32c.crc32c(data)) for name, data in listed.items()]
+    chunk_parts = _chunk_parts(source, listings)
+    others = contents(
+        source.stored, parts, source.stored_tensors, chunk_parts, _strict_documents(source)
+    )
     committed = f"{source.stored.directory}/{MANIFEST}"
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
-        if existing.objects == manifest_of(attempt, parts, contents).objects:
+        if existing.objects == manifest_of(attempt, parts, others).objects:
             return source.stored
         raise CheckpointExists(
             f"{url}: {source.stored.directory} exists already, with other content, and is never "
@@ -254,8 +262,7 @@ def copy(
 
     with ThreadPoolExecutor(_PARALLEL_COPIES) as pool:
         names = list(pool.map(copy_data_object, source.cell_index.objects))
-    documents = {part.name: source.verified(part.name) for part in parts}
-    documents |= {
+    documents = listed | {
         f"{key}/{ROOT}": encode(array_metadata(key, tensor))
         for key, tensor in source.stored_tensors.items()
         if not tensor.is_packed
@@ -263,8 +270,32 @@ def copy(
     for name, content in documents.items():
         target.write(f"{attempt.directory}/{name}", [content])
     target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
-    commit(target, attempt, parts, contents)
+    commit(target, attempt, parts, others)
     return source.stored
+
+
+def _chunk_parts(
+    source: StoredCheckpoint, listings: Mapping[str, Sequence[DataObject]]
+) -> dict[str, list[int]]:
+    """Return, for each tensor, the number of the part that lists each chunk, in C order.
+
+    Raises:
+        CheckpointDamaged: no part lists one of the chunks.
+    """
+    tensors, index = source.stored_tensors, source.cell_index
+    for key in tensors:
+        index.check_listed(key)
+    numbers = {key: [0] * math.prod(tensor.grid) for key, tensor in tensors.items()}
+    entries = {entry.name: entry for entry in source.manifest.objects if entry.is_part}
+    for name, objects in listings.items():
+        for item in objects:
+            for key, place in index.places_of_object(item):
+                numbers[key][tensors[key].position_of(place)] = entries[name].part_number
+    return numbers
+
+
+def _strict_documents(source: StoredCheckpoint) -> bytes:
+    return encode(to_strict_json(dict(source.documents)))
 
 
 def check_object(source: StoredCheckpoint, item: DataObject, content: bytes) -> None:

@@ -134,9 +134,12 @@ class ObjectStorage:
         """See `Storage.unfinished`: a PUT that was cut off leaves nothing."""
         return ()
 
-    def directories_with(self, leaf: str) -> Sequence[str]:
+    def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
-        split = (name.partition("/") for name in self.names())
+        # Objects of a directory sort before what has its name and a character after "/".
+        keys = tensorstore.KvStore.KeyRange(f"{after}0" if after else "", "")
+        listed = self._request("list", lambda: self.store.list(keys), _MANY_NBYTES)
+        split = (name.decode().partition("/") for name in sorted(listed))
         return [directory for directory, _, rest in split if rest == leaf]
 
     def delete(self, name: str) -> None:

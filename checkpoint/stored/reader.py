@@ -8,6 +8,7 @@ there to the requests' memory.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,21 +20,29 @@ import crc32c
 import numpy as np
 import numpy.typing as npt
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, LayoutMismatch
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMissing,
+    LayoutMismatch,
+)
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span, runs
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
 from keepstep.checkpoint.stored.format import (
+    CHUNKS,
     DOCUMENTS,
     MANIFEST,
+    NEWEST,
     ROOT,
     DataObject,
     Manifest,
     StoredStep,
     array_metadata,
     decode,
+    decode_chunk_parts,
     decode_part,
     encode,
     parse_root,
@@ -87,14 +96,124 @@ _TargetsBySpan = Mapping[Span, Sequence[Sequence[_Target]]]
 
 def list_steps(url: str) -> tuple[StoredStep, ...]:
     """Return the committed checkpoints at a URL, newest first."""
-    parsed = map(StoredStep.parse, open_storage(url).directories_with(MANIFEST))
+    return _steps_after(open_storage(url), "")
+
+
+def newest(url: str) -> StoredStep | None:
+    """Return the newest committed checkpoint at a URL, or None if there is none.
+
+    Its cost does not grow with what else is stored there, as that of `list_steps` does: writers
+    note what they have committed, and only what comes after it is listed.
+    """
+    storage = open_storage(url)
+    noted = noted_newest(storage)
+    if noted is not None:
+        later = _steps_after(storage, noted.directory)
+        if later:
+            return later[0]
+        if storage.exists(f"{noted.directory}/{MANIFEST}"):
+            return noted
+    return next(iter(_steps_after(storage, "")), None)
+
+
+def _steps_after(storage: Storage, directory: str) -> tuple[StoredStep, ...]:
+    """Return the committed checkpoints whose directories come after this name, newest first."""
+    parsed = map(StoredStep.parse, storage.directories_with(MANIFEST, after=directory))
     steps = (step for step in parsed if step is not None)
     return tuple(sorted(steps, key=lambda s: (s.step, s.generation), reverse=True))
 
 
-def newest(url: str) -> StoredStep | None:
-    """Return the newest committed checkpoint at a URL, or None if there is none."""
-    return next(iter(list_steps(url)), None)
+def noted_newest(storage: Storage) -> StoredStep | None:
+    """Return the checkpoint that was noted as the newest; a later one may have been committed."""
+    try:
+        content = decode(storage.read(NEWEST), NEWEST)
+    except CheckpointError:
+        return None
+    directory = content.get("directory") if isinstance(content, dict) else None
+    return StoredStep.parse(directory) if isinstance(directory, str) else None
+
+
+class _Listings:
+    """The writers' listings of a checkpoint, each read when a chunk that it has is needed.
+
+    Args:
+        index: where the listed objects are added.
+        names: the listings' names by number.
+        chunk_parts: for each tensor, the number of the listing that has its chunks; None where
+            nothing tells, as in formats 1 and 2.
+        read: reads a listing.
+    """
+
+    def __init__(
+        self,
+        index: CellIndex,
+        names: Mapping[int, str],
+        chunk_parts: Mapping[str, int | tuple[int, ...]] | None,
+        read: Callable[[str], tuple[DataObject, ...]],
+    ) -> None:
+        self._index = index
+        self._names = names
+        self._chunk_parts = chunk_parts
+        self._read = read
+        self._lock = threading.Lock()
+        self._added: set[int] = set()
+
+    @property
+    def numbers(self) -> Collection[int]:
+        """The numbers of all listings."""
+        return self._names.keys()
+
+    def index_for(self, boxes: Sequence[tuple[str, Box]]) -> CellIndex:
+        """Return an index that has all chunks that overlap these boxes of tensors.
+
+        Raises:
+            CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
+        """
+        if self._chunk_parts is None:
+            index = self.index_of(self.numbers)
+            for key in {key for key, _ in boxes}:
+                index.check_listed(key)
+            return index
+        needed: set[int] = set()
+        for key, box in boxes:
+            tensor = self._index.tensors[key]
+            numbers = self._chunk_parts.get(key)
+            if isinstance(numbers, int):
+                needed.add(numbers)
+                continue
+            # Checked before the chunks are gone over: a few bytes may claim any number of them.
+            if len(numbers or ()) != math.prod(tensor.grid):
+                raise CheckpointDamaged(
+                    f"{self._index.where}{CHUNKS} has {len(numbers or ())} chunks of {key}, which "
+                    f"has {math.prod(tensor.grid)}; load an older step"
+                )
+            for chunk in chunks_over(key, tensor.shape, tensor.chunk, box):
+                assert numbers is not None, "a tensor with chunks has numbers, checked above"
+                needed.add(numbers[tensor.position_of(chunk.place)])
+        index = self.index_of(needed)
+        for key in {key for key, _ in boxes if isinstance(self._chunk_parts.get(key), int)}:
+            index.check_listed(key)
+        return index
+
+    def index_of(self, numbers: Collection[int]) -> CellIndex:
+        """Return an index that has the listings of these numbers.
+
+        Raises:
+            CheckpointDamaged: a listing is missing, or is not what was written.
+        """
+        with self._lock:
+            missing = sorted(set(numbers) - self._added)
+            if unknown := [number for number in missing if number not in self._names]:
+                raise CheckpointDamaged(
+                    f"{self._index.where}{CHUNKS} names part {unknown[0]}, which the manifest does "
+                    "not have; load an older step"
+                )
+            with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+                listings = pool.map(lambda number: self._read(self._names[number]), missing)
+                for number, objects in zip(missing, listings, strict=True):
+                    self._index.add(objects)
+                    self._added.add(number)
+            return self._index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +242,14 @@ class StoredCheckpoint:
             CheckpointDamaged: its metadata is not what was written.
             CheckpointTooNew: it has a newer format than this release reads.
         """
-        steps = list_steps(url)
-        matching = (
-            s for s in steps if step in (None, s.step) and generation in (None, s.generation)
-        )
-        chosen = next(matching, None)
-        if chosen is None:
-            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            present = ", ".join(str(stored.step) for stored in steps[:8]) or "none"
-            raise CheckpointMissing(f"{url}: there is no {wanted} (steps there: {present})")
         storage = open_storage(url)
+        chosen = _choose(url, step, generation)
         where = f"{url}/{chosen.directory}"
-        manifest = Manifest.decode(
-            storage.read(f"{chosen.directory}/{MANIFEST}"), f"{where}/{MANIFEST}"
-        )
+        try:
+            content = storage.read(f"{chosen.directory}/{MANIFEST}")
+        except CheckpointMissing:
+            raise _missing(url, step) from None
+        manifest = Manifest.decode(content, f"{where}/{MANIFEST}")
         if (manifest.step, manifest.generation) != (chosen.step, chosen.generation):
             raise CheckpointDamaged(
                 f"{where}/{MANIFEST} belongs to step {manifest.step}, "
@@ -186,29 +299,45 @@ class StoredCheckpoint:
         """See `Source.known_keys`: all of them."""
         return self.tensors.keys()
 
-    @cached_property
-    def cell_index(self) -> CellIndex:
-        """The index of all cells, from the verified listings.
+    def parts(self) -> dict[str, tuple[DataObject, ...]]:
+        """Return the data objects that each writer listed, by the listing's name.
 
         Raises:
             CheckpointDamaged: a listing is not what was written.
         """
-        objects: list[DataObject] = []
-        for name in self.manifest.part_names():
-            objects += decode_part(self.verified(name), self._location(name))
-        return CellIndex.of(self.stored_tensors, objects, self._location(""))
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            names = list(self.manifest.part_names().values())
+            return dict(zip(names, pool.map(self._read_part, names), strict=True))
+
+    @property
+    def cell_index(self) -> CellIndex:
+        """The index of all cells, from all verified listings.
+
+        Raises:
+            CheckpointDamaged: a listing is not what was written.
+        """
+        return self._listings.index_of(self._listings.numbers)
+
+    @cached_property
+    def _listings(self) -> _Listings:
+        chunk_parts = None
+        if self.manifest.find(CHUNKS) is not None:
+            chunk_parts = decode_chunk_parts(self.verified(CHUNKS), self._location(CHUNKS))
+        index = CellIndex(self.stored_tensors, self._location(""))
+        return _Listings(index, self.manifest.part_names(), chunk_parts, self._read_part)
+
+    def _read_part(self, name: str) -> tuple[DataObject, ...]:
+        return decode_part(self.verified(name), self._location(name))
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
         wanted: dict[tuple[str, tuple[int, ...]], tuple[Chunk, dict[Cell, list[_Target]]]] = {}
-        checked: set[str] = set()
         for request in requests:
-            tensor = self.stored_tensors.get(request.key)
-            if tensor is None:
+            if request.key not in self.stored_tensors:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
-            if request.key not in checked:
-                self.cell_index.check_listed(request.key)
-                checked.add(request.key)
+        index = self._listings.index_for([(request.key, request.box) for request in requests])
+        for request in requests:
+            tensor = self.stored_tensors[request.key]
             shape = (*request.box.shape, numpy_dtype(tensor.dtype).itemsize)
             target = _Target(request.box, np.frombuffer(request.into, np.uint8).reshape(shape))
             for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
@@ -219,7 +348,7 @@ class StoredCheckpoint:
         for chunk, cells in wanted.values():
             ordered = sorted(cells)
             targets = (cells[cell] for cell in ordered)
-            for span in self.cell_index.find(chunk, ordered):
+            for span in index.find(chunk, ordered):
                 targets_by_span[span] = list(itertools.islice(targets, len(span.places)))
         buffers = _ReadBuffers()
         ordered_runs = list(runs(targets_by_span))
@@ -250,11 +379,10 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: an object is not as it was written.
         """
-        buffers = _ReadBuffers()
+        buffers, index = _ReadBuffers(), self.cell_index
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             futures = {
-                pool.submit(self._fetch, run, {}, buffers, None): run
-                for run in runs(self.cell_index.spans())
+                pool.submit(self._fetch, run, {}, buffers, None): run for run in runs(index.spans())
             }
             try:
                 for future in as_completed(futures):
@@ -263,7 +391,7 @@ class StoredCheckpoint:
             finally:
                 for future in futures:
                     future.cancel()
-        for item in self.cell_index.objects:
+        for item in index.objects:
             # A read past the object's recorded end must return nothing.
             if self._read(item.name, [memoryview(bytearray(1))], item.nbytes):
                 raise CheckpointDamaged(
@@ -372,6 +500,37 @@ class StoredCheckpoint:
 
     def _location(self, name: str) -> str:
         return f"{self.storage.url}/{self.directory}/{name}"
+
+
+def _choose(url: str, step: int | None, generation: int | None) -> StoredStep:
+    """Return the newest checkpoint of this step and generation, if these are given.
+
+    Raises:
+        CheckpointMissing: there is none.
+    """
+    if step is not None and generation is not None:
+        try:
+            return StoredStep(step, generation)
+        except ValueError:
+            raise _missing(url, step) from None
+    if step is None and generation is None:
+        chosen = newest(url)
+    else:
+        matching = (
+            stored
+            for stored in list_steps(url)
+            if step in (None, stored.step) and generation in (None, stored.generation)
+        )
+        chosen = next(matching, None)
+    if chosen is None:
+        raise _missing(url, step)
+    return chosen
+
+
+def _missing(url: str, step: int | None) -> CheckpointMissing:
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    present = ", ".join(str(stored.step) for stored in list_steps(url)[:8]) or "none"
+    return CheckpointMissing(f"{url}: there is no {wanted} (steps there: {present})")
 
 
 def _verified(storage: Storage, manifest: Manifest, name: str) -> bytes:

@@ -103,8 +103,13 @@ class Storage(Protocol):
         """Return the names of what writers that died have left of objects; `delete` deletes it."""
         ...
 
-    def directories_with(self, leaf: str) -> Sequence[str]:
-        """Return the top-level directories that have an object of this name."""
+    def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
+        """Return the top-level directories that have an object of this name.
+
+        Args:
+            leaf: the object.
+            after: only directories whose names come after this one, in order of their bytes.
+        """
         ...
 
     def delete(self, name: str) -> None:

@@ -13,6 +13,7 @@ import math
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -32,8 +33,10 @@ from keepstep.checkpoint.stored.chunking import (
     cells_over,
 )
 from keepstep.checkpoint.stored.format import (
+    CHUNKS,
     DOCUMENTS,
     MANIFEST,
+    NEWEST,
     REMOVED,
     ROOT,
     Attempt,
@@ -41,14 +44,15 @@ from keepstep.checkpoint.stored.format import (
     DataObject,
     Manifest,
     Pack,
-    PackedCell,
+    PackedChunk,
     StoredObject,
     StoredStep,
     array_metadata,
-    cells_per_chunk,
     chunk_name,
     decode_part,
     encode,
+    encode_checksums,
+    encode_chunk_parts,
     encode_part,
     pack_name,
     part_name,
@@ -152,6 +156,7 @@ def publish(
     attempt: Attempt,
     parts: Sequence[StoredObject],
     tensors: Mapping[str, StoredTensor],
+    chunk_parts: Mapping[str, Sequence[int]],
     documents: Mapping[str, Json],
 ) -> None:
     """Write the root metadata and the documents, then the manifest, which commits the checkpoint.
@@ -161,6 +166,8 @@ def publish(
         attempt: the attempt that wrote the parts.
         parts: the entries of all writers' listings.
         tensors: all tensors of the plan.
+        chunk_parts: for each tensor, the number of the listing that has each of its chunks, in C
+            order.
         documents: the parts of the state that are not tensors.
 
     Raises:
@@ -171,11 +178,35 @@ def publish(
         storage,
         attempt,
         parts,
-        {
-            ROOT: encode(root_metadata(attempt.stored, parts, tensors)),
-            DOCUMENTS: encode(to_strict_json(dict(documents))),
-        },
+        contents(
+            attempt.stored, parts, tensors, chunk_parts, encode(to_strict_json(dict(documents)))
+        ),
     )
+
+
+def contents(
+    stored: StoredStep,
+    parts: Sequence[StoredObject],
+    tensors: Mapping[str, StoredTensor],
+    chunk_parts: Mapping[str, Sequence[int]],
+    documents: bytes,
+) -> dict[str, bytes]:
+    """Return the objects that the manifest lists beside the parts, by name.
+
+    Args:
+        stored: the checkpoint.
+        parts: as for `publish`.
+        tensors: as for `publish`.
+        chunk_parts: as for `publish`.
+        documents: the documents, encoded.
+    """
+    chunks = encode_chunk_parts(chunk_parts)
+    entry = StoredObject(CHUNKS, len(chunks), crc32c.crc32c(chunks))
+    return {
+        ROOT: encode(root_metadata(stored, [*parts, entry], tensors)),
+        CHUNKS: chunks,
+        DOCUMENTS: documents,
+    }
 
 
 def commit(
@@ -212,6 +243,10 @@ def commit(
     except CheckpointError:
         storage.delete(path)
         raise
+    # It only saves readers a listing: without it, or if it names an older checkpoint, they look
+    # further.
+    with suppress(CheckpointError):
+        storage.write(NEWEST, [encode({"directory": attempt.stored.directory})])
 
 
 def manifest_of(
@@ -316,26 +351,20 @@ def _chunk_object(
     plan: ChunkPlan, chunk: Chunk, encoded: _Encode
 ) -> tuple[ChunkObject, list[Piece]]:
     tensor = plan.tensors[chunk.key]
-    checksums: list[int | None] = [None] * cells_per_chunk(tensor)
-    data, present_checksums = encoded(chunk)
-    for cell, crc in zip(cells_over(tensor, chunk, chunk.box), present_checksums, strict=True):
-        checksums[cell.number] = crc
-    pieces: list[Piece] = [data, shard_index(tensor, checksums)]
+    data, checksums = encoded(chunk)
+    present = [cell.number for cell in cells_over(tensor, chunk, chunk.box)]
+    pieces: list[Piece] = [data, shard_index(tensor, present)]
     name = chunk_name(chunk.key, chunk.place)
-    return ChunkObject(name, _nbytes(pieces), tuple(checksums)), pieces
+    return ChunkObject(name, _nbytes(pieces), encode_checksums(checksums)), pieces
 
 
 def _pack(plan: ChunkPlan, job: _PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
-    packed: list[PackedCell] = []
+    packed: list[PackedChunk] = []
     pieces: list[Piece] = []
     for chunk in job.chunks:
         data, checksums = encoded(chunk)
         pieces.append(data)
-        cells = cells_over(plan.tensors[chunk.key], chunk, chunk.box)
-        packed += [
-            PackedCell(chunk.key, cell.place, crc)
-            for cell, crc in zip(cells, checksums, strict=True)
-        ]
+        packed.append(PackedChunk(chunk.key, chunk.place, encode_checksums(checksums)))
     return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
 
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import crc32c
 import pytest
 import torch
-import zarr
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointExists
-from keepstep.checkpoint.stored.format import MANIFEST, REMOVED, ROOT, StoredStep, encode
+from keepstep.checkpoint.stored.format import (
+    MANIFEST,
+    NEWEST,
+    REMOVED,
+    VERSION,
+    StoredStep,
+)
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
 from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from tests.unit.checkpoint.stored.older_formats import put_format
 
 NOW_S = 1.7e9
-STEP = StoredStep(1, 0)
+STEP = StoredStep(30, 2)
 STATE = {"large": torch.randn(700, 600), "small": torch.arange(4.0)}
 
 
@@ -42,61 +45,26 @@ class RecordingStorage:
         return data
 
 
-def format_1_of(url: str) -> None:
-    """Make of the only checkpoint at a URL what older releases wrote: no attempt, no parts."""
-    storage = open_storage(url)
-    source = StoredCheckpoint.open(url)
-    root = json.loads(source.verified(ROOT))
-    root["attributes"]["keepstep"] = {"format": 1, "step": 1, "generation": 0}
-    contents = {
-        name.removeprefix(f"{source.directory}/"): storage.read(name)
-        for name in storage.names(f"{source.directory}/")
-    } | {ROOT: encode(root)}
-    storage.delete_directory(STEP.directory)
-    for name, content in contents.items():
-        storage.write(f"{STEP.directory}/{name}", [content])
-    entries = [
-        [item.name, len(contents[item.name]), crc32c.crc32c(contents[item.name])]
-        for item in source.manifest.objects
-    ]
-    manifest = {"format": 1, "step": 1, "generation": 0, "objects": entries}
-    storage.write(f"{STEP.directory}/{MANIFEST}", [encode(manifest)])
-
-
-@pytest.fixture(params=[1, 2])
-def url(request: pytest.FixtureRequest) -> str:
-    """A URL at which step 1 was stored, in either format."""
+def stored_in_format(number: int) -> str:
+    """Return a URL that has what the release of a format wrote, unless it is this release's."""
     url = f"memory://{uuid.uuid4().hex}"
-    checkpoint.save(url, STATE, step=1)
-    if request.param == 1:
-        format_1_of(url)
+    if number == VERSION:
+        checkpoint.save(url, STATE, step=STEP.step, generation=STEP.generation)
+    else:
+        put_format(url, number)
     return url
 
 
-def test_both_formats_are_read_and_verified(url: str) -> None:
-    StoredCheckpoint.open(url).verify()
-    filled = {name: torch.zeros_like(value) for name, value in STATE.items()}
-    assert checkpoint.load(url, filled) == 1
-    assert all(torch.equal(filled[name], value) for name, value in STATE.items())
-
-
-def test_zarr_reads_both_formats(tmp_path: Path) -> None:
-    checkpoint.save(str(tmp_path), STATE, step=1)
-    for _ in range(2):
-        root = tmp_path / StoredCheckpoint.open(str(tmp_path)).directory
-        group = zarr.open_group(str(root), mode="r")
-        for name, value in STATE.items():
-            assert torch.equal(torch.from_numpy(group[name][:]), value)
-        format_1_of(str(tmp_path))
-    assert root == tmp_path / STEP.directory
+@pytest.fixture(params=[1, 2, 3])
+def url(request: pytest.FixtureRequest) -> str:
+    """A URL at which one checkpoint was stored, in each format."""
+    return stored_in_format(request.param)
 
 
 def test_gc_deletes_no_tensor_of_format_1_that_is_named_as_an_attempt() -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    checkpoint.save(url, {"attempt-1": torch.ones(700, 600)}, step=1)
-    format_1_of(url)
+    url = stored_in_format(1)
+    open_storage(url).write(f"{STEP.directory}/attempt-1/c.0", [b"a chunk"])
     assert collect_garbage(url, now=NOW_S, grace_s=0) == ()
-    StoredCheckpoint.open(url).verify()
 
 
 def test_a_removed_checkpoint_is_collected_after_the_grace_time(url: str) -> None:
@@ -113,19 +81,19 @@ def test_a_removed_checkpoint_is_collected_after_the_grace_time(url: str) -> Non
 
 def test_a_removed_step_can_be_written_again_and_only_the_old_one_is_collected(url: str) -> None:
     remove(url, STEP, now=NOW_S)
-    checkpoint.save(url, {"x": torch.zeros(4)}, step=1)
+    checkpoint.save(url, {"x": torch.zeros(4)}, step=30, generation=2)
     assert len(collect_garbage(url, now=NOW_S + GRACE_S)) == 1
     StoredCheckpoint.open(url).verify()
     directory = StoredCheckpoint.open(url).directory
     assert all(
-        name.startswith(f"{directory}/") or name.endswith((MANIFEST, REMOVED))
+        name.startswith(f"{directory}/") or name.endswith((MANIFEST, REMOVED, NEWEST))
         for name in open_storage(url).names()
     )
 
 
 def test_a_removed_step_that_is_being_copied_to_is_not_collected(url: str) -> None:
     source = f"memory://{uuid.uuid4().hex}"
-    checkpoint.save(source, {"x": torch.ones(4)}, step=1)
+    checkpoint.save(source, {"x": torch.ones(4)}, step=30, generation=2)
     removed = StoredCheckpoint.open(url).directory
     remove(url, STEP, now=NOW_S)
     collected: list[tuple[str, ...]] = []
@@ -164,7 +132,8 @@ def test_a_copy_can_be_repeated_and_leaves_no_second_set_of_objects(url: str) ->
     for _ in range(2):
         assert copy(StoredCheckpoint.open(url), target) == STEP
         StoredCheckpoint.open(target).verify()
-    assert len({name.split("/")[1] for name in open_storage(target).names()}) == 2
+    names = open_storage(target).names(STEP.directory)
+    assert len({name.split("/")[1] for name in names}) == 2
 
 
 def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_time() -> None:

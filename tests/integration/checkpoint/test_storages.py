@@ -177,6 +177,11 @@ def test_names_are_listed_and_deleted_by_directory(storage: Storage) -> None:
     assert storage.names() == ["a/x", "a/y/z", "ab/x", "b/manifest.json"]
     assert storage.names("a/") == ["a/x", "a/y/z"]
     assert storage.directories_with("manifest.json") == ["b"]
+    storage.write("ba/manifest.json", [b"."])
+    assert sorted(storage.directories_with("manifest.json", after="a")) == ["b", "ba"]
+    assert storage.directories_with("manifest.json", after="b") == ["ba"]
+    assert storage.directories_with("manifest.json", after="ba") == []
+    storage.delete("ba/manifest.json")
     storage.delete_directory("a")
     storage.delete("b/manifest.json")
     assert storage.names() == ["ab/x"]

@@ -362,9 +362,8 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     with cluster(tmp_path, steps=10**6, every=3, checkpoint=str(checkpoint)) as running:
         for node in ("a", "b"):
             running.start(node)
-        running.wait_until(
-            lambda view: view.checkpoint is not None and view.checkpoint.step >= 6, 60
-        )
+        # Where storing is slow a due checkpoint may be skipped.
+        running.wait_until(lambda view: len(list_steps(str(checkpoint))) >= 2, 60)
     *_, older, newest = list_steps(str(checkpoint))[::-1]
     pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
     # One rank alone may find the damage; all of them take the other checkpoint.

@@ -7,15 +7,17 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.chunking import (
     CELL_NBYTES,
     CHUNK_NBYTES,
     Cell,
+    Piece,
     StoredTensor,
     cell_shape,
     cells_over,
@@ -40,7 +42,15 @@ def fsdp(shape: tuple[int, ...], ranks: int) -> list[Box]:
     ]
 
 
+@pytest.fixture
+def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let shards of any size have a chunk of their own."""
+    monkeypatch.setattr(chunking, "PACKED_NBYTES", 1)
+
+
 @given(st.integers(0, 40), st.integers(0, 5), st.integers(1, 9))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.usefixtures("never_packed")
 def test_an_fsdp_split_has_one_chunk_per_shard_even_if_uneven(
     rows: int, columns: int, ranks: int
 ) -> None:
@@ -49,6 +59,44 @@ def test_an_fsdp_split_has_one_chunk_per_shard_even_if_uneven(
     plan = plan_chunks([ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes])
     for box, chunks in zip(boxes, plan.chunks, strict=True):
         assert [chunk.box for chunk in chunks] == ([box] if box.size else [])
+        assert not any(chunk.pieces for chunk in chunks)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_small_shards_share_chunks_that_are_large_enough(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, ranks: int
+) -> None:
+    monkeypatch.setattr(chunking, "PACKED_NBYTES", 1000)
+    shape, itemsize = (rows, columns), 4
+    boxes = fsdp(shape, ranks)
+    plan = plan_chunks([ShardIndex(0, (entry("w", shape, box),), {}) for box in boxes])
+    chunks = [chunk for chunks in plan.chunks for chunk in chunks]
+    whole = rows * columns * itemsize
+    assert plan.tensors["w"].is_packed == (whole < 1000)
+    if whole < 1000:
+        assert len(chunks) == 1
+    *inner, _ = sorted(chunks, key=lambda chunk: chunk.place)
+    assert all(chunk.box.size * itemsize >= 1000 for chunk in inner)
+    for chunk in chunks:
+        assert sum(piece.box.size for piece in chunk.pieces) in (0, chunk.box.size)
+
+
+def test_pieces_of_a_chunk_come_from_the_writer_first_and_cover_it_once() -> None:
+    shape = (8, 4)
+    boxes = fsdp(shape, 4)
+    replicas = [*boxes, *boxes]
+    plan = plan_chunks([ShardIndex(0, (entry("w", shape, box),), {}) for box in replicas])
+    ((writer, chunk),) = [
+        (writer, chunk) for writer, chunks in enumerate(plan.chunks) for chunk in chunks
+    ]
+    assert chunk.box == Box.whole(shape)
+    assert chunk.pieces[0] == Piece(writer, replicas[writer])
+    count = np.zeros(shape, int)
+    for piece in chunk.pieces:
+        assert piece.box.intersect(replicas[piece.holder]) == piece.box
+        count[piece.box.slices] += 1
+    assert (count == 1).all()
 
 
 @given(
@@ -247,11 +295,13 @@ def test_chunks_within_shards_are_cut_at_their_divisors_only(extent: int) -> Non
     assert 2**20 <= chunk * 4 <= CHUNK_NBYTES
 
 
+@pytest.mark.usefixtures("never_packed")
 def test_chunks_follow_a_tensor_parallel_split_of_columns() -> None:
     boxes = [Box((0, column), (6, 4)) for column in (0, 4)]
     assert chunk_shape((6, 8), boxes, 4) == (6, 4)
 
 
+@pytest.mark.usefixtures("never_packed")
 def test_shards_without_a_common_divisor_get_chunks_of_the_largest_size() -> None:
     boxes = [Box((0,), (101,)), Box((101,), (100,)), Box((201,), (101,)), Box((302,), (100,))]
     assert chunk_shape((402,), boxes, 4) == (101,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import crc32c
@@ -18,11 +19,19 @@ from keepstep.checkpoint.stored.chunking import StoredTensor
 from keepstep.checkpoint.stored.format import (
     VERSION,
     Attempt,
+    ChunkObject,
     Manifest,
+    Pack,
+    PackedChunk,
     StoredObject,
     StoredStep,
+    decode_chunk_parts,
+    decode_part,
     encode,
-    parse_parts,
+    encode_checksums,
+    encode_chunk_parts,
+    encode_part,
+    parse_listings,
     parse_root,
     root_metadata,
 )
@@ -75,9 +84,12 @@ def test_other_directory_names_are_not_steps(name: str) -> None:
 
 def test_the_root_lists_the_parts_from_format_2_on() -> None:
     metadata = root_metadata(StoredStep(7, 1), PARTS, TENSORS)
-    assert parse_parts(encode(metadata), "here") == PARTS
+    assert parse_listings(encode(metadata), "here") == PARTS
+    listed = [part.to_json() for part in PARTS]
+    metadata["attributes"]["keepstep"] = {"format": 2, "step": 7, "generation": 1, "parts": listed}
+    assert parse_listings(encode(metadata), "here") == PARTS
     metadata["attributes"]["keepstep"] = {"format": 1, "step": 7, "generation": 1}
-    assert parse_parts(encode(metadata), "here") is None
+    assert parse_listings(encode(metadata), "here") is None
 
 
 def test_a_manifest_of_format_1_names_the_directory_of_the_step() -> None:
@@ -177,6 +189,17 @@ def test_a_tensor_name_outside_the_directory_is_refused_as_damaged() -> None:
         with_checksum({"format": 2, "step": 1, "generation": 0, "attempt": "../x", "objects": []}),
         with_checksum({"format": 2, "step": 1, "generation": 0, "attempt": 7, "objects": []}),
         encode({"format": 2, "step": 1, "generation": 0, "attempt": "a", "objects": []}),
+        with_checksum({"format": 3, "step": 1, "generation": 0, "attempt": "a", "objects": []}),
+        with_checksum(
+            {
+                "format": 3,
+                "required": [7],
+                "step": 1,
+                "generation": 0,
+                "attempt": "a",
+                "objects": [],
+            }
+        ),
     ],
 )
 def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> None:
@@ -188,3 +211,88 @@ def test_a_manifest_of_another_form_is_refused_as_damaged(content: bytes) -> Non
 def test_a_newer_format_is_not_taken_for_damage(version: int) -> None:
     with pytest.raises(CheckpointTooNew, match=f"here has format {version}, this keepstep reads"):
         Manifest.decode(json.dumps({"format": version}).encode(), "here")
+
+
+def test_a_required_feature_that_is_not_known_is_named_and_not_taken_for_damage() -> None:
+    manifest = replace(Manifest(7, 2, "a", PARTS), required=("compressed-cells", "x"))
+    with pytest.raises(CheckpointTooNew, match="here requires 'compressed-cells', 'x', which this"):
+        Manifest.decode(manifest.encode(), "here")
+
+
+def test_members_that_are_not_known_are_ignored() -> None:
+    content = json.loads(Manifest(7, 2, "a", PARTS).encode())
+    del content["crc32c"]
+    manifest = Manifest.decode(with_checksum({**content, "written_by": "a later release"}), "here")
+    assert manifest == Manifest(7, 2, "a", PARTS)
+
+
+CHECKSUMS = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(encode_checksums)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), CHECKSUMS), max_size=3), st.lists(CHECKSUMS))
+def test_a_part_round_trips(chunks: list[tuple[int, bytes]], packed: list[bytes]) -> None:
+    objects = (
+        *(ChunkObject(f"model/w/c.{n}", n, checksums) for n, checksums in chunks),
+        Pack(
+            "packs/000000-0000",
+            7,
+            tuple(PackedChunk("model/b", (n,), checksums) for n, checksums in enumerate(packed)),
+        ),
+    )
+    assert decode_part(encode_part(objects), "here") == objects
+
+
+def test_a_part_of_an_older_format_is_read() -> None:
+    old = [
+        ["model/w/c.0.1", 9, [7, None, 2**32 - 1]],
+        ["packs/000000-0000", 8, [["model/b", [0, 812], [1, 7]], ["step", [5]]]],
+    ]
+    assert decode_part(encode(old), "here") == (
+        ChunkObject("model/w/c.0.1", 9, encode_checksums([7, 2**32 - 1])),
+        Pack(
+            "packs/000000-0000",
+            8,
+            (
+                PackedChunk("model/b", (0,), encode_checksums([812])),
+                PackedChunk("model/b", (1,), encode_checksums([7])),
+                PackedChunk("step", (), encode_checksums([5])),
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        [["a/c.0", 1, "AAA"]],
+        [["a/c.0", 1, "AAAA"]],
+        [["a/c.0", 1, "!!!!AAAA"]],
+        [["a/c.0", 1, 7]],
+        [["a/c.0", -1, "AAAAAA=="]],
+        [["a/c.0", 1, [2**32]]],
+        [["packs/0", 1, "AAAAAA=="]],
+        [["packs/0", 1, [["a", [-1], "AAAAAA=="]]]],
+        [["packs/0", 1, [["a", 0, "AAAAAA=="]]]],
+        [["packs/0", 1, [[7, [0], "AAAAAA=="]]]],
+        [["packs/0", 1, [["a", []]]]],
+    ],
+)
+def test_a_part_of_another_form_is_refused_as_damaged(listing: Any) -> None:
+    with pytest.raises(CheckpointDamaged, match="here is not a listing"):
+        decode_part(encode(listing), "here")
+
+
+@given(st.dictionaries(st.sampled_from("abc"), st.lists(st.integers(0, 2**32 - 1), max_size=4)))
+def test_the_parts_of_chunks_round_trip(parts: dict[str, list[int]]) -> None:
+    decoded = decode_chunk_parts(encode_chunk_parts(parts), "here")
+    spread = {
+        key: list(numbers) if isinstance(numbers, tuple) else [numbers] * len(parts[key])
+        for key, numbers in decoded.items()
+    }
+    assert spread == {key: numbers for key, numbers in parts.items() if numbers}
+
+
+@pytest.mark.parametrize("content", [[], {"a": -1}, {"a": "AAA"}, {"a": "AAAA"}, {"a": None}])
+def test_parts_of_chunks_of_another_form_are_refused_as_damaged(content: Any) -> None:
+    with pytest.raises(CheckpointDamaged, match="here does not tell which part"):
+        decode_chunk_parts(encode(content), "here")

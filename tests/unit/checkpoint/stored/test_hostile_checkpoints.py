@@ -19,6 +19,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.format import (
+    CHUNKS,
     DOCUMENTS,
     MANIFEST,
     ROOT,
@@ -62,7 +63,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     part = write_part(
         storage, ATTEMPT, plan, [0], lambda key, box: np.ones((*box.shape, 4), np.uint8), name=0
     )
-    publish(storage, ATTEMPT, [part], plan.tensors, {"values": {"loss": 1.0}})
+    publish(storage, ATTEMPT, [part], plan.tensors, plan.chunk_parts(), {"values": {"loss": 1.0}})
     return tmp_path
 
 
@@ -131,6 +132,12 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "a name that is no text": (
         PART, lambda content: json.dumps(name_of_chunk("large/\ud800")(content)).encode()
     ),
+    "a part that is not in the manifest": (CHUNKS, lambda _: {"large": 7, "small": 7}),
+    "too few chunks": (CHUNKS, lambda _: {"large": "AAAAAAAAAAA=", "small": 0}),
+    "no chunks": (CHUNKS, lambda _: {}),
+    "deep chunks": (CHUNKS, lambda _: b"[" * 10**6),
+    "a chunk in a place beyond the grid": (PART, name_of_chunk("large/c.7.0")),
+    "a chunk in a place of another rank": (PART, name_of_chunk("large/c.0")),
     "an object without end": (PART, listing(lambda item: item.__setitem__(1, 2**62))),
 }  # fmt: skip
 

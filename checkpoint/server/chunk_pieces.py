@@ -1,0 +1,151 @@
+"""Assembles the chunks that a node writes from the shards in its own and other nodes' memory.
+
+A chunk may cover the shards of many ranks, on many nodes, and there are thousands of them. So the
+pieces that other nodes hold are read for a batch of chunks at once, with one request to each node.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.memory.arena import Bytes, box_bytes
+from keepstep.checkpoint.memory.client import SnapshotClient
+from keepstep.checkpoint.memory.messages import ShardBox
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.checkpoint.stored.chunking import ChunkPlan, Piece
+
+# What is read from other nodes at once. Each writing thread may be in another batch.
+_BATCH_NBYTES = 16 * 2**20
+_PARALLEL_NODES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A box of a tensor, and the rank whose shard has it."""
+
+    rank: int
+    key: str
+    box: Box
+    itemsize: int
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Chunks whose remote pieces are read together, kept until all its chunks were assembled."""
+
+    pieces: dict[tuple[str, Box], Sequence[_Piece]] = field(default_factory=dict)
+    nbytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    data: dict[_Piece, Bytes] | None = None
+
+
+class ChunkPieces:
+    """Assembles chunks, in about the order in which they are given. Thread-safe.
+
+    Args:
+        memory: holds the node's shards.
+        snapshot: the snapshot that is stored.
+        addresses: where each rank's shard is; None in this node's memory.
+        plan: the chunks of all writers.
+        ranks: the ranks that the plan's positions stand for.
+        writers: the positions of the writers whose chunks will be asked for, in order.
+        connect: connects to a snapshot server.
+    """
+
+    def __init__(
+        self,
+        memory: SnapshotMemory,
+        snapshot: SnapshotId,
+        addresses: Mapping[int, str | None],
+        plan: ChunkPlan,
+        ranks: Sequence[int],
+        writers: Sequence[int],
+        connect: Callable[[str], SnapshotClient],
+    ) -> None:
+        self._memory = memory
+        self._snapshot = snapshot
+        self._addresses = addresses
+        self._connect = connect
+        self._pieces: dict[tuple[str, Box], Sequence[_Piece]] = {}
+        self._batches: dict[tuple[str, Box], _Batch] = {}
+        batch = _Batch()
+        for writer in writers:
+            for chunk in plan.chunks[writer]:
+                name = (chunk.key, chunk.box)
+                itemsize = numpy_dtype(plan.tensors[chunk.key].dtype).itemsize
+                pieces = [
+                    _Piece(ranks[piece.holder], chunk.key, piece.box, itemsize)
+                    for piece in chunk.pieces or (Piece(writer, chunk.box),)
+                ]
+                self._pieces[name] = pieces
+                remote = [piece for piece in pieces if addresses[piece.rank] is not None]
+                if remote:
+                    self._batches[name] = batch
+                    batch.pieces[name] = remote
+                    batch.nbytes += sum(piece.box.size * itemsize for piece in remote)
+                    if batch.nbytes >= _BATCH_NBYTES:
+                        batch = _Batch()
+
+    def read(self, key: str, box: Box) -> Bytes:
+        """Return a chunk's bytes: a view if it lies entirely in local memory, else a copy.
+
+        Raises:
+            CheckpointError: another node that holds a piece of it cannot be read.
+        """
+        pieces = self._pieces[key, box]
+        batch = self._batches.get((key, box))
+        if batch is None and len(pieces) == 1:
+            return self._local(pieces[0])
+        remote = self._remote(batch, (key, box)) if batch is not None else {}
+        result = np.empty((*box.shape, pieces[0].itemsize), np.uint8)
+        for piece in pieces:
+            data = remote[piece] if piece in remote else self._local(piece)
+            result[piece.box.within(box).slices] = data
+        return result
+
+    def _local(self, piece: _Piece) -> Bytes:
+        wanted = ShardBox(piece.rank, piece.key, piece.box)
+        entry, arena = self._memory.find_box(self._snapshot, wanted)
+        return box_bytes(entry, arena.bytes, piece.box)
+
+    def _remote(self, batch: _Batch, name: tuple[str, Box]) -> Mapping[_Piece, Bytes]:
+        with batch.lock:
+            if batch.data is None:
+                batch.data = self._fetch(
+                    [piece for pieces in batch.pieces.values() for piece in pieces]
+                )
+            data = {piece: batch.data[piece] for piece in batch.pieces.pop(name)}
+            if not batch.pieces:
+                batch.data = None
+            return data
+
+    def _fetch(self, pieces: Sequence[_Piece]) -> dict[_Piece, Bytes]:
+        data = {piece: np.empty((*piece.box.shape, piece.itemsize), np.uint8) for piece in pieces}
+        by_node: dict[str, list[_Piece]] = defaultdict(list)
+        for piece in data:
+            address = self._addresses[piece.rank]
+            assert address is not None, "local pieces are not fetched"
+            by_node[address].append(piece)
+
+        def fetch_from(address: str) -> None:
+            wanted = by_node[address]
+            boxes = [ShardBox(piece.rank, piece.key, piece.box) for piece in wanted]
+            # A connection of its own: chunks are read on several threads.
+            with closing(self._connect(address)) as client:
+                into = [data[piece].reshape(-1).data for piece in wanted]
+                client.read(self._snapshot, boxes, into, background=True)
+
+        with ThreadPoolExecutor(_PARALLEL_NODES) as pool:
+            for _ in pool.map(fetch_from, by_node):
+                pass
+        return data
