@@ -112,6 +112,6 @@ def test_the_newest_checkpoint_is_intact_whenever_the_writer_dies(
             assert step == 2
         assert list_steps(str(root))[0] == StoredStep(2, 0)
         StoredCheckpoint.open(str(root), 2).verify()
-    # Two operations follow the one that commits: a look whether the attempt was closed, and the note
+    # Two operations follow the one that commits: a look whether the attempt was closed, and a note
     # of the newest checkpoint.
     assert committed == (3 if when == "after" else 2)
