@@ -29,7 +29,8 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
             raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+        # Without generators: a planner of many ranks makes hundreds of thousands of boxes.
+        if min(self.offset, default=0) < 0 or min(self.shape, default=0) < 0:
             raise ValueError(f"box has a negative offset {self.offset} or shape {self.shape}")
 
     @classmethod
@@ -51,14 +52,18 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """Return the common block, or None if the two share no element."""
-        starts = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stops = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        starts: list[int] = []
+        extents: list[int] = []
+        for start, extent, other_start, other_extent in zip(
+            self.offset, self.shape, other.offset, other.shape, strict=True
+        ):
+            first = max(start, other_start)
+            count = min(start + extent, other_start + other_extent) - first
+            if count <= 0:
+                return None
+            starts.append(first)
+            extents.append(count)
+        return Box(tuple(starts), tuple(extents))
 
     def within(self, outer: Box) -> Box:
         """Return this box in the coordinates of `outer`, which must contain it."""

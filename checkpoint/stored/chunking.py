@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -433,11 +434,42 @@ def _held_by_chunk(
     """Return, by chunk place, the parts of the chunk that ranks hold; they may overlap."""
     held: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
     for holder, entry in shards:
-        for chunk in chunks_over(entry.key, shape, grid, entry.box):
+        box = entry.box
+        if box.size == 0:
+            continue
+        first = tuple(map(operator.floordiv, box.offset, grid))
+        last = tuple(
+            (start + extent - 1) // step
+            for start, extent, step in zip(box.offset, box.shape, grid, strict=True)
+        )
+        # Nearly always: the grid follows the shards.
+        if first == last:
+            held[first].append(Piece(holder, box))
+            continue
+        for chunk in chunks_over(entry.key, shape, grid, box):
             common = chunk.box.intersect(entry.box)
             assert common is not None, "a chunk over a box shares elements with it"
             held[chunk.place].append(Piece(holder, common))
     return held
+
+
+def _tile(box: Box, parts: Collection[Box]) -> bool:
+    """Return whether parts of a box make it up as slices along one dimension do."""
+    sliced = {
+        axis
+        for part in parts
+        for axis, (extent, whole) in enumerate(zip(part.shape, box.shape, strict=True))
+        if extent != whole
+    }
+    if len(sliced) != 1:
+        return False
+    (axis,) = sliced
+    end = box.offset[axis]
+    for start, extent in sorted((part.offset[axis], part.shape[axis]) for part in parts):
+        if start != end:
+            return False
+        end += extent
+    return end == box.offset[axis] + box.shape[axis]
 
 
 def _pieces(chunk: Chunk, writer: int, parts: Sequence[Piece], ranks: int) -> tuple[Piece, ...]:
@@ -451,9 +483,15 @@ def _pieces(chunk: Chunk, writer: int, parts: Sequence[Piece], ranks: int) -> tu
     """
     if any(part.holder == writer and part.box == chunk.box for part in parts):
         return ()
+    ordered = sorted(parts, key=lambda part: (part.holder - writer) % ranks)
+    distinct: dict[Box, Piece] = {}
+    for part in ordered:
+        distinct.setdefault(part.box, part)
+    if _tile(chunk.box, distinct.keys()):
+        return tuple(distinct.values())
     pieces: list[Piece] = []
     missing = [chunk.box]
-    for part in sorted(parts, key=lambda part: (part.holder - writer) % ranks):
+    for part in ordered:
         remaining: list[Box] = []
         for box in missing:
             common = box.intersect(part.box)
