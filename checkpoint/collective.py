@@ -6,10 +6,9 @@ Without a process group, the one process is rank 0.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,19 +16,19 @@ import torch
 import torch.distributed as dist
 
 from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
-from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan, Piece
 
 Bytes = npt.NDArray[np.uint8]
-
-# What a rank sends or receives at once when chunks are gathered.
-_BATCH_NBYTES = 64 * 2**20
 
 
 def rank() -> int:
     """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if _is_collective() else 0
+
+
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _is_collective() else 1
 
 
 def all_gather_json(message: Json) -> list[Json]:
@@ -50,31 +49,54 @@ def all_gather_json(message: Json) -> list[Json]:
     ]
 
 
-def gather_chunks(
-    plan: ChunkPlan, tensors: Mapping[str, LiveTensor]
-) -> dict[tuple[str, Box], Bytes]:
-    """Collect the chunks that this rank writes but holds only in part; return their bytes.
+def exchange_numbers(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Send row i to rank i, and return the rows that all ranks sent to this one, in their order.
 
-    These are chunks of many ranks' small shards, and of shards that form no regular grid. All ranks
-    have the same plan and go over it in the same order, so that the pieces need no names.
+    All rows of all ranks have the same length.
+    """
+    if not _is_collective():
+        return [list(rows[0])]
+    sent = torch.tensor(rows, dtype=torch.int64, device=_device())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return [list(map(int, row)) for row in received.tolist()]
+
+
+def exchange(messages: Sequence[bytes]) -> list[bytes]:
+    """Send message i to rank i, and return the messages that all ranks sent to this one."""
+    received_nbytes = [row[0] for row in exchange_numbers([[len(data)] for data in messages])]
+    sent = torch.from_numpy(np.frombuffer(b"".join(messages), np.uint8).copy())
+    received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+    exchange_bytes(sent, [len(data) for data in messages], received, received_nbytes)
+    content = received.numpy().tobytes()
+    ends = itertools.accumulate(received_nbytes)
+    return [content[end - size : end] for end, size in zip(ends, received_nbytes, strict=True)]
+
+
+def exchange_bytes(
+    sent: torch.Tensor,
+    sent_nbytes: Sequence[int],
+    received: torch.Tensor,
+    received_nbytes: Sequence[int],
+) -> None:
+    """Send to each rank its part of a CPU tensor of bytes, and receive the parts for this one.
 
     Args:
-        plan: the chunks of all writers.
-        tensors: this rank's tensors by key.
-
-    Returns:
-        The chunks' bytes by tensor key and box, as `box_of` returns them.
+        sent: the parts for all ranks, one after the other.
+        sent_nbytes: size of the part for each rank.
+        received: where the parts from all ranks go, one after the other.
+        received_nbytes: size of the part from each rank.
     """
-    collected: dict[tuple[str, Box], Bytes] = {}
-    transfers = [
-        _Transfer(chunk, piece, numpy_dtype(plan.tensors[chunk.key].dtype).itemsize, writer)
-        for writer, chunks in enumerate(plan.chunks)
-        for chunk in chunks
-        for piece in chunk.pieces
-    ]
-    for batch in _batches(transfers):
-        _exchange_pieces(batch, tensors, collected)
-    return collected
+    if not _is_collective():
+        received.copy_(sent)
+        return
+    device = _device()
+    if device == "cpu":
+        dist.all_to_all_single(received, sent, list(received_nbytes), list(sent_nbytes))
+        return
+    incoming = torch.empty_like(received, device=device)
+    dist.all_to_all_single(incoming, sent.to(device), list(received_nbytes), list(sent_nbytes))
+    received.copy_(incoming)
 
 
 def box_of(tensor: LiveTensor, box: Box) -> Bytes:
@@ -84,82 +106,6 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     """
     part = plain(tensor.data[box.within(tensor.box).slices])
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A piece of a chunk, from the rank that holds it to the one that writes the chunk."""
-
-    chunk: Chunk
-    piece: Piece
-    itemsize: int
-    writer: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.piece.box.size * self.itemsize
-
-
-def _batches(transfers: Sequence[_Transfer]) -> Iterator[list[_Transfer]]:
-    """Yield the transfers in batches in which no rank sends or receives too much at once."""
-    batch: list[_Transfer] = []
-    nbytes: dict[tuple[str, int], int] = defaultdict(int)
-    for transfer in transfers:
-        batch.append(transfer)
-        nbytes["from", transfer.piece.holder] += transfer.nbytes
-        nbytes["to", transfer.writer] += transfer.nbytes
-        if (
-            max(nbytes["from", transfer.piece.holder], nbytes["to", transfer.writer])
-            >= _BATCH_NBYTES
-        ):
-            yield batch
-            batch, nbytes = [], defaultdict(int)
-    if batch:
-        yield batch
-
-
-def _exchange_pieces(
-    transfers: Sequence[_Transfer],
-    tensors: Mapping[str, LiveTensor],
-    collected: dict[tuple[str, Box], Bytes],
-) -> None:
-    """Send this rank's pieces and put what it receives into `collected`."""
-    own_rank = rank()
-    ranks = range(dist.get_world_size() if _is_collective() else 1)
-    outgoing: dict[int, list[Bytes]] = {peer: [] for peer in ranks}
-    incoming: dict[int, list[_Transfer]] = {peer: [] for peer in ranks}
-    for transfer in transfers:
-        if transfer.piece.holder == own_rank:
-            piece = box_of(tensors[transfer.chunk.key], transfer.piece.box)
-            outgoing[transfer.writer].append(piece.reshape(-1))
-        if transfer.writer == own_rank:
-            incoming[transfer.piece.holder].append(transfer)
-    pieces = [piece for peer in ranks for piece in outgoing[peer]]
-    sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
-    received = sent
-    if _is_collective():
-        received = torch.empty(
-            sum(transfer.nbytes for peer in ranks for transfer in incoming[peer]),
-            dtype=torch.uint8,
-            device=_device(),
-        )
-        dist.all_to_all_single(
-            received,
-            sent.to(_device()),
-            [sum(transfer.nbytes for transfer in incoming[peer]) for peer in ranks],
-            [sum(piece.nbytes for piece in outgoing[peer]) for peer in ranks],
-        )
-    data, start = received.cpu().numpy(), 0
-    for transfer in (transfer for peer in ranks for transfer in incoming[peer]):
-        chunk = transfer.chunk
-        whole = collected.setdefault(
-            (chunk.key, chunk.box), np.empty((*chunk.box.shape, transfer.itemsize), np.uint8)
-        )
-        piece = data[start : start + transfer.nbytes]
-        whole[transfer.piece.box.within(chunk.box).slices] = piece.reshape(
-            *transfer.piece.box.shape, transfer.itemsize
-        )
-        start += transfer.nbytes
 
 
 def _is_collective() -> bool:

@@ -252,7 +252,7 @@ class CellIndex:
             number < count for number, count in zip(place, tensor.grid, strict=True)
         )
         # By arithmetic, before anything is gone over: a few bytes may claim any number of cells.
-        expected = math.prod(_cells_along(tensor, place)) if is_inside else 0
+        expected = cell_count(tensor, place) if is_inside else 0
         if not is_inside or listed != expected:
             raise CheckpointDamaged(
                 f"{self.where}{name} is listed with {listed} cells, chunk {place} of {key} has "
@@ -284,6 +284,11 @@ def runs(spans: Iterable[Span]) -> Iterator[list[Span]]:
         nbytes += span.nbytes
     if run:
         yield run
+
+
+def cell_count(tensor: StoredTensor, place: Sequence[int]) -> int:
+    """Return how many cells a chunk has that are not beyond the tensor's edge."""
+    return math.prod(_cells_along(tensor, place))
 
 
 def _cells_along(tensor: StoredTensor, place: Sequence[int]) -> tuple[int, ...]:

@@ -318,6 +318,16 @@ class StoredCheckpoint:
         """
         return self._listings.index_of(self._listings.numbers)
 
+    def locate(self, boxes: Sequence[tuple[str, Box]]) -> CellIndex:
+        """Return an index that finds the cells of these boxes of tensors.
+
+        It reads the listings that it needs and that were not read before.
+
+        Raises:
+            CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
+        """
+        return self._listings.index_for(boxes)
+
     @cached_property
     def _listings(self) -> _Listings:
         chunk_parts = None
@@ -335,7 +345,7 @@ class StoredCheckpoint:
         for request in requests:
             if request.key not in self.stored_tensors:
                 raise LayoutMismatch(f"{request.key}: not in {self.storage.url}, step {self.step}")
-        index = self._listings.index_for([(request.key, request.box) for request in requests])
+        index = self.locate([(request.key, request.box) for request in requests])
         for request in requests:
             tensor = self.stored_tensors[request.key]
             shape = (*request.box.shape, numpy_dtype(tensor.dtype).itemsize)

@@ -20,6 +20,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.stored.chunking import (
+    ChunkPlan,
     Piece,
     PlannedChunk,
     StoredTensor,
@@ -34,8 +35,13 @@ _RANKS_PER_PLANNER = 8
 class WriterPlan:
     """The chunks that one rank writes, and their tensors by key."""
 
-    tensors: Mapping[str, StoredTensor]
+    tensors: dict[str, StoredTensor]
     chunks: tuple[PlannedChunk, ...]
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """The plan of this one writer, whose position in it is 0."""
+        return ChunkPlan(self.tensors, (self.chunks,))
 
     def to_json(self) -> Json:
         """Return the plan as JSON, without what follows from a chunk's place."""

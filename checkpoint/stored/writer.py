@@ -132,7 +132,7 @@ def write_part(
         data, checksums = encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
         return data.data, checksums
 
-    jobs = [job for writer in writers for job in _jobs(plan, writer)]
+    jobs = list(write_jobs(plan, writers, name))
     first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
     written = _map_parallel(write, jobs)
     listing = encode_part(written)
@@ -318,22 +318,22 @@ def _map_parallel(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> li
 
 
 @dataclass(frozen=True, slots=True)
-class _PackJob:
+class PackJob:
     """Chunks whose cells go into one pack."""
 
     name: str
     chunks: tuple[Chunk, ...]
 
 
-_Job = Chunk | _PackJob
+_Job = Chunk | PackJob
 _Encode = Callable[[Chunk], tuple[memoryview, tuple[int, ...]]]
 
 
-def _jobs(plan: ChunkPlan, writer: int) -> Iterator[_Job]:
-    """Yield the objects that a writer writes."""
+def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[Chunk | PackJob]:
+    """Yield the objects that these writers write as the part of this number."""
     batch: list[Chunk] = []
     nbytes, number = 0, 0
-    for chunk in plan.chunks[writer]:
+    for chunk in (chunk for writer in writers for chunk in plan.chunks[writer]):
         tensor = plan.tensors[chunk.key]
         if not tensor.is_packed:
             yield chunk
@@ -341,10 +341,10 @@ def _jobs(plan: ChunkPlan, writer: int) -> Iterator[_Job]:
         batch.append(chunk)
         nbytes += chunk.box.size * numpy_dtype(tensor.dtype).itemsize
         if nbytes >= PACK_NBYTES:
-            yield _PackJob(pack_name(writer, number), tuple(batch))
+            yield PackJob(pack_name(name, number), tuple(batch))
             batch, nbytes, number = [], 0, number + 1
     if batch:
-        yield _PackJob(pack_name(writer, number), tuple(batch))
+        yield PackJob(pack_name(name, number), tuple(batch))
 
 
 def _chunk_object(
@@ -358,7 +358,7 @@ def _chunk_object(
     return ChunkObject(name, _nbytes(pieces), encode_checksums(checksums)), pieces
 
 
-def _pack(plan: ChunkPlan, job: _PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
+def _pack(plan: ChunkPlan, job: PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
     packed: list[PackedChunk] = []
     pieces: list[Piece] = []
     for chunk in job.chunks:
