@@ -25,10 +25,13 @@ from keepstep.checkpoint.collective import Bytes, all_gather_json, box_of, gathe
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
+from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.capture import LiveStateReader
+from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
+from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.restore import allocate, restore
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, check_disjoint, one_box_each
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -40,29 +43,44 @@ _VALUES = "values"
 StateMapping = Mapping[str, object]
 
 
-def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
+def save(
+    url: str,
+    state: StateMapping,
+    *,
+    step: int,
+    generation: int = 0,
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
+) -> None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
-        state: a module, optimizers of its parameters, tensors (sharded or not), JSON values and
-            mappings of these, by name. The module's tensors are stored as `model/<name>` and its
-            optimizers' as `optim/<name>/<slot>`.
+        state: a module, optimizers of its parameters, tensors (sharded or not), flat fragments of
+            tensors, JSON values and mappings of these, by name. The module's tensors are stored as
+            `model/<name>` and its optimizers' as `optim/<name>/<slot>`.
         step: number of completed steps.
         generation: distinguishes attempts at one step; `load` takes the greatest.
+        parts: the parts of fused tensors, such as q, k and v, by patterns of parameter names (or of
+            keys, for other tensors): `{"*.qkv.weight": PartTable(...)}`. Optimizer slots of the
+            parameter's shape have the same parts. They are stored in the order of the table,
+            whatever the number of ranks that slice them.
+        parts_mesh_axis: name of the device mesh's axis that slices every part; other axes split
+            rows.
 
     Raises:
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises.
     """
+    fused = FusedTensors(parts or {}, parts_mesh_axis)
     # All ranks take the name that rank 0 gives the attempt.
     live, gathered = on_all_ranks_gathering(
-        lambda: _capture(state), lambda live: [uuid.uuid4().hex, _index_of(live).to_json()]
+        lambda: _capture(state, fused), lambda live: [uuid.uuid4().hex, _index_of(live).to_json()]
     )
     indexes = [ShardIndex.from_json(index) for _, index in gathered]
     plan = plan_chunks(indexes)
     storage, attempt = open_storage(url), Attempt(StoredStep(step, generation), gathered[0][0])
-    tensors = {tensor.key: tensor for tensor in live.tensors}
+    tensors = one_box_each(live.tensors)
     collected = gather_chunks(plan, indexes, tensors)
 
     def read_box(key: str, box: Box) -> Bytes:
@@ -72,10 +90,10 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
         lambda: write_part(storage, attempt, plan, [rank()], read_box, name=rank()),
         StoredObject.to_json,
     )
-    parts = [StoredObject.from_json(part) for part in gathered_parts]
+    written = [StoredObject.from_json(part) for part in gathered_parts]
     documents = merged_documents(index.documents for index in indexes)
     on_all_ranks(
-        lambda: publish(storage, attempt, parts, plan.tensors, documents) if rank() == 0 else None
+        lambda: publish(storage, attempt, written, plan.tensors, documents) if rank() == 0 else None
     )
 
 
@@ -88,6 +106,8 @@ def load(
     convert: bool = False,
     fallback: bool = False,
     resize: Collection[str] = (),
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
@@ -102,6 +122,8 @@ def load(
         resize: names of parameters that may be larger or smaller than in the checkpoint, such as
             embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
             The same holds for their optimizer state.
+        parts: as for `save`; only needed where the state to fill is sliced.
+        parts_mesh_axis: as for `save`.
 
     Raises:
         CheckpointMissing: there is no such checkpoint.
@@ -109,12 +131,13 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
+    fused = FusedTensors(parts or {}, parts_mesh_axis)
     candidates = [stored for stored in agreed_steps(url) if step in (None, stored.step)]
 
     def load_one(step: int | None, generation: int | None) -> int:
         return _load(
             url, state, step, generation,
-            strict=strict, convert=convert, resize=frozenset(resize),
+            strict=strict, convert=convert, resize=frozenset(resize), fused=fused,
         )  # fmt: skip
 
     if not candidates:
@@ -132,15 +155,16 @@ def _load(
     strict: bool,
     convert: bool,
     resize: Collection[str],
+    fused: FusedTensors,
 ) -> int:
     with ExitStack() as undo_allocations:
 
         def prepare() -> tuple[StoredCheckpoint, LiveState]:
             source = StoredCheckpoint.open(url, step, generation)
             for model, optimizers in _modules(state):
-                undo = allocate(model, optimizers, source.slots, resize=resize)
+                undo = allocate(model, optimizers, source.slots, resize=resize, fused=fused)
                 undo_allocations.callback(undo)
-            return source, _capture(state)
+            return source, _capture(state, fused)
 
         source, live = on_all_ranks(prepare)
         loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
@@ -198,39 +222,41 @@ def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
     return [(modules[0], optimizers)] if modules else []
 
 
-def _capture(state: StateMapping) -> LiveState:
+def _capture(state: StateMapping, fused: FusedTensors) -> LiveState:
     tensors: list[LiveTensor] = []
     values: dict[str, Json] = {}
     documents: dict[str, Json] = {}
     for model, optimizers in _modules(state):
-        captured = LiveStateReader(model, optimizers).capture()
+        captured = LiveStateReader(model, optimizers, fused).capture()
         tensors += captured.tensors
         documents.update(captured.documents)
-    _walk(state, "", tensors, values)
-    keys = [tensor.key for tensor in tensors]
-    if len(keys) != len(set(keys)):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise LayoutMismatch(
-            f"{repeated} is in the state twice; rename the one that is not in the module"
-        )
+    _walk(state, "", fused, tensors, values)
+    check_disjoint(tensors)
     return LiveState(tuple(tensors), {**documents, _VALUES: values})
 
 
 def _walk(
-    state: StateMapping, prefix: str, tensors: list[LiveTensor], values: dict[str, Json]
+    state: StateMapping,
+    prefix: str,
+    fused: FusedTensors,
+    tensors: list[LiveTensor],
+    values: dict[str, Json],
 ) -> None:
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, torch.Tensor):
-            tensors.append(describe(key, value))
+            tensors += fused.describe(key, key, value)
+        elif isinstance(value, FlatFragment):
+            tensors += value.describe(key)
         elif isinstance(value, Mapping):
-            _walk(value, f"{key}/", tensors, values)
+            _walk(value, f"{key}/", fused, tensors, values)
         elif is_json(value):
             values[key] = value
         elif prefix or not isinstance(value, nn.Module | Optimizer):
             raise LayoutMismatch(
-                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, JSON values and "
-                "mappings of them, and the module and its optimizers at the top level"
+                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, flat fragments, "
+                "JSON values and mappings of them, and the module and its optimizers at the top "
+                "level"
             )
 
 

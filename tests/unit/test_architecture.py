@@ -52,7 +52,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
         "checkpoint.cli": "checkpoint.errors checkpoint.stored",
-        "checkpoint": "checkpoint.api checkpoint.errors",
+        "checkpoint": "checkpoint.api checkpoint.errors checkpoint.layout checkpoint.live",
         # monitor
         "monitor.errors": "",
         "monitor.records": "",
@@ -177,8 +177,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "CheckpointTooNew", "LayoutMismatch", "RankFailed", "SnapshotInvariantViolated",
-        "SnapshotUnavailable", "StateChanged", "load", "save",
+        "CheckpointTooNew", "FlatFragment", "LayoutMismatch", "Part", "PartTable", "RankFailed",
+        "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",
