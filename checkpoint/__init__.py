@@ -25,9 +25,11 @@ from keepstep.checkpoint.errors import (
     SnapshotUnavailable,
     StateChanged,
 )
+from keepstep.checkpoint.layout.part_table import Part, PartTable
 
 if TYPE_CHECKING:
     from keepstep.checkpoint.api import load, save
+    from keepstep.checkpoint.live.flat_fragment import FlatFragment
 
 __all__ = [
     "CheckpointDamaged",
@@ -35,7 +37,10 @@ __all__ = [
     "CheckpointExists",
     "CheckpointMissing",
     "CheckpointTooNew",
+    "FlatFragment",
     "LayoutMismatch",
+    "Part",
+    "PartTable",
     "RankFailed",
     "SnapshotInvariantViolated",
     "SnapshotUnavailable",
@@ -51,6 +56,10 @@ def __getattr__(name: str) -> Any:
         from keepstep.checkpoint import api
 
         return getattr(api, name)
+    if name == "FlatFragment":
+        from keepstep.checkpoint.live.flat_fragment import FlatFragment
+
+        return FlatFragment
     raise AttributeError(f"module 'keepstep.checkpoint' has no attribute {name!r}")
 
 

@@ -7,7 +7,7 @@ form no regular grid.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
 from keepstep.checkpoint.agreement import (
@@ -18,7 +18,9 @@ from keepstep.checkpoint.agreement import (
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.collective_plan import PlanCache, plan_collectively
+from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.optimizer_options import restore_options
+from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.state_mapping import (
@@ -34,36 +36,51 @@ from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 
-def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
+def save(
+    url: str,
+    state: StateMapping,
+    *,
+    step: int,
+    generation: int = 0,
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
+) -> None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
-        state: a module, optimizers of its parameters, tensors (sharded or not), JSON values and
-            mappings of these, by name. The module's tensors are stored as `model/<name>` and its
-            optimizers' as `optim/<name>/<slot>`.
+        state: a module, optimizers of its parameters, tensors (sharded or not), flat fragments of
+            tensors, JSON values and mappings of these, by name. The module's tensors are stored as
+            `model/<name>` and its optimizers' as `optim/<name>/<slot>`.
         step: number of completed steps.
         generation: distinguishes attempts at one step; `load` takes the greatest.
+        parts: the parts of fused tensors, such as q, k and v, by patterns of parameter names (or of
+            keys, for other tensors): `{"*.qkv.weight": PartTable(...)}`. Optimizer slots of the
+            parameter's shape have the same parts. They are stored in the order of the table,
+            whatever the number of ranks that slice them.
+        parts_mesh_axis: name of the device mesh's axis that slices every part; other axes split
+            rows.
 
     Raises:
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises.
     """
+    fused = FusedTensors(parts or {}, parts_mesh_axis)
     planned = plan_collectively(
-        StoredStep(step, generation), lambda: capture(state), None, PlanCache()
+        StoredStep(step, generation), lambda: capture(state, fused), None, PlanCache()
     )
     storage, attempt = open_storage(url), planned.attempt
     _, gathered_parts = on_all_ranks_gathering(
         lambda: write_part(storage, attempt, planned.own.plan, [0], planned.read_box, name=rank()),
         StoredObject.to_json,
     )
-    parts = [StoredObject.from_json(part) for part in gathered_parts]
+    written = [StoredObject.from_json(part) for part in gathered_parts]
     on_all_ranks(
         lambda: (
             publish(
                 storage,
                 attempt,
-                parts,
+                written,
                 planned.tensors.tensors,
                 planned.tensors.writers,
                 planned.documents,
@@ -83,6 +100,8 @@ def load(
     convert: bool = False,
     fallback: bool = False,
     resize: Collection[str] = (),
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
@@ -97,6 +116,8 @@ def load(
         resize: names of parameters that may be larger or smaller than in the checkpoint, such as
             embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
             The same holds for their optimizer state.
+        parts: as for `save`; only needed where the state to fill is sliced.
+        parts_mesh_axis: as for `save`.
 
     Raises:
         CheckpointMissing: there is no such checkpoint.
@@ -104,12 +125,13 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
+    fused = FusedTensors(parts or {}, parts_mesh_axis)
     candidates = [stored for stored in agreed_steps(url) if step in (None, stored.step)]
 
     def load_one(step: int | None, generation: int | None) -> int:
         return _load(
             url, state, step, generation,
-            strict=strict, convert=convert, resize=frozenset(resize),
+            strict=strict, convert=convert, resize=frozenset(resize), fused=fused,
         )  # fmt: skip
 
     if not candidates:
@@ -127,15 +149,16 @@ def _load(
     strict: bool,
     convert: bool,
     resize: Collection[str],
+    fused: FusedTensors,
 ) -> int:
     with ExitStack() as undo_allocations:
 
         def prepare() -> tuple[StoredCheckpoint, LiveState]:
             source = StoredCheckpoint.open(url, step, generation)
             for model, optimizers in modules_of(state):
-                undo = allocate(model, optimizers, source.slots, resize=resize)
+                undo = allocate(model, optimizers, source.slots, resize=resize, fused=fused)
                 undo_allocations.callback(undo)
-            return source, capture(state)
+            return source, capture(state, fused)
 
         source, live = on_all_ranks(prepare)
         loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.capture import LiveStateReader
+from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.optimizer_options import is_json
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, check_disjoint
 
 VALUES = "values"
 """The document that holds the state's JSON values, by name."""
@@ -43,8 +45,12 @@ def modules_of(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
     return [(modules[0], optimizers)] if modules else []
 
 
-def capture(state: StateMapping) -> LiveState:
+def capture(state: StateMapping, fused: FusedTensors) -> LiveState:
     """Return the live tensors and the documents of a state.
+
+    Args:
+        state: the state.
+        fused: which of its tensors have fused parts.
 
     Raises:
         LayoutMismatch: part of the state cannot be stored; the message names it.
@@ -53,16 +59,11 @@ def capture(state: StateMapping) -> LiveState:
     values: dict[str, Json] = {}
     documents: dict[str, Json] = {}
     for model, optimizers in modules_of(state):
-        captured = LiveStateReader(model, optimizers).capture()
+        captured = LiveStateReader(model, optimizers, fused).capture()
         tensors += captured.tensors
         documents.update(captured.documents)
-    _walk(state, "", tensors, values)
-    keys = [tensor.key for tensor in tensors]
-    if len(keys) != len(set(keys)):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise LayoutMismatch(
-            f"{repeated} is in the state twice; rename the one that is not in the module"
-        )
+    _walk(state, "", fused, tensors, values)
+    check_disjoint(tensors)
     return LiveState(tuple(tensors), {**documents, VALUES: values})
 
 
@@ -77,18 +78,25 @@ def fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = "
 
 
 def _walk(
-    state: StateMapping, prefix: str, tensors: list[LiveTensor], values: dict[str, Json]
+    state: StateMapping,
+    prefix: str,
+    fused: FusedTensors,
+    tensors: list[LiveTensor],
+    values: dict[str, Json],
 ) -> None:
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, torch.Tensor):
-            tensors.append(describe(key, value))
+            tensors += fused.describe(key, key, value)
+        elif isinstance(value, FlatFragment):
+            tensors += value.describe(key)
         elif isinstance(value, Mapping):
-            _walk(value, f"{key}/", tensors, values)
+            _walk(value, f"{key}/", fused, tensors, values)
         elif is_json(value):
             values[key] = value
         elif prefix or not isinstance(value, nn.Module | Optimizer):
             raise LayoutMismatch(
-                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, JSON values and "
-                "mappings of them, and the module and its optimizers at the top level"
+                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, flat fragments, "
+                "JSON values and mappings of them, and the module and its optimizers at the top "
+                "level"
             )

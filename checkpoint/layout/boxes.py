@@ -70,6 +70,25 @@ class Box:
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
 
+def overlapping(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Return two boxes of one tensor that share elements, or None if there are none."""
+    # Boxes that share no element along the axis that tells most of them apart need no comparison.
+    axes = range(max((len(box.shape) for box in boxes), default=0))
+    axis = max(axes, key=lambda n: len({box.offset[n] for box in boxes}), default=None)
+    if axis is None:
+        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
+    near: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.offset[axis]):
+        near = [
+            other for other in near if other.offset[axis] + other.shape[axis] > box.offset[axis]
+        ]
+        for other in near:
+            if box.intersect(other) is not None:
+                return other, box
+        near.append(box)
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One box of one tensor, as contiguous C-order bytes at `byte_offset` of a rank's buffer.
@@ -127,9 +146,12 @@ class ShardIndex:
     documents: Mapping[str, Json]
 
     @property
-    def by_key(self) -> dict[str, Entry]:
-        """The entries by tensor key."""
-        return {entry.key: entry for entry in self.entries}
+    def by_key(self) -> dict[str, tuple[Entry, ...]]:
+        """The entries by tensor key; a rank may hold several boxes of a tensor."""
+        entries: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            entries.setdefault(entry.key, []).append(entry)
+        return {key: tuple(boxes) for key, boxes in entries.items()}
 
     def to_json(self) -> Json:
         """Return the index as a JSON object."""

@@ -18,13 +18,15 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
+from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
 from keepstep.checkpoint.live.optimizer_options import (
     as_json_value,
-    name_of,
     options_of,
-    parameter_names,
 )
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe, local_of
+from keepstep.checkpoint.live.optimizer_state import slots_of
+from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of
 
 _LOCAL = operator.attrgetter("_local_tensor")
 
@@ -34,7 +36,7 @@ class _ScannedState:
     """The result of one walk over the state, valid until an object in it is replaced.
 
     Attributes:
-        live: the tensors, as boxes.
+        live: the tensors, as boxes; some have several.
         containers: the dictionary that holds each tensor: `containers[i][names[i]]` is
             `tensors[i]`.
         names: the key of each tensor in its container.
@@ -90,10 +92,12 @@ class LiveStateReader:
     caller calls `invalidate_if_moved`.
     """
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], fused: FusedTensors = NOT_FUSED
+    ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
-        self._names = parameter_names(model)
+        self._parameters = ModelParameters(model, fused)
         self._tied: dict[str, str] = {}
         self._scanned: _ScannedState | None = None
 
@@ -118,11 +122,11 @@ class LiveStateReader:
             self._scanned = None
 
     def _scan(self) -> _ScannedState:
-        # Calling this first also makes FSDP put its sharded parameters back in place.
-        state = self._model.state_dict(keep_vars=True)
+        parameters = self._parameters
+        state, containers = self._model_state()
         self._tied = _tied_names(state)
-        containers = _containers_by_name(self._model)
-        places: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
+        live: list[LiveTensor] = []
+        places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
         sized: list[Mapping[Any, Any]] = [holder for holder, _ in containers.values()]
         empty: list[tuple[Mapping[str, Any], str]] = [
@@ -133,32 +137,39 @@ class LiveStateReader:
             if isinstance(value, torch.Tensor) and name not in self._tied:
                 holder, leaf = containers.get(name, ({name: value}, name))
                 is_derived = is_derived or name not in containers or holder[leaf] is not value
-                places.append((holder, leaf, f"model/{name}", value))
+                places.append((holder, leaf, value))
+                live += parameters.describe(name, value)
             elif not isinstance(value, torch.Tensor | None):
                 raise LayoutMismatch(
                     f"model/{name}: extra state of type {type(value).__name__} cannot be stored"
                 )
+        live += parameters.describe_units()
+        for unit in parameters.units:
+            places.append((vars(unit.handle), "flat_param", unit.flat))
+            self._tied.update(unit.tied)
         groups: list[tuple[Mapping[str, Any], list[str]]] = []
         for optimizer in self._optimizers:
-            sized.append(optimizer.state)
             for group in optimizer.param_groups:
-                groups.append(
-                    (group, [name_of(parameter, self._names) for parameter in group["params"]])
-                )
-            for parameter, slots in optimizer.state.items():
+                names = [name for held in group["params"] for name in parameters.names(held)]
+                groups.append((group, names))
+            optimizer_state = slots_of(optimizer)
+            sized.append(optimizer_state)
+            for parameter, slots in optimizer_state.items():
                 sized.append(slots)
-                name = name_of(parameter, self._names)
                 for slot, value in slots.items():
                     if isinstance(value, torch.Tensor):
-                        places.append((slots, slot, f"optim/{name}/{slot}", value))
+                        places.append((slots, slot, value))
+                        live += parameters.describe_slot(parameter, slot, value)
                     else:
-                        scalars.append((f"{name}/{slot}", slots, slot))
+                        scalars += [
+                            (f"{name}/{slot}", slots, slot) for name in parameters.shapes(parameter)
+                        ]
                         empty.append((slots, slot))
         sharded = tuple(tensor for *_, tensor in places if isinstance(tensor, DTensor))
         return _ScannedState(
-            live=tuple(describe(key, tensor) for _, _, key, tensor in places),
+            live=tuple(live),
             containers=tuple(holder for holder, *_ in places),
-            names=tuple(name for _, name, *_ in places),
+            names=tuple(name for _, name, _ in places),
             tensors=tuple(tensor for *_, tensor in places),
             sharded=sharded,
             shards=tuple(map(local_of, sharded)),
@@ -169,6 +180,18 @@ class LiveStateReader:
             groups=tuple(groups),
             is_derived=is_derived,
         )
+
+    def _model_state(self) -> tuple[dict[str, Any], dict[str, tuple[dict[str, Any], str]]]:
+        """Return the model's tensors by name, and the module dictionaries that hold them.
+
+        The parameters of FSDP1 units are not among them.
+        """
+        if self._parameters.units:
+            containers = unmanaged_containers(self._model, self._parameters.units)
+            return {name: holder[leaf] for name, (holder, leaf) in containers.items()}, containers
+        # Calling this first also makes FSDP2 put its sharded parameters back in place.
+        state = self._model.state_dict(keep_vars=True)
+        return state, _containers_by_name(self._model)
 
 
 def _containers_by_name(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

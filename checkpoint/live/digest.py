@@ -22,7 +22,11 @@ def layout_digest(tensors: Iterable[LiveTensor]) -> str:
 
 def checksums(tensors: Sequence[LiveTensor]) -> Mapping[str, int]:
     """Return the CRC-32C of each tensor's local elements; those of a GPU are copied to the host."""
-    return {tensor.key: int(crc32c.crc32c(as_bytes(plain(tensor.data)))) for tensor in tensors}
+    sums: dict[str, int] = {}
+    for tensor in tensors:
+        # A rank may hold several boxes of a tensor; their bytes count one after the other.
+        sums[tensor.key] = int(crc32c.crc32c(as_bytes(plain(tensor.data)), sums.get(tensor.key, 0)))
+    return sums
 
 
 def content_digest(checksums: Mapping[str, int]) -> str:

@@ -13,27 +13,8 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import GROUPS, SCALARS
-
-
-def parameter_names(model: nn.Module) -> dict[int, str]:
-    """Return each parameter's name by identity; a shared parameter has its first name."""
-    return {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-
-
-def name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
-    """Return a parameter's name.
-
-    Raises:
-        LayoutMismatch: the model has no such parameter.
-    """
-    try:
-        return names[id(parameter)]
-    except KeyError:
-        raise LayoutMismatch(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model does "
-            "not have; make the optimizer after the model is sharded, and pass the model and the "
-            "optimizer of the same training state"
-        ) from None
+from keepstep.checkpoint.live.model_parameters import ModelParameters
+from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Json]:
@@ -79,7 +60,7 @@ def restore_options(
     Raises:
         LayoutMismatch: a group has parameters that were saved in groups with different options.
     """
-    names = parameter_names(model)
+    parameters = ModelParameters(model)
     stored = {
         name: group["options"]
         for group in documents.get(GROUPS, [])
@@ -94,7 +75,8 @@ def restore_options(
             known = [
                 name
                 for parameter in group["params"]
-                if (name := name_of(parameter, names)) in stored
+                for name in parameters.names(parameter)
+                if name in stored
             ]
             for name in known:
                 if stored[name] != stored[known[0]]:
@@ -107,9 +89,12 @@ def restore_options(
                     group[option].fill_(value)
                 else:
                     group[option] = tuple(value) if isinstance(group.get(option), tuple) else value
+        state = slots_of(optimizer)
+        for group in local_groups(optimizer):
             for parameter in group["params"]:
-                for slot, value in scalars.get(name_of(parameter, names), {}).items():
-                    optimizer.state[parameter][slot] = value
+                for name in parameters.shapes(parameter):
+                    for slot, value in scalars.get(name, {}).items():
+                        state[parameter][slot] = value
 
 
 def is_json(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Computes the box of a rank's shard from placements, mesh shape and coordinate.
+"""Computes the box, or the boxes, of a rank's shard from placements, mesh shape and coordinate.
 
 Pure (torch's placement types are values): it uses no device mesh and does no communication.
 """
@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.integers import ceil_div
+from keepstep.checkpoint.layout.part_table import PartTable
 
 
 def local_box(
@@ -39,19 +40,11 @@ def local_box(
     Raises:
         LayoutMismatch: what the rank holds is not one box, such as a pending sum (`Partial`).
     """
-    splits: list[list[_Split]] = [[] for _ in shape]
-    for parts, number, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Replicate):
-            continue
-        if isinstance(placement, Partial) or not isinstance(placement, Shard | _StridedShard):
-            raise LayoutMismatch(
-                f"a tensor placed as {placement} cannot be stored; redistribute it first"
-            )
-        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        splits[placement.dim % len(shape)].append(_Split(parts, number, factor))
     ranges = []
-    for extent, of_dimension in zip(shape, splits, strict=True):
-        pieces = _pieces(range(extent), of_dimension)
+    for extent, splits in zip(
+        shape, _splits(len(shape), mesh_shape, coordinate, placements), strict=True
+    ):
+        pieces = _pieces(range(extent), splits)
         if len(pieces) > 1:
             raise LayoutMismatch(
                 f"a tensor of shape {tuple(shape)} placed as {tuple(placements)} over a mesh of "
@@ -60,6 +53,71 @@ def local_box(
             )
         ranges += pieces
     return Box(tuple(r.start for r in ranges), tuple(len(r) for r in ranges))
+
+
+def local_boxes_of_parts(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+    *,
+    table: PartTable,
+    mesh_axis: int,
+) -> tuple[Box, ...]:
+    """Return the boxes of a tensor of fused parts that one rank holds, in their local order.
+
+    Locally they lie one after the other along the fused dimension. Every part is sliced by one mesh
+    axis, tensor parallelism's; others split what that has left, as FSDP does.
+
+    Args:
+        shape: the tensor's shape as torch has it, in which the ranks' shards are put together.
+        mesh_shape: as for `local_box`.
+        coordinate: as for `local_box`.
+        placements: as for `local_box`.
+        table: the parts; it gives the extent of the unsharded dimension.
+        mesh_axis: which mesh axis slices the parts.
+
+    Raises:
+        LayoutMismatch: a part cannot be cut evenly, the shape contradicts the table, or another
+            mesh axis splits the parts first.
+    """
+    degree, number = mesh_shape[mesh_axis], coordinate[mesh_axis]
+    whole = table.local_extent(degree) * degree
+    if shape[table.axis] != whole:
+        raise LayoutMismatch(
+            f"dimension {table.axis} of a tensor of shape {tuple(shape)} has the slices of "
+            f"{degree} ranks; with these parts they have {whole} elements together; correct the "
+            "part table"
+        )
+    if degree == 1:
+        return (local_box(shape, mesh_shape, coordinate, placements),)
+    splits = _splits(len(shape), mesh_shape, coordinate, placements)[table.axis]
+    ordered = _in_order_of_application(splits)
+    if not _are_from_right_to_left(splits) or ordered[0].mesh_axis != mesh_axis:
+        raise LayoutMismatch(
+            f"a tensor placed as {tuple(placements)} is split before tensor parallelism slices its "
+            "parts, and cannot be stored; apply tensor parallelism first"
+        )
+    held = range(table.local_extent(degree))
+    for split in ordered[1:]:
+        held = _chunk(held, split.parts, split.number)
+    others = [n if axis != table.axis else 0 for axis, n in enumerate(shape)]
+    box = local_box(
+        others,
+        mesh_shape,
+        coordinate,
+        [p if _dimension(p, len(shape)) != table.axis else Replicate() for p in placements],
+    )
+    boxes = []
+    for piece in table.pieces(degree, number):
+        start = max(piece.local_offset, held.start)
+        stop = min(piece.local_offset + piece.extent, held.stop)
+        if start < stop:
+            offset, extents = list(box.offset), list(box.shape)
+            offset[table.axis] = piece.global_offset + start - piece.local_offset
+            extents[table.axis] = stop - start
+            boxes.append(Box(tuple(offset), tuple(extents)))
+    return tuple(boxes)
 
 
 class _Split(NamedTuple):
@@ -71,6 +129,37 @@ class _Split(NamedTuple):
     parts: int
     number: int
     factor: int
+    mesh_axis: int
+
+
+def _splits(
+    dimensions: int,
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> list[list[_Split]]:
+    """Return what splits each dimension, from the left to the right of the mesh's axes."""
+    splits: list[list[_Split]] = [[] for _ in range(dimensions)]
+    for axis, (parts, number, placement) in enumerate(
+        zip(mesh_shape, coordinate, placements, strict=True)
+    ):
+        if isinstance(placement, Replicate):
+            continue
+        dimension = _dimension(placement, dimensions)
+        if isinstance(placement, Partial) or dimension is None:
+            raise LayoutMismatch(
+                f"a tensor placed as {placement} cannot be stored; redistribute it first"
+            )
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        splits[dimension].append(_Split(parts, number, factor, axis))
+    return splits
+
+
+def _dimension(placement: Placement, dimensions: int) -> int | None:
+    """Return which dimension of a tensor a placement splits; None if it splits none."""
+    if isinstance(placement, Shard | _StridedShard):
+        return int(placement.dim % dimensions)
+    return None
 
 
 def _pieces(extent: range, splits: Sequence[_Split]) -> list[range]:

@@ -13,7 +13,10 @@ from torch.optim import Optimizer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
-from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names
+from keepstep.checkpoint.live.flat_parameters import reshard
+from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
+from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
+from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, is_plain, torch_dtype
 
 FindSlots = Callable[[Collection[str]], Mapping[str, Mapping[str, TensorSpec]]]
@@ -31,18 +34,20 @@ def allocate(
     find_slots: FindSlots,
     *,
     resize: Collection[str] = (),
+    fused: FusedTensors = NOT_FUSED,
 ) -> Callable[[], None]:
     """Create the optimizer slots that the source has and a new optimizer lacks.
 
     A slot of the parameter's shape is sharded like the parameter; any other slot is complete on
     every rank. `step` is where torch's own optimizers keep it: on the CPU, unless the group is
-    fused or capturable.
+    fused or capturable. Units of FSDP1 free what they have gathered, for it is about to change.
 
     Args:
         model: names the parameters.
         optimizers: the optimizers to complete.
         find_slots: returns the source's slots of parameters, as `Source.slots` does.
         resize: as for `restore`.
+        fused: which parameters have fused parts.
 
     Returns:
         An undo for a load that fails. It restores the slots that every parameter had before, also
@@ -54,9 +59,10 @@ def allocate(
             too large for its parameter. After this or
             any other error, such as lack of memory, the optimizers are unchanged.
     """
+    reshard(model)
     undo = _make_undo(optimizers)
     try:
-        _allocate(parameter_names(model), optimizers, find_slots, resize)
+        _allocate(ModelParameters(model, fused), optimizers, find_slots, resize)
     except BaseException:
         undo()
         raise
@@ -64,31 +70,28 @@ def allocate(
 
 
 def _check_slot_size(
-    name: str, slot: str, spec: TensorSpec, parameter: torch.Tensor, total: int
+    name: str, slot: str, spec: TensorSpec, shape: tuple[int, ...], total: int
 ) -> None:
     """Refuse a slot that no optimizer has: each rank would allocate all of it.
 
     The largest known are preconditioners, matrices over the elements of a dimension (Shampoo), and
     vectors over all parameters (L-BFGS). `total` is the number of the optimizer's elements.
     """
-    most = max(_SMALL_SLOT, parameter.numel() ** 2, total)
+    most = max(_SMALL_SLOT, math.prod(shape) ** 2, total)
     if math.prod(spec.shape) > most:
         raise LayoutMismatch(
             f"optim/{name}/{slot}: the source holds {spec.dtype} {spec.shape}, too much for a "
-            f"parameter of shape {tuple(parameter.shape)}; it is damaged, or of another model"
+            f"parameter of shape {shape}; it is damaged, or of another model"
         )
 
 
 def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
     """Return a function that restores the slots that the optimizers' parameters have now."""
     before: list[tuple[dict[Any, Any], torch.Tensor, dict[str, Any] | None]] = [
-        (
-            optimizer.state,
-            parameter,
-            dict(optimizer.state[parameter]) if parameter in optimizer.state else None,
-        )
+        (state, parameter, dict(state[parameter]) if parameter in state else None)
         for optimizer in optimizers
-        for group in optimizer.param_groups
+        for state in (slots_of(optimizer),)
+        for group in local_groups(optimizer)
         for parameter in group["params"]
     ]
 
@@ -105,39 +108,44 @@ def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 
 
 def _allocate(
-    names: Mapping[int, str],
+    parameters: ModelParameters,
     optimizers: Sequence[Optimizer],
     find_slots: FindSlots,
     resize: Collection[str],
 ) -> None:
     own_names = {
-        name_of(parameter, names)
+        name
         for optimizer in optimizers
-        for group in optimizer.param_groups
+        for group in local_groups(optimizer)
         for parameter in group["params"]
+        for name in parameters.shapes(parameter)
     }
     slots = find_slots(own_names)
     for optimizer in optimizers:
-        total = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-        for group in optimizer.param_groups:
+        state, groups = slots_of(optimizer), local_groups(optimizer)
+        total = sum(p.numel() for group in groups for p in group["params"])
+        for group in groups:
             for parameter in group["params"]:
                 on_device = group.get("fused") or group.get("capturable")
-                for slot, spec in slots.get(name_of(parameter, names), {}).items():
-                    if slot in optimizer.state[parameter]:
-                        continue
-                    dtype = torch_dtype(spec.dtype)
-                    has_parameter_shape = spec.shape == tuple(parameter.shape) or (
-                        name_of(parameter, names) in resize and len(spec.shape) == parameter.dim()
-                    )
-                    if has_parameter_shape and slot != "step":
-                        created = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                    else:
-                        _check_slot_size(name_of(parameter, names), slot, spec, parameter, total)
-                        on_cpu = slot == "step" and not on_device
-                        created = torch.zeros(
-                            spec.shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
+                for name, shape in parameters.shapes(parameter).items():
+                    for slot, spec in slots.get(name, {}).items():
+                        if slot in state[parameter]:
+                            continue
+                        dtype = torch_dtype(spec.dtype)
+                        has_parameter_shape = spec.shape == shape or (
+                            name in resize and len(spec.shape) == len(shape)
                         )
-                    optimizer.state[parameter][slot] = created
+                        if has_parameter_shape and slot != "step":
+                            created = parameters.new_slot(parameter, dtype)
+                        else:
+                            _check_slot_size(name, slot, spec, shape, total)
+                            on_cpu = slot == "step" and not on_device
+                            created = torch.zeros(
+                                spec.shape,
+                                dtype=dtype,
+                                device="cpu" if on_cpu else parameter.device,
+                            )
+                        state[parameter][slot] = created
 
 
 def restore(
@@ -168,22 +176,21 @@ def restore(
     Raises:
         LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
     """
-    tensors = {tensor.key: tensor for tensor in state.tensors}
+    # Boxes of one tensor agree in all that is checked here.
+    by_key = {tensor.key: tensor for tensor in state.tensors}
     problems = [
         f"{key}: the source holds {spec.dtype} {spec.shape}, "
         f"the model expects {tensor.dtype} {tensor.global_shape}"
-        for key, tensor in tensors.items()
+        for key, tensor in by_key.items()
         if (spec := source.tensors.get(key)) is not None
         and (not _fits(tensor, spec, resize) or (spec.dtype != tensor.dtype and not convert))
     ]
     if strict:
-        problems += [
-            f"{key}: missing in the source" for key in tensors if key not in source.tensors
-        ]
+        problems += [f"{key}: missing in the source" for key in by_key if key not in source.tensors]
         problems += [
             f"{key}: in the source, but not in the model"
             for key in source.known_keys()
-            if key not in tensors and key not in keys_of_other_ranks and key.startswith("model/")
+            if key not in by_key and key not in keys_of_other_ranks and key.startswith("model/")
         ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
@@ -193,9 +200,10 @@ def restore(
             "data types; shapes must agree, except for parameters named in resize=[...], such as "
             "embeddings whose vocabulary was padded"
         )
+    _check_shared_numbers(state.tensors, source)
     direct: list[BoxRequest] = []
     staged: list[LiveTensor] = []
-    for tensor in tensors.values():
+    for tensor in state.tensors:
         if tensor.key not in source.tensors or tensor.box.size == 0:
             continue
         if tensor.data.device.type == "meta":
@@ -243,6 +251,34 @@ def _restore_staged(tensors: Sequence[LiveTensor], source: Source) -> None:
             tensor.data.zero_()
             if box:
                 tensor.data[box.within(tensor.box).slices].copy_(buffer)
+
+
+def _check_shared_numbers(tensors: Sequence[LiveTensor], source: Source) -> None:
+    """Check that optimizer slots that are one number here are equal in the source.
+
+    All parameters in a flat parameter of FSDP1 have one step.
+    """
+    keys_by_memory: dict[int, list[str]] = {}
+    for tensor in tensors:
+        is_number = tensor.key.startswith("optim/") and not tensor.global_shape
+        if is_number and tensor.key in source.tensors and tensor.data.data_ptr():
+            keys_by_memory.setdefault(tensor.data.data_ptr(), []).append(tensor.key)
+    for first, *others in keys_by_memory.values():
+        if not others:
+            continue
+        dtype = torch_dtype(source.tensors[first].dtype)
+        numbers = torch.empty(1 + len(others), dtype=dtype)
+        source.read([
+            BoxRequest(key, Box((), ()), as_bytes(number))
+            for key, number in zip((first, *others), numbers, strict=True)
+        ])  # fmt: skip
+        for key, number in zip(others, numbers[1:], strict=True):
+            if as_bytes(number) != as_bytes(numbers[0]):
+                raise LayoutMismatch(
+                    f"{first} and {key} are one number in this optimizer, because its model was "
+                    f"wrapped with use_orig_params=False, but {numbers[0].item()} and "
+                    f"{number.item()} in the source; pass use_orig_params=True"
+                )
 
 
 def _fits(tensor: LiveTensor, spec: TensorSpec, resize: Collection[str]) -> bool:

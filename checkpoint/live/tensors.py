@@ -8,14 +8,14 @@ share memory (tied weights) are stored once, under their first name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.boxes import Box, Json, overlapping
 from keepstep.checkpoint.live.placement import local_box
 
 _NAMES: dict[torch.dtype, str] = {
@@ -40,11 +40,12 @@ _NAMES: dict[torch.dtype, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LiveTensor:
-    """This rank's box of a tensor.
+    """A box of a tensor on this rank, which may have several boxes of one tensor.
 
-    `data` is the local shard, detached; it shares the live memory. `owner` is the state's own
-    tensor, if `data` is its memory: every write to it increments its version counter. (A DTensor's
-    local tensor has another version counter, which such writes do not increment.)
+    `data` is the box's elements, detached; it shares the live memory. `owner` is the state's own
+    tensor, if `data` is part of its memory: every write to it increments its version counter. (A
+    DTensor's local tensor has another version counter, which such writes do not increment.) `data`
+    begins `owner_offset_nbytes` bytes after the owner.
     """
 
     key: str
@@ -52,11 +53,15 @@ class LiveTensor:
     box: Box
     data: torch.Tensor
     owner: torch.Tensor | None = None
+    owner_offset_nbytes: int = 0
 
     @property
     def has_moved(self) -> bool:
         """Whether the owner now has other memory than `data`."""
-        return self.owner is not None and local_of(self.owner).data_ptr() != self.data.data_ptr()
+        return (
+            self.owner is not None
+            and offset_nbytes(self.data, self.owner) != self.owner_offset_nbytes
+        )
 
     def clone(self) -> LiveTensor:
         """Return a copy with memory of its own and no owner."""
@@ -126,6 +131,35 @@ def describe(key: str, tensor: torch.Tensor) -> LiveTensor:
     return LiveTensor(key, tuple(data.shape), Box.whole(data.shape), data, tensor)
 
 
+def check_disjoint(tensors: Iterable[LiveTensor]) -> None:
+    """Check that the boxes that this rank has of each tensor are different elements.
+
+    Raises:
+        LayoutMismatch: two boxes of a tensor are the same or overlap; the message names the tensor.
+    """
+    boxes: dict[str, list[Box]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        boxes.setdefault(tensor.key, []).append(tensor.box)
+        if shapes.setdefault(tensor.key, tensor.global_shape) != tensor.global_shape:
+            raise _repeated(tensor.key)
+    for key, held in boxes.items():
+        if len(set(held)) < len(held):
+            raise _repeated(key)
+        pair = overlapping(held)
+        if pair is not None:
+            one, other = pair
+            raise LayoutMismatch(
+                f"{key} is in the state in boxes that overlap, at offset {one.offset} with shape "
+                f"{one.shape} and at offset {other.offset} with shape {other.shape}; each element "
+                "may be there once"
+            )
+
+
+def _repeated(key: str) -> LayoutMismatch:
+    return LayoutMismatch(f"{key} is in the state twice; rename the one that is not in the module")
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's memory, in the CPU, holds its elements in C order as they are.
 
@@ -150,7 +184,19 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, the same object at every call; any other tensor itself."""
+    """Return a DTensor's or flat parameter's local tensor, and any other tensor itself.
+
+    It is the same object at every call.
+    """
     # `to_local` makes a new tensor at every call: too slow for every step, and its identity means
     # nothing.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    # While FSDP1 computes, its flat parameter has other memory than this rank's shard of it.
+    shard: torch.Tensor = getattr(tensor, "_local_shard", tensor)
+    return shard
+
+
+def offset_nbytes(data: torch.Tensor, owner: torch.Tensor) -> int:
+    """Return how many bytes after the beginning of its owner's local memory a tensor begins."""
+    return data.data_ptr() - local_of(owner).data_ptr()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class _Shard:
     """A sealed shard in this node's memory."""
 
     index: ShardIndex
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, tuple[Entry, ...]]
     memory: Bytes
 
 
@@ -147,7 +147,7 @@ class RestoreCheck:
 
 
 def _compare_entry(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) -> tuple[int, bool]:
-    """Compare one tensor's part with what older shards have of it.
+    """Compare one box of a tensor with what older shards have of it.
 
     Replicas may differ, as the statistics of batch normalization do: what is held several times
     needs to be equal once, element by element, for it may have been read in pieces.
@@ -156,10 +156,7 @@ def _compare_entry(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) -> tuple
     """
     nbytes = 0
     differs = False
-    for old in olds:
-        other = old.entries.get(entry.key)
-        if other is None:
-            continue
+    for other, other_memory in _entries_of(entry.key, olds):
         if (other.dtype, other.global_shape) != (entry.dtype, entry.global_shape):
             return nbytes, False
         box = entry.box.intersect(other.box)
@@ -167,7 +164,7 @@ def _compare_entry(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) -> tuple
             continue
         new_bytes = box_bytes(entry, memory, box)
         nbytes += new_bytes.nbytes
-        differs = differs or not _are_equal(new_bytes, box_bytes(other, old.memory, box))
+        differs = differs or not _are_equal(new_bytes, box_bytes(other, other_memory, box))
     return nbytes, not differs or _equals_some_replica(entry, memory, olds)
 
 
@@ -175,16 +172,22 @@ def _equals_some_replica(entry: Entry, memory: Bytes, olds: Sequence[_Shard]) ->
     """Whether every element that older shards have is equal in at least one of them."""
     is_held = np.zeros(entry.box.shape, bool)
     is_equal = np.zeros(entry.box.shape, bool)
-    for old in olds:
-        other = old.entries.get(entry.key)
-        box = entry.box.intersect(other.box) if other else None
-        if other is None or box is None:
+    for other, other_memory in _entries_of(entry.key, olds):
+        box = entry.box.intersect(other.box)
+        if box is None:
             continue
         part = box.within(entry.box).slices
-        one, two = box_bytes(entry, memory, box), box_bytes(other, old.memory, box)
+        one, two = box_bytes(entry, memory, box), box_bytes(other, other_memory, box)
         is_held[part] = True
         is_equal[part] |= (one == two).all(axis=-1)
     return bool(np.array_equal(is_held, is_equal))
+
+
+def _entries_of(key: str, shards: Sequence[_Shard]) -> Iterator[tuple[Entry, Bytes]]:
+    """Yield every box of a tensor that shards have, each with the memory that it lies in."""
+    for shard in shards:
+        for entry in shard.entries.get(key, ()):
+            yield entry, shard.memory
 
 
 def _are_equal(one: Bytes, other: Bytes) -> bool:

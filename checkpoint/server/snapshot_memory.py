@@ -59,7 +59,7 @@ class _SealedShard:
     index_offset: int
     index_nbytes: int
     index: ShardIndex | None = None
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
 
 
 class SnapshotMemory:
@@ -220,20 +220,21 @@ class SnapshotMemory:
             return self._arena(snapshot, rank).range(shard.index_offset, shard.index_nbytes)
 
     def find_box(self, snapshot: SnapshotId, wanted: ShardBox) -> tuple[Entry, Arena]:
-        """Return the entry that has a box, and the memory that it lies in. Raises as `memory` does.
+        """Return the entry that has all of a box, and its memory. Raises as `memory` does.
 
         Raises:
             ValueError: the box is not in the rank's shard.
         """
         with self._changed:
-            entry = self._read_index(snapshot, wanted.rank).get(wanted.key)
+            entries = self._read_index(snapshot, wanted.rank).get(wanted.key, ())
             arena = self._arena(snapshot, wanted.rank)
-        if entry is None or not _contains(entry.box, wanted.box):
-            raise ValueError(
-                f"rank {wanted.rank}'s shard of step {snapshot.step} does not have the box of "
-                f"{wanted.key} at offset {wanted.box.offset}, shape {wanted.box.shape}"
-            )
-        return entry, arena
+        for entry in entries:
+            if _contains(entry.box, wanted.box):
+                return entry, arena
+        raise ValueError(
+            f"rank {wanted.rank}'s shard of step {snapshot.step} does not have the box of "
+            f"{wanted.key} at offset {wanted.box.offset}, shape {wanted.box.shape}"
+        )
 
     def own_shards(self, snapshot: SnapshotId) -> tuple[OwnShard, ...]:
         """Return the shards that this node's ranks have sealed of a snapshot, by rank."""
@@ -358,7 +359,7 @@ class SnapshotMemory:
         self._shard(snapshot, rank)
         return self._arenas[self._table.shards[snapshot, rank].buffer]
 
-    def _read_index(self, snapshot: SnapshotId, rank: int) -> Mapping[str, Entry]:
+    def _read_index(self, snapshot: SnapshotId, rank: int) -> Mapping[str, tuple[Entry, ...]]:
         """Return a shard's entries by key, read from its buffer the first time. Under the lock."""
         shard = self._shard(snapshot, rank)
         if shard.index is None:

@@ -18,7 +18,11 @@ from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.live.optimizer_options import name_of, parameter_names, restore_options
+from keepstep.checkpoint.live.flat_parameters import without_wrappers
+from keepstep.checkpoint.live.model_parameters import ModelParameters
+from keepstep.checkpoint.live.optimizer_options import restore_options
+from keepstep.checkpoint.live.optimizer_state import slots_of
+from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.elastic.errors import UsageError
@@ -48,8 +52,11 @@ class TrainingState:
             group.get("capturable") for group in groups
         )
         """Whether an optimizer may run in a CUDA graph, whose writes move no version counter."""
-        self._buffers = {f"model/{name}" for name, _ in state.model.named_buffers()}
-        self._state_reader = LiveStateReader(state.model, self.optimizers)
+        self._buffers = {
+            f"model/{without_wrappers(name)}" for name, _ in state.model.named_buffers()
+        }
+        self._fused = FusedTensors(state.parts, state.parts_mesh_axis)
+        self._state_reader = LiveStateReader(state.model, self.optimizers, self._fused)
 
     def start_fresh(self, seed: int) -> Position:
         """Initialize the state of a run that has nothing to resume from.
@@ -77,12 +84,12 @@ class TrainingState:
         Raises:
             LayoutMismatch: the source does not fit the model or optimizers.
         """
-        allocate(self.model, self.optimizers, source.slots)
-        names = parameter_names(self.model)
+        allocate(self.model, self.optimizers, source.slots, fused=self._fused)
+        parameters = ModelParameters(self.model)
         for optimizer in self.optimizers:
-            for parameter, slots in optimizer.state.items():
+            for parameter, slots in slots_of(optimizer).items():
                 for tensor in (parameter, *slots.values()):
-                    check_mesh_position(name_of(parameter, names), tensor)
+                    check_mesh_position(parameters.names(parameter)[0], tensor)
         for name, parameter in self.model.named_parameters():
             check_mesh_position(name, parameter)
         restore(self._state_reader.capture(), source)

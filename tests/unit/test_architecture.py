@@ -52,12 +52,12 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.live checkpoint.state_mapping checkpoint.stored"
+            " checkpoint.layout checkpoint.live checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
         "checkpoint.cli": "checkpoint.errors checkpoint.stored",
-        "checkpoint": "checkpoint.api checkpoint.errors",
+        "checkpoint": "checkpoint.api checkpoint.errors checkpoint.layout checkpoint.live",
         # monitor
         "monitor.errors": "",
         "monitor.records": "",
@@ -182,8 +182,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "CheckpointTooNew", "LayoutMismatch", "RankFailed", "SnapshotInvariantViolated",
-        "SnapshotUnavailable", "StateChanged", "load", "save",
+        "CheckpointTooNew", "FlatFragment", "LayoutMismatch", "Part", "PartTable", "RankFailed",
+        "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.client import translated_transport_errors
@@ -36,6 +37,8 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Connection
 
 SECRET = b"s" * 32
+
+_Event = TypeVar("_Event", bound=ServerEvent)
 
 
 class Server:
@@ -82,6 +85,13 @@ class Server:
             event = self.events.pop(0) if self.events else self._receive()
             if isinstance(event, Protected) and event.snapshot == snapshot:
                 return
+
+    def wait_for_event(self, kind: type[_Event]) -> _Event:
+        """Wait for an event of a kind; other events before it are dropped."""
+        while True:
+            event = self.events.pop(0) if self.events else self._receive()
+            if isinstance(event, kind):
+                return event
 
     def ask(self, command: AgentCommand) -> NodeHoldings:
         """Return the reply to a command; events that come before it are kept."""

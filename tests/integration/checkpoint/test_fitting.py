@@ -203,3 +203,19 @@ def test_slots_of_other_shapes_than_the_parameter_are_allocated(shape: tuple[int
         model, [optimizer], partial(slots_in, {"optim/weight/table": TensorSpec("float32", shape)})
     )
     assert optimizer.state[model.weight]["table"].shape == shape
+
+
+def test_numbers_that_are_one_here_must_be_equal_in_the_source(tmp_path: Path) -> None:
+    """As the steps are of all parameters in a flat parameter."""
+
+    def steps(first: torch.Tensor, second: torch.Tensor) -> dict[str, Any]:
+        return {"optim": {"a": {"step": first}, "b": {"step": second}}}
+
+    shared = torch.zeros(())
+    checkpoint.save(str(tmp_path), steps(torch.tensor(5.0), torch.tensor(5.0)), step=1)
+    checkpoint.load(str(tmp_path), steps(shared, shared))
+    assert shared == 5
+    checkpoint.save(str(tmp_path), steps(torch.tensor(6.0), torch.tensor(7.0)), step=2)
+    with pytest.raises(LayoutMismatch, match="are one number in this optimizer"):
+        checkpoint.load(str(tmp_path), steps(shared, shared))
+    assert shared == 5

@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.live.placement import local_box
+from keepstep.checkpoint.layout.part_table import Part, PartTable
+from keepstep.checkpoint.live.placement import local_box, local_boxes_of_parts
 
 
 def piece(tensor: torch.Tensor, axis: int, parts: int, number: int) -> torch.Tensor:
@@ -109,3 +110,43 @@ def test_every_rank_holds_all_of_a_scalar() -> None:
 def test_a_pending_sum_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="redistribute it first"):
         local_box((4,), (2,), (0,), (Partial(),))
+
+
+QKV = PartTable(1, (Part("q", 8), Part("k", 4, 4), Part("v", 4, 4)), groups=2)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(1, 4), st.integers(1, 3))
+def test_fsdp_over_sliced_parts_splits_what_each_rank_has_of_them(
+    tp_ranks: int, fsdp_ranks: int, row_ranks: int
+) -> None:
+    """On a mesh of three axes: rows, FSDP over the fused dimension, and tensor parallelism."""
+    whole = torch.arange(3 * QKV.extent).reshape(3, QKV.extent)
+    placements = (Shard(0), _StridedShard(1, split_factor=tp_ranks), Shard(-1))
+    mesh = (row_ranks, fsdp_ranks, tp_ranks)
+    shape = (3, QKV.local_extent(tp_ranks) * tp_ranks)
+    for coordinate in itertools.product(*map(range, mesh)):
+        slices = [
+            whole[:, held.global_offset : held.global_offset + held.extent]
+            for held in QKV.pieces(tp_ranks, coordinate[2])
+        ]
+        rows = piece(whole, 0, row_ranks, coordinate[0])
+        slices = [piece(part, 0, row_ranks, coordinate[0]) for part in slices]
+        expected = piece(torch.cat(slices, dim=1), 1, fsdp_ranks, coordinate[1])
+        boxes = local_boxes_of_parts(shape, mesh, coordinate, placements, table=QKV, mesh_axis=2)
+        found = [whole[box.slices].reshape(len(rows), -1) for box in boxes if box.size]
+        assert bool(found) == bool(expected.numel())
+        assert not found or torch.equal(torch.cat(found, dim=1), expected)
+
+
+@pytest.mark.parametrize(
+    ("placements", "columns", "message"),
+    [
+        ((Shard(1), Shard(1)), 16, "before tensor parallelism slices its parts"),
+        ((Replicate(), Shard(1)), 20, "they have 16 elements together"),
+    ],
+)
+def test_parts_that_are_not_sliced_first_or_have_another_size_are_refused(
+    placements: tuple[Shard | Replicate, ...], columns: int, message: str
+) -> None:
+    with pytest.raises(LayoutMismatch, match=message):
+        local_boxes_of_parts((3, columns), (2, 2), (0, 0), placements, table=QKV, mesh_axis=1)

@@ -42,6 +42,18 @@ class Node:
         )  # fmt: skip
         seal_bytes(self.memory, snapshot, rank, [entry], values.tobytes(), commit=False)
 
+    def seal_two_boxes(self, snapshot: SnapshotId, values: np.ndarray, first: int) -> None:
+        """Seal a shard of the first and of the last elements of a tensor of `LENGTH` bytes."""
+        boxes = [Box((0,), (first,)), Box((first,), (LENGTH - first,))]
+        entries = [
+            Entry(
+                key="model/w", dtype="uint8", global_shape=(LENGTH,), box=box,
+                byte_offset=box.offset[0], nbytes=box.size,
+            )
+            for box in boxes
+        ]  # fmt: skip
+        seal_bytes(self.memory, snapshot, 0, entries, values.tobytes(), commit=False)
+
     def outcome(self) -> RestoreChecked:
         """Check the new snapshot to the end."""
         self.check.check_first(NEW, self.passed.put)
@@ -87,6 +99,19 @@ def test_one_wrong_byte_is_named_and_does_not_pass(node: Node, key: str) -> None
     checked = restored(node, wrong, key)
     assert (checked.differing, checked.is_wrong) == ((key,), True)
     assert node.passed.empty()
+
+
+@pytest.mark.parametrize("wrong_byte", [None, 0, LENGTH - 1])
+def test_every_box_of_a_tensor_is_compared(node: Node, wrong_byte: int | None) -> None:
+    node.seal_two_boxes(OLD, VALUES, 1000)
+    node.memory.commit(OLD)
+    node.memory.open_generation(2)
+    restored = VALUES.copy()
+    if wrong_byte is not None:
+        restored[wrong_byte] ^= 1
+    node.seal_two_boxes(NEW, restored, 3000)
+    checked = node.outcome()
+    assert (checked.nbytes, checked.is_wrong) == (LENGTH, wrong_byte is not None)
 
 
 @pytest.mark.parametrize(

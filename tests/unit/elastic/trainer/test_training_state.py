@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.part_table import Part, PartTable
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.elastic.trainer.data import Position
@@ -124,3 +126,14 @@ def test_optimizer_that_a_cuda_graph_may_replay_is_recognized(
     """Its writes move no version counter, so a write during a copy would not be noticed."""
     state = State(nn.Linear(1, 1), functools.partial(torch.optim.AdamW, capturable=capturable))
     assert TrainingState(state, torch.device(device), 0).may_replay_writes is may
+
+
+def test_fused_parts_of_a_job_are_those_of_its_state() -> None:
+    model = nn.Linear(2, 2)
+    state = State(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        parts={"weight": PartTable(0, (Part("gate", 2), Part("up", 2)))},
+    )
+    with pytest.raises(LayoutMismatch, match=r"model/weight: dimension 0 .* have 4 elements"):
+        TrainingState(state, torch.device("cpu"), 0).capture(Position())

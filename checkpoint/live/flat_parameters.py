@@ -1,0 +1,197 @@
+"""The flat parameters of FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`).
+
+FSDP1 puts the parameters of a unit one after the other into one flat tensor, pads it, and cuts it
+into equal shards. What of which parameter lies where in this rank's shard is read from the unit's
+handle; nothing is communicated. With `use_orig_params=True` optimizers hold 1-D views of the shard,
+one for each parameter; else they hold the shard itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.live.flat_fragment import describe_range
+from keepstep.checkpoint.live.tensors import LiveTensor, local_of
+
+# FSDP1 and torch's checkpoint wrapper leave them out of the names in a `state_dict`, too.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_FLAT_PARAMETER = "_flat_param"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRange:
+    """The elements of a parameter that this rank holds in a flat tensor; numbers in elements.
+
+    Attributes:
+        name: the parameter's name in the model, without the names of wrappers.
+        shape: the parameter's shape.
+        start: the place of the first held element in the flattened parameter.
+        count: how many are held; 0 if none is.
+        offset: the place of the first held element in the flat tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    count: int
+    offset: int = 0
+
+    def describe(self, key: str, holder: torch.Tensor) -> tuple[LiveTensor, ...]:
+        """Return the boxes of the tensor `key` that a holder of this form has.
+
+        Args:
+            key: the name of the parameter, or of a slot that has its shape.
+            holder: the flat parameter, a view of it, or a slot of its local shape.
+        """
+        flat = local_of(holder).detach().reshape(-1)[self.offset : self.offset + self.count]
+        return describe_range(key, self.shape, self.start, flat, owner=holder)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatUnit:
+    """One unit of FSDP1 and its flat parameter.
+
+    Attributes:
+        handle: FSDP1's handle of the flat parameter.
+        ranges: what this rank holds of each of the unit's parameters, in the flat parameter.
+        tied: the further names of shared parameters, with their first names.
+        places: the modules' dictionaries, by identity, and the names in them that the unit manages.
+    """
+
+    handle: Any
+    ranges: tuple[HeldRange, ...]
+    tied: Mapping[str, str]
+    places: frozenset[tuple[int, str]]
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The flat parameter; `local_of` returns this rank's shard of it."""
+        flat: torch.Tensor = self.handle.flat_param
+        return flat
+
+    def holders(self) -> Iterator[tuple[torch.Tensor, tuple[HeldRange, ...]]]:
+        """Yield what optimizers hold as parameters, with the ranges of parameters in it.
+
+        Writes to a parameter are counted by what an optimizer holds.
+        """
+        originals: list[torch.Tensor] | None = self.handle.flat_param._params
+        if originals is None:
+            yield self.flat, self.ranges
+            return
+        for original, held in zip(originals, self.ranges, strict=True):
+            yield original, (replace(held, offset=0),)
+
+
+def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:
+    """Return the FSDP1 units of a model; none for most models.
+
+    Raises:
+        LayoutMismatch: a unit holds parameters in a form that is not read here.
+    """
+    # Nobody has made an instance of a class that is not imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is None:
+        return ()
+    return tuple(
+        _unit(without_wrappers(f"{path}." if path else ""), module._handle)
+        for path, module in model.named_modules()
+        if isinstance(module, fsdp.FullyShardedDataParallel) and module._handle is not None
+    )
+
+
+def reshard(model: nn.Module) -> None:
+    """Make units that still have whole parameters gathered free them, before shards are filled.
+
+    FSDP1 would go on computing with what it gathered before.
+    """
+    for unit in flat_units(model):
+        gathered = hasattr(unit.flat, "_full_param_padded") and not unit.handle.needs_unshard()
+        if unit.handle.uses_sharded_strategy and gathered:
+            unit.handle.reshard(free_unsharded_flat_param=True)
+
+
+def unmanaged_containers(
+    model: nn.Module, units: tuple[FlatUnit, ...]
+) -> dict[str, tuple[dict[str, Any], str]]:
+    """Return where the tensors that belong to no unit are, by their names in a `state_dict`.
+
+    A `state_dict` of FSDP1 would gather all parameters.
+
+    Returns:
+        The module's dictionary of each parameter and persistent buffer, and the key in it.
+
+    Raises:
+        LayoutMismatch: a module has extra state.
+    """
+    managed = frozenset[tuple[int, str]]().union(*(unit.places for unit in units))
+    containers: dict[str, tuple[dict[str, Any], str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise LayoutMismatch(
+                f"model/{without_wrappers(path)}: extra state of a module cannot be stored; keep "
+                "it in a buffer"
+            )
+        persistent = module._buffers.keys() - module._non_persistent_buffers_set
+        leaves = [(module._parameters, leaf) for leaf in module._parameters]
+        leaves += [(module._buffers, leaf) for leaf in module._buffers if leaf in persistent]
+        for holder, leaf in leaves:
+            if leaf != _FLAT_PARAMETER and (id(module), leaf) not in managed:
+                name = without_wrappers(f"{path}.{leaf}" if path else leaf)
+                containers[name] = (holder, leaf)
+    return containers
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name as it is in a `state_dict`: without the names of modules that only wrap."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _unit(prefix: str, handle: Any) -> FlatUnit:
+    flat = handle.flat_param
+    names = [prefix + without_wrappers(name) for name in flat._fqns]
+    ranges = []
+    for name, shape, contiguous, extension, info in zip(
+        names, flat._shapes, flat._contiguities, flat._param_extensions, flat._shard_param_infos,
+        strict=True,
+    ):  # fmt: skip
+        if extension is not None:
+            raise LayoutMismatch(
+                f"{name}: FSDP1 over tensor parallelism cannot be stored; use fully_shard"
+            )
+        if not contiguous:
+            raise LayoutMismatch(
+                f"{name}: FSDP1 has flattened it in the order of its memory, which is not that of "
+                "its elements; make it contiguous before it is wrapped"
+            )
+        held = info.in_shard and info.numel_in_shard > 0
+        ranges.append(
+            HeldRange(
+                name=name,
+                shape=tuple(shape),
+                start=info.intra_param_start_idx if held else 0,
+                count=info.numel_in_shard if held else 0,
+                offset=info.offset_in_shard if held else 0,
+            )
+        )
+    tied = {
+        _joined(prefix, shared.module_name, shared.param_name): _joined(
+            prefix, shared.prim_module_name, shared.prim_param_name
+        )
+        for shared in flat._shared_param_infos
+    }
+    infos = (*flat._param_infos, *flat._shared_param_infos)
+    places = frozenset((id(info.module), info.param_name) for info in infos)
+    return FlatUnit(handle=handle, ranges=tuple(ranges), tied=tied, places=places)
+
+
+def _joined(prefix: str, module_name: str, leaf: str) -> str:
+    return prefix + without_wrappers(f"{module_name}.{leaf}" if module_name else leaf)
