@@ -2,11 +2,12 @@
 
 If there is a process group, ranks exchange the names and boxes that they hold, as JSON, once per
 save; each rank writes tensor bytes directly to storage, or by way of one other rank where shards
-form no regular grid.
+form no regular grid. A load reads each stored byte on one rank, which hands it on to the others.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -27,13 +28,16 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
-from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.restore import allocate, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.shared_restore import fill_together
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
+
+log = logging.getLogger("keepstep")
 
 _VALUES = "values"
 
@@ -90,6 +94,9 @@ def load(
     resize: Collection[str] = (),
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
+
+    With a process group all ranks call it. Each stored byte is then read by one rank, which hands
+    it on. A line of the log "keepstep" says how many bytes were read, and for how many of tensors.
 
     Args:
         url: as for `save`.
@@ -165,21 +172,28 @@ def _fill(
     if any(all_gather_json(lacks_tensors)):
         keys_of_other_ranks = {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
 
-    def fill() -> int:
-        restore(
+    traffic = fill_together(
+        lambda: plan_fills(
             live,
             source,
             strict=strict,
             convert=convert,
             keys_of_other_ranks=keys_of_other_ranks,
             resize=resize,
-        )
+        ),
+        source,
+    )
+
+    def fill_rest() -> int:
         for model, optimizers in _modules(state):
             restore_options(model, optimizers, source.documents)
         _fill_values(state, source.documents.get(_VALUES, {}))
         return source.step
 
-    return on_all_ranks(fill)
+    loaded_step = on_all_ranks(fill_rest)
+    if rank() == 0:
+        log.info("%s: loaded step %d: %s", source.storage.url, loaded_step, traffic)
+    return loaded_step
 
 
 def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:

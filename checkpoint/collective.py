@@ -1,11 +1,12 @@
 """Messages between the ranks that save or load together, over torch's default process group.
 
-Messages are JSON, as bytes in tensors. Every rank must make the same calls in the same order.
+Messages are bytes in tensors, mostly JSON. Every rank must make the same calls in the same order.
 Without a process group, the one process is rank 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,11 @@ def rank() -> int:
     return dist.get_rank() if _is_collective() else 0
 
 
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _is_collective() else 1
+
+
 def all_gather_json(message: Json) -> list[Json]:
     """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks."""
     data = json.dumps(message).encode()
@@ -45,6 +51,56 @@ def all_gather_json(message: Json) -> list[Json]:
         json.loads(bytes(buffer.cpu().numpy()[:count]))
         for buffer, count in zip(gathered, nbytes, strict=True)
     ]
+
+
+def exchange_numbers(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Send row i to rank i, and return the rows that all ranks sent to this one, in their order.
+
+    Needs a process group. All rows of all ranks have the same length.
+    """
+    sent = torch.tensor(rows, dtype=torch.int64, device=_device())
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return [list(map(int, row)) for row in received.tolist()]
+
+
+def exchange(messages: Sequence[bytes]) -> list[bytes]:
+    """Send message i to rank i, and return the messages that all ranks sent to this one.
+
+    Needs a process group.
+    """
+    received_nbytes = [row[0] for row in exchange_numbers([[len(data)] for data in messages])]
+    sent = torch.from_numpy(np.frombuffer(b"".join(messages), np.uint8).copy())
+    received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+    exchange_bytes(sent, [len(data) for data in messages], received, received_nbytes)
+    content = received.numpy().tobytes()
+    ends = itertools.accumulate(received_nbytes)
+    return [content[end - size : end] for end, size in zip(ends, received_nbytes, strict=True)]
+
+
+def exchange_bytes(
+    sent: torch.Tensor,
+    sent_nbytes: Sequence[int],
+    received: torch.Tensor,
+    received_nbytes: Sequence[int],
+) -> None:
+    """Send to each rank its part of a CPU tensor of bytes, and receive the parts for this one.
+
+    Needs a process group.
+
+    Args:
+        sent: the parts for all ranks, one after the other.
+        sent_nbytes: size of the part for each rank.
+        received: where the parts from all ranks go, one after the other.
+        received_nbytes: size of the part from each rank.
+    """
+    device = _device()
+    if device == "cpu":
+        dist.all_to_all_single(received, sent, list(received_nbytes), list(sent_nbytes))
+        return
+    incoming = torch.empty_like(received, device=device)
+    dist.all_to_all_single(incoming, sent.to(device), list(received_nbytes), list(sent_nbytes))
+    received.copy_(incoming)
 
 
 def gather_chunks(

@@ -45,9 +45,13 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.agreement": (
             "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
         ),
+        "checkpoint.shared_restore": (
+            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
+            " checkpoint.stored"
+        ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.stored"
+            " checkpoint.live checkpoint.shared_restore checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
@@ -105,8 +109,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.trainer": (
             "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.memory checkpoint.stored elastic.errors"
-            " elastic.rendezvous elastic.worker monitor"
+            " checkpoint.live checkpoint.memory checkpoint.shared_restore checkpoint.stored"
+            " elastic.errors elastic.rendezvous elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
