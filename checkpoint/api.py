@@ -2,11 +2,12 @@
 
 If there is a process group, ranks exchange the names and boxes that they hold, as JSON, once per
 save; each rank writes tensor bytes directly to storage, or by way of one other rank where shards
-form no regular grid.
+form no regular grid. A load reads each stored byte on one rank, which hands it on to the others.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 
@@ -21,8 +22,9 @@ from keepstep.checkpoint.collective_plan import PlanCache, plan_collectively
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.restore import allocate, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.shared_restore import fill_together
 from keepstep.checkpoint.state_mapping import (
     VALUES,
     StateMapping,
@@ -34,6 +36,8 @@ from keepstep.checkpoint.stored.format import StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
+
+log = logging.getLogger("keepstep")
 
 
 def save(
@@ -104,6 +108,9 @@ def load(
     parts_mesh_axis: str = "tp",
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
+
+    With a process group all ranks call it. Each stored byte is then read by one rank, which hands
+    it on. A line of the log "keepstep" says how many bytes were read, and for how many of tensors.
 
     Args:
         url: as for `save`.
@@ -183,18 +190,25 @@ def _fill(
     if any(all_gather_json(lacks_tensors)):
         keys_of_other_ranks = {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
 
-    def fill() -> int:
-        restore(
+    traffic = fill_together(
+        lambda: plan_fills(
             live,
             source,
             strict=strict,
             convert=convert,
             keys_of_other_ranks=keys_of_other_ranks,
             resize=resize,
-        )
+        ),
+        source,
+    )
+
+    def fill_rest() -> int:
         for model, optimizers in modules_of(state):
             restore_options(model, optimizers, source.documents)
         fill_values(state, source.documents.get(VALUES, {}))
         return source.step
 
-    return on_all_ranks(fill)
+    loaded_step = on_all_ranks(fill_rest)
+    if rank() == 0:
+        log.info("%s: loaded step %d: %s", source.storage.url, loaded_step, traffic)
+    return loaded_step

@@ -1,6 +1,6 @@
 """Messages between the ranks that save or load together, over torch's default process group.
 
-Messages are JSON, as bytes in tensors. Every rank must make the same calls in the same order.
+Messages are bytes in tensors, mostly JSON. Every rank must make the same calls in the same order.
 Without a process group, the one process is rank 0.
 """
 

@@ -1,23 +1,33 @@
-"""Restores live state from a source: creates missing optimizer slots, then fills every box."""
+"""Restores live state from a source: creates missing optimizer slots, then fills every box.
+
+What to fill is planned first (`plan_fills`). Then either each rank fills its tensors by itself
+(`fill`), or all ranks do it together (`keepstep.checkpoint.shared_restore`).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.flat_parameters import reshard
 from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, is_plain, torch_dtype
+
+Bytes = npt.NDArray[np.uint8]
 
 FindSlots = Callable[[Collection[str]], Mapping[str, Mapping[str, TensorSpec]]]
 """Returns the optimizer slots of parameters, by the parameters' names and the slots'."""
@@ -46,7 +56,7 @@ def allocate(
         model: names the parameters.
         optimizers: the optimizers to complete.
         find_slots: returns the source's slots of parameters, as `Source.slots` does.
-        resize: as for `restore`.
+        resize: as for `plan_fills`.
         fused: which parameters have fused parts.
 
     Returns:
@@ -148,7 +158,76 @@ def _allocate(
                         state[parameter][slot] = created
 
 
-def restore(
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A live tensor to fill from a source's tensor of this data type.
+
+    `box` is the part of the live tensor's box that the source has: all of it, or, for a tensor that
+    is larger than in the source, a part; the rest is zeroed. It is None if there is no such part.
+    """
+
+    tensor: LiveTensor
+    dtype: str
+    box: Box | None
+
+    @property
+    def nbytes(self) -> int:
+        """Size of what is read from the source."""
+        return self.box.size * self.itemsize if self.box else 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element in the source."""
+        return numpy_dtype(self.dtype).itemsize
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the source's bytes can be read into the live tensor's memory as they are."""
+        return (
+            self.dtype == self.tensor.dtype
+            and self.box == self.tensor.box
+            and is_plain(self.tensor.data)
+        )
+
+    def memory(self, box: Box) -> Bytes | None:
+        """Return the live memory of a box if it is contiguous and takes the source's bytes.
+
+        The array has the box's shape plus a last axis of an element's bytes.
+        """
+        if not self.is_direct:
+            return None
+        part = self._bytes(box)
+        return part if part.flags.c_contiguous else None
+
+    def place(self, box: Box, data: Bytes) -> None:
+        """Fill a box of the live tensor, converting the data if necessary.
+
+        Args:
+            box: a part of `box`, in coordinates of the global tensor.
+            data: the source's bytes, in the shape that `memory` returns.
+        """
+        if self.is_direct:
+            self._bytes(box)[...] = data
+            return
+        values = torch.from_numpy(np.ascontiguousarray(data)).view(torch_dtype(self.dtype))
+        with torch.no_grad():
+            part = self.tensor.data[box.within(self.tensor.box).slices]
+            part.copy_(values.reshape(box.shape))
+
+    def zero_rest(self) -> None:
+        """Zero a tensor of which the source has only a part, before that is filled."""
+        if self.box != self.tensor.box:
+            with torch.no_grad():
+                self.tensor.data.zero_()
+
+    def _bytes(self, box: Box) -> Bytes:
+        """Return the memory of a box of a plain tensor."""
+        live = self.tensor
+        values = np.frombuffer(as_bytes(live.data), np.uint8)
+        return values.reshape(*live.box.shape, self.itemsize)[box.within(live.box).slices]
+
+
+def plan_fills(
     state: LiveState,
     source: Source,
     *,
@@ -156,11 +235,8 @@ def restore(
     convert: bool = False,
     keys_of_other_ranks: Collection[str] = frozenset(),
     resize: Collection[str] = (),
-) -> None:
-    """Fill live tensors from a source.
-
-    Contiguous CPU tensors are read directly; others go through buffers of bounded size, page-locked
-    for CUDA.
+) -> list[Fill]:
+    """Return what a source fills of live tensors, after a check that it fits.
 
     Args:
         state: the state to fill, from `LiveStateReader.capture` after `allocate`.
@@ -201,8 +277,7 @@ def restore(
             "embeddings whose vocabulary was padded"
         )
     _check_shared_numbers(state.tensors, source)
-    direct: list[BoxRequest] = []
-    staged: list[LiveTensor] = []
+    fills: list[Fill] = []
     for tensor in state.tensors:
         if tensor.key not in source.tensors or tensor.box.size == 0:
             continue
@@ -211,46 +286,46 @@ def restore(
                 f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
             )
         spec = source.tensors[tensor.key]
-        is_same_type = (spec.dtype, spec.shape) == (tensor.dtype, tensor.global_shape)
-        if is_same_type and is_plain(tensor.data):
-            direct.append(BoxRequest(tensor.key, tensor.box, as_bytes(tensor.data)))
-        else:
-            staged.append(tensor)
+        fills.append(Fill(tensor, spec.dtype, tensor.box.intersect(Box.whole(spec.shape))))
+    return fills
+
+
+def fill(fills: Sequence[Fill], source: Source) -> None:
+    """Fill live tensors from a source, by this rank alone.
+
+    Contiguous CPU tensors are read directly; others go through buffers of bounded size, page-locked
+    for CUDA.
+    """
+    direct = [item for item in fills if item.is_direct]
     if direct:
-        source.read(direct)
-    for batch in _batches(staged):
-        _restore_staged(batch, source)
+        source.read([
+            BoxRequest(item.tensor.key, item.tensor.box, as_bytes(item.tensor.data))
+            for item in direct
+        ])  # fmt: skip
+    for batch in _batches([item for item in fills if not item.is_direct]):
+        _fill_staged(batch, source)
 
 
-def _restore_staged(tensors: Sequence[LiveTensor], source: Source) -> None:
-    """Fill tensors by way of CPU buffers; the part of a tensor beyond the source's is zeroed."""
-    specs = [source.tensors[tensor.key] for tensor in tensors]
-    boxes = [
-        tensor.box.intersect(Box.whole(spec.shape))
-        for tensor, spec in zip(tensors, specs, strict=True)
-    ]
+def _fill_staged(fills: Sequence[Fill], source: Source) -> None:
+    """Fill tensors by way of CPU buffers."""
     buffers = [
         torch.empty(
-            box.shape if box else 0,
-            dtype=torch_dtype(spec.dtype),
-            pin_memory=tensor.data.is_cuda,
+            item.box.shape if item.box else 0,
+            dtype=torch_dtype(item.dtype),
+            pin_memory=item.tensor.data.is_cuda,
         )
-        for tensor, spec, box in zip(tensors, specs, boxes, strict=True)
+        for item in fills
     ]
-    requests = [
-        BoxRequest(tensor.key, box, as_bytes(buffer))
-        for tensor, box, buffer in zip(tensors, boxes, buffers, strict=True)
-        if box
-    ]
-    source.read(requests)
+    source.read([
+        BoxRequest(item.tensor.key, item.box, as_bytes(buffer))
+        for item, buffer in zip(fills, buffers, strict=True)
+        if item.box
+    ])  # fmt: skip
     with torch.no_grad():
-        for tensor, box, buffer in zip(tensors, boxes, buffers, strict=True):
-            if box == tensor.box:
-                tensor.data.copy_(buffer)
-                continue
-            tensor.data.zero_()
-            if box:
-                tensor.data[box.within(tensor.box).slices].copy_(buffer)
+        for item, buffer in zip(fills, buffers, strict=True):
+            item.zero_rest()
+            if item.box:
+                item.tensor.data[item.box.within(item.tensor.box).slices].copy_(buffer)
 
 
 def _check_shared_numbers(tensors: Sequence[LiveTensor], source: Source) -> None:
@@ -290,16 +365,16 @@ def _fits(tensor: LiveTensor, spec: TensorSpec, resize: Collection[str]) -> bool
     return parameter in resize and len(spec.shape) == len(tensor.global_shape)
 
 
-def _batches(tensors: Sequence[LiveTensor]) -> Iterator[list[LiveTensor]]:
-    """Yield the tensors in batches of about `_STAGING_NBYTES`."""
-    batch: list[LiveTensor] = []
+def _batches(fills: Sequence[Fill]) -> Iterator[list[Fill]]:
+    """Yield the fills in batches of about `_STAGING_NBYTES`."""
+    batch: list[Fill] = []
     nbytes = 0
-    for tensor in tensors:
-        size = tensor.data.numel() * tensor.data.element_size()
+    for item in fills:
+        size = item.tensor.data.numel() * item.tensor.data.element_size()
         if batch and nbytes + size > _STAGING_NBYTES:
             yield batch
             batch, nbytes = [], 0
-        batch.append(tensor)
+        batch.append(item)
         nbytes += size
     if batch:
         yield batch

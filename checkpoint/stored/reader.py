@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import crc32c
@@ -88,6 +88,18 @@ class _ReadBuffers(threading.local):
         if self._memory.size < nbytes:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
+
+
+class _ReadCount:
+    """Counts bytes that threads read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
 
 
 _TargetsBySpan = Mapping[Span, Sequence[Sequence[_Target]]]
@@ -225,6 +237,7 @@ class StoredCheckpoint:
     manifest: Manifest
     stored_tensors: Mapping[str, StoredTensor]
     documents: Mapping[str, Json]
+    _read_count: _ReadCount = field(default_factory=_ReadCount, compare=False, repr=False)
 
     @classmethod
     def open(
@@ -338,6 +351,22 @@ class StoredCheckpoint:
 
     def _read_part(self, name: str) -> tuple[DataObject, ...]:
         return decode_part(self.verified(name), self._location(name))
+
+    @property
+    def read_nbytes(self) -> int:
+        """Bytes of tensors, with their checksums, that this object has read from storage."""
+        return self._read_count.nbytes
+
+    def location(self, chunk: Chunk) -> tuple[str, int]:
+        """Return the object that has a chunk, and the offset in bytes at which the chunk begins.
+
+        Raises:
+            CheckpointDamaged: no listing has the chunk.
+        """
+        tensor = self.stored_tensors[chunk.key]
+        place = tuple(n // cell for n, cell in zip(chunk.box.offset, tensor.cell, strict=True))
+        span = next(self.locate([(chunk.key, chunk.box)]).find(chunk, [Cell(0, place)]))
+        return span.object_name, span.offset
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`. Each cell is read once for all requests, adjacent ones together."""
@@ -489,7 +518,9 @@ class StoredCheckpoint:
 
     def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
-            return self.storage.read_into(f"{self.directory}/{name}", buffers, offset)
+            count = self.storage.read_into(f"{self.directory}/{name}", buffers, offset)
+            self._read_count.add(count)
+            return count
         except CheckpointMissing:
             raise CheckpointDamaged(
                 f"{self._location(name)} is missing; load an older step"

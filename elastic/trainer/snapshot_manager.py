@@ -26,6 +26,7 @@ from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.format import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
@@ -39,7 +40,7 @@ from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.state import State
-from keepstep.elastic.trainer.training_state import TrainingState
+from keepstep.elastic.trainer.training_state import BegunRestore, TrainingState
 from keepstep.elastic.worker.messages import Assignment
 
 log = logging.getLogger("keepstep")
@@ -74,7 +75,8 @@ class Resumed:
 
     Attributes:
         position: the position.
-        source: where the state came from, comma-separated; "start" if it was initialized.
+        source: where the state came from, comma-separated; "start" if it was initialized. Beside
+            "storage" stands how many bytes were read per byte of distinct tensors.
         loaded: what was found in storage, if it came from there alone.
     """
 
@@ -361,18 +363,23 @@ class SnapshotManager:
         if not steps:
             return Resumed(self.training.start_fresh(seed), "start")
 
-        def restore(stored: StoredStep) -> Position:
-            return on_all_ranks(
-                lambda: self.training.restore_from(
-                    StoredCheckpoint.open(url, stored.step, stored.generation), seed
-                )
-            )
+        def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
+            def begin() -> tuple[StoredCheckpoint, BegunRestore]:
+                source = StoredCheckpoint.open(url, stored.step, stored.generation)
+                return source, self.training.begin_restore(source)
+
+            source, begun = on_all_ranks(begin)
+            traffic = fill_together(lambda: begun.fills, source)
+            return on_all_ranks(lambda: self.training.finish_restore(begun, seed)), traffic
 
         loaded = load_newest_intact(url, steps, restore)
+        position, traffic = loaded.result
+        if rank() == 0:
+            log.info("%s: restored step %d: %s", url, position.step, traffic)
         damaged = (f"step {stored.step} damaged" for stored in loaded.damaged)
         return Resumed(
-            loaded.result,
-            ", ".join(["storage", *damaged]),
+            position,
+            ", ".join([f"storage ({traffic.ratio:.2f} x)", *damaged]),
             LoadedCheckpoint(loaded.stored.step, max(stored.generation for stored in steps)),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.optimizer_state import slots_of
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer import numpy_generator
@@ -33,6 +34,23 @@ from keepstep.elastic.trainer.process_groups import check_mesh_position
 from keepstep.elastic.trainer.state import State
 
 _TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class BegunRestore:
+    """A restore of which the tensors are to be filled.
+
+    Attributes:
+        source: what is restored from.
+        fills: the tensors to fill.
+        extra: the extra objects' states, as they were; some of their tensors are filled.
+        generators: states of the random number generators, by name, to fill.
+    """
+
+    source: Source
+    fills: tuple[Fill, ...]
+    extra: Mapping[str, Any]
+    generators: Mapping[str, torch.Tensor]
 
 
 class TrainingState:
@@ -84,6 +102,16 @@ class TrainingState:
         Raises:
             LayoutMismatch: the source does not fit the model or optimizers.
         """
+        begun = self.begin_restore(source)
+        fill(begun.fills, source)
+        return self.finish_restore(begun, seed)
+
+    def begin_restore(self, source: Source) -> BegunRestore:
+        """Return what to fill of the tensors; between this and `finish_restore` they are filled.
+
+        Raises:
+            LayoutMismatch: the source does not fit the model or optimizers.
+        """
         allocate(self.model, self.optimizers, source.slots, fused=self._fused)
         parameters = ModelParameters(self.model)
         for optimizer in self.optimizers:
@@ -92,13 +120,36 @@ class TrainingState:
                     check_mesh_position(parameters.names(parameter)[0], tensor)
         for name, parameter in self.model.named_parameters():
             check_mesh_position(name, parameter)
-        restore(self._state_reader.capture(), source)
+        fills = plan_fills(self._state_reader.capture(), source)
+        extra = {key: value.state_dict() for key, value in self._extra.items()}
+        for key, state in extra.items():
+            tensors = _tensors_of(key, state)
+            missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
+            if missing and len(missing) < len(tensors):
+                raise LayoutMismatch(
+                    f"{missing[0]}: missing in step {source.step}, which has other parts of {key!r}"
+                )
+            fills += plan_fills(LiveState(tensors, {}), source, strict=False)
+        generators = _generator_states()
+        fills += plan_fills(
+            LiveState(_generators(self._rank, generators), {}), source, strict=False
+        )
+        return BegunRestore(source, tuple(fills), extra, generators)
+
+    def finish_restore(self, begun: BegunRestore, seed: int) -> Position:
+        """Restore what is not a tensor, and what the filled tensors are the state of.
+
+        Args:
+            begun: what `begin_restore` returned.
+            seed: as for `restore_from`.
+        """
+        source = begun.source
         restore_options(self.model, self.optimizers, source.documents)
         trainer = source.documents[_TRAINER]
         for scheduler, stored in zip(self.schedulers, trainer["schedulers"], strict=False):
             scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
-        self._restore_extra(source, trainer["extra"])
-        self._restore_randomness(source, seed)
+        self._restore_extra(begun, trainer["extra"])
+        self._restore_randomness(begun, seed)
         return Position(trainer["step"], trainer["batch"], trainer.get("stream"))
 
     def invalidate_if_moved(self) -> None:
@@ -147,18 +198,12 @@ class TrainingState:
         }
         return LiveState((*tensors, *_generators(rank, _generator_states())), documents)
 
-    def _restore_extra(self, source: Source, stored: Mapping[str, Json]) -> None:
+    def _restore_extra(self, begun: BegunRestore, stored: Mapping[str, Json]) -> None:
         """Restore the objects that the source has; others keep their initial state."""
         for key, value in self._extra.items():
-            state = value.state_dict()
+            state = begun.extra[key]
             tensors = _tensors_of(key, state)
-            missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
-            if missing and len(missing) < len(tensors):
-                raise LayoutMismatch(
-                    f"{missing[0]}: missing in step {source.step}, which has other parts of {key!r}"
-                )
-            if tensors and not missing:
-                restore(LiveState(tensors, {}), source, strict=False)
+            if tensors and all(tensor.key in begun.source.tensors for tensor in tensors):
                 # The tensors that `state_dict` returned may be copies.
                 value.load_state_dict(state)
             elif not tensors and stored.get(key) is not None:
@@ -169,19 +214,13 @@ class TrainingState:
         random.seed(f"{seed}/{step}/{self._rank}")
         numpy_generator.seed(seed, step, self._rank)
 
-    def _restore_randomness(self, source: Source, seed: int) -> None:
+    def _restore_randomness(self, begun: BegunRestore, seed: int) -> None:
         """Restore this rank's generators; a rank that the source does not have seeds its own."""
-        rank = self._rank
+        source, rank = begun.source, self._rank
         self._seed_randomness(seed, source.step)
-        states = _generator_states()
-        generators = {
-            name: tensor
-            for name, tensor in zip(states, _generators(rank, states), strict=True)
-            if tensor.key in source.tensors
-        }
-        restore(LiveState(tuple(generators.values()), {}), source, strict=False)
-        for name in generators:
-            _SET_STATE[name](states[name])
+        for tensor in _generators(rank, begun.generators):
+            if tensor.key in source.tensors:
+                _SET_STATE[tensor.key.rpartition("/")[2]](tensor.data)
         document = f"rank/{rank:05d}/random"
         if document in source.documents:
             version, internal, gauss = source.documents[document]

@@ -4,14 +4,15 @@
 torch.distributed.checkpoint (DCP), torch.save, safetensors and Orbax.
 
 Four gloo ranks save; four load the same layout, two and four a changed one (`reshard_s` is the
-slowest of 4 -> 2, 2 -> 4 and rows -> columns). Files are dropped from the page cache before a load
-where the system allows it; durable means flushed. The host of a virtual disk has its own cache: it
-holds what was written through this machine's cache, and not direct writes (as keepstep writes large
-files). So `first_load_s` is the first load after saving, and the files are read once before all
-other loads, so that every contender's files are cached alike. safetensors and torch.save cannot
-change the layout. Orbax saves JAX's arrays, not torch's shards: one process saves and loads the
-full state as NumPy arrays. `disk_ratio` is the rate to durable over that of one big sequential
-write with fsync, in the same repetition.
+slowest of 4 -> 2, 2 -> 4 and rows -> columns), and four replicas, of which each wants all. Files
+are dropped from the page cache before a load where the system allows it; durable means flushed. The
+host of a virtual disk has its own cache: it holds what was written through this machine's cache,
+and not direct writes (as keepstep writes large files). So `first_load_s` is the first load after
+saving, and the files are read once before all other loads, so that every contender's files are
+cached alike. safetensors and torch.save cannot change the layout. Orbax saves JAX's arrays, not
+torch's shards: one process saves and loads the full state as NumPy arrays. `disk_ratio` is the rate
+to durable over that of one big sequential write with fsync, in the same repetition. A read ratio is
+the bytes that all ranks read from files per byte of tensors, each tensor counted once.
 
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
@@ -47,7 +48,7 @@ ON_S3 = {"keepstep": "keepstep", "dcp": "dcp_s3"}
 BUCKET = "bench"
 COLUMNS = (
     "blocked_s", "durable_s", "disk_ratio", "first_load_s", "load_s", "reshard_s", "read_ratio",
-    "peak_extra_bytes", "objects",
+    "replicas_s", "replicas_read_ratio", "peak_extra_bytes", "objects",
 )  # fmt: skip
 
 LOADS = 3  # for each layout: the time of a single load varies by half
@@ -205,10 +206,12 @@ def _measure(
 
     same = load("fsdp", world, four)
     others: list[Result] = []
+    replicas: Result = {}
     if name in RESHARDING:
         ranks("save", name, "fsdp", 2, two, workspace, megabytes)
         read(two)
         others = [load("fsdp", 2, four), load("fsdp", 4, two), load("tp", 4, four)]
+        replicas = load("replicas", 4, four)
     ratios = [result["read_ratio"] for result in (same, *others)]
     return {
         "blocked_s": saved["blocked_s"],
@@ -217,6 +220,8 @@ def _measure(
         "load_s": same["load_s"],
         "reshard_s": max(result["load_s"] for result in others) if others else None,
         "read_ratio": None if None in ratios else max(ratios),
+        "replicas_s": replicas.get("load_s"),
+        "replicas_read_ratio": replicas.get("read_ratio"),
         "peak_extra_bytes": max(result["peak_extra_bytes"] for result in (saved, same, *others)),
         "objects": objects,
         "nbytes": saved["nbytes"],

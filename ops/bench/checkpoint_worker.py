@@ -47,15 +47,14 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def state(*, fill: bool) -> dict[str, torch.Tensor]:
-    """Return all tensors, sharded by rows (FSDP) or, for "tp", by columns where possible."""
+    """Return all tensors: sharded by rows (FSDP), for "tp" by columns where possible, or whole."""
     mesh = init_device_mesh("cpu", (WORLD,))
     tensors: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
     for name, shape in shapes().items():
         value = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
-        placement = (
-            Replicate() if LAYOUT == "tp" and len(shape) == 1 else Shard(1 if LAYOUT == "tp" else 0)
-        )
+        is_whole = LAYOUT == "replicas" or (LAYOUT == "tp" and len(shape) == 1)
+        placement = Replicate() if is_whole else Shard(1 if LAYOUT == "tp" else 0)
         tensors[name] = distribute_tensor(value, mesh, [placement], src_data_rank=None)
     return tensors
 
@@ -174,7 +173,8 @@ def main() -> None:
         load(tensors)
         dist.barrier()
         # The kernel's counter does not include reads from sockets.
-        ratio = None if "://" in DIRECTORY else total(read_bytes() - read_before) / needed
+        distinct = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        ratio = None if "://" in DIRECTORY else total(read_bytes() - read_before) / distinct
         result = {"load_s": time.monotonic() - began, "read_ratio": ratio}
         expected = state(fill=True)
         assert all(

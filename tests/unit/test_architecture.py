@@ -46,13 +46,18 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
         ),
         "checkpoint.state_mapping": "checkpoint.errors checkpoint.layout checkpoint.live",
+        "checkpoint.shared_restore": (
+            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
+            " checkpoint.stored"
+        ),
         "checkpoint.collective_plan": (
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
             " checkpoint.stored"
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.layout checkpoint.live checkpoint.state_mapping checkpoint.stored"
+            " checkpoint.layout checkpoint.live checkpoint.shared_restore"
+            " checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
@@ -110,8 +115,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.trainer": (
             "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.memory checkpoint.stored elastic.errors"
-            " elastic.rendezvous elastic.worker monitor"
+            " checkpoint.live checkpoint.memory checkpoint.shared_restore checkpoint.stored"
+            " elastic.errors elastic.rendezvous elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"

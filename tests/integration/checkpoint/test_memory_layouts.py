@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
@@ -74,7 +74,7 @@ def load(
     source = MemorySource(SnapshotId(generation, 3), holders, SECRET, rank=rank)
     with contextlib.closing(source):
         allocate(model, [optimizer], source.slots)
-        restore(LiveStateReader(model, [optimizer]).capture(), source)
+        fill(plan_fills(LiveStateReader(model, [optimizer]).capture(), source), source)
         restore_options(model, [optimizer], source.documents)
     held = torch.load(f"{root}/held.pt")
     got = everything(model, optimizer)

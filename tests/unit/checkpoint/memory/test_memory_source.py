@@ -14,7 +14,7 @@ from torch import nn
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.live.restore import allocate, restore
+from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
 from keepstep.checkpoint.memory import memory_source
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource, nearest_first
 from keepstep.checkpoint.memory.messages import ShardBox
@@ -96,7 +96,7 @@ def test_a_rank_whose_layout_has_not_changed_fetches_one_index(
     model.weight = nn.Parameter(torch.zeros(ROWS))
     optimizer = torch.optim.AdamW(model.parameters())
     allocate(model, [optimizer], source.slots)
-    restore(LiveStateReader(model, [optimizer]).capture(), source)
+    fill(plan_fills(LiveStateReader(model, [optimizer]).capture(), source), source)
     assert model.weight.tolist() == list(range(ROWS))
     assert optimizer.state[model.weight]["exp_avg"].tolist() == list(range(ROWS))
     assert (servers.asked, servers.waited_for) == ([5], [])

@@ -1,0 +1,275 @@
+"""Tests of a load by several processes: each stored byte is read by one of them, and handed on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from werkzeug.serving import WSGIRequestHandler
+
+from keepstep import checkpoint
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
+from keepstep.checkpoint.shared_restore import RestoreTraffic
+from keepstep.checkpoint.stored.files import FileStorage
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+
+DATA = re.compile(r"/(packs/|.*/c\.)")
+"""Matches the names of objects that have tensors' data, and not those of metadata."""
+
+
+class Model(nn.Module):
+    """Large and small tensors: chunks that are objects, and packs; 9 MiB in all."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.large = nn.ParameterList(torch.randn(512, 1031) for _ in range(4))
+        self.small = nn.ParameterList(torch.randn(301) for _ in range(60))
+
+
+TENSOR_NBYTES = 4 * (4 * 512 * 1031 + 60 * 301)
+
+
+class CountedReads:
+    """Counts, below the reader, what this process reads of objects that have tensors' data."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._read_into = FileStorage.read_into
+
+    def __enter__(self) -> CountedReads:
+        counts = self
+
+        def read_into(
+            storage: FileStorage, name: str, buffers: Sequence[memoryview], offset: int = 0
+        ) -> int:
+            count = counts._read_into(storage, name, buffers, offset)
+            if DATA.search(name):
+                with counts._lock:
+                    counts.nbytes += count
+            return count
+
+        FileStorage.read_into = read_into  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        FileStorage.read_into = self._read_into  # type: ignore[method-assign]
+
+
+class Loads(logging.Handler):
+    """Collects what `load` logs of its traffic."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.traffics: list[RestoreTraffic] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        self.traffics += [item for item in arguments if isinstance(item, RestoreTraffic)]
+
+
+def collect_loads() -> Loads:
+    loads = Loads()
+    logger = logging.getLogger("keepstep")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(loads)
+    return loads
+
+
+def join(root: str, name: str, rank: int, world: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{root}/{name}", world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+def leave() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sharded(model: Model) -> Model:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+def check_equal(model: Model, expected: Model) -> None:
+    for (name, got), want in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if isinstance(got, dist.tensor.DTensor):
+            assert torch.equal(got.full_tensor(), want), name
+        else:
+            assert torch.equal(got, want), name
+
+
+def total(number: int) -> int:
+    values = torch.tensor([number])
+    dist.all_reduce(values)
+    return int(values.item())
+
+
+def load_counted(rank: int, url: str, model: Model, loads: Loads) -> None:
+    """Load; check what was read by the log's count, and by the count below the reader."""
+    with CountedReads() as reads:
+        checkpoint.load(url, {"model": model})
+    read_nbytes = total(reads.nbytes)
+    # A checksum for each cell, of 32 KiB and more but for the smallest tensors: 1.2 kB each here.
+    assert TENSOR_NBYTES <= read_nbytes <= 1.01 * TENSOR_NBYTES
+    if rank == 0:
+        (traffic,) = loads.traffics
+        assert traffic.tensor_nbytes == TENSOR_NBYTES
+        assert traffic.read_nbytes == read_nbytes
+        assert f"{traffic.ratio:.2f}" == "1.00"
+    else:
+        assert not loads.traffics
+
+
+def restore_replicas(rank: int, root: str, url: str) -> None:
+    join(root, "replicas", rank, 4)
+    model = Model(seed=1)
+    if url.startswith("s3"):
+        checkpoint.load(url, {"model": model})
+    else:
+        load_counted(rank, url, model, collect_loads())
+    check_equal(model, Model(seed=0))
+    leave()
+
+
+def test_replicas_read_each_stored_byte_once_together(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    checkpoint.save(url, {"model": Model(seed=0)}, step=1)
+    mp.spawn(restore_replicas, args=(str(tmp_path), url), nprocs=4)
+
+
+def test_replicas_request_each_byte_of_an_object_store_once(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{s3}/run"
+    checkpoint.save(url, {"model": Model(seed=0)}, step=1)
+    requests: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        WSGIRequestHandler,
+        "log_request",
+        lambda handler, *_: requests.append(
+            (f"{handler.command} {handler.path}", handler.headers.get("Range", ""))
+        ),
+    )
+    mp.spawn(restore_replicas, args=(str(tmp_path), url), nprocs=4)
+    ranges = sorted(
+        (path, *map(int, re.findall(r"\d+", requested)))
+        for path, requested in requests
+        if path.startswith("GET") and DATA.search(path)
+    )
+    assert sum(last + 1 - first for _, first, last in ranges) >= TENSOR_NBYTES
+    for (path, _, last), (next_path, first, _) in itertools.pairwise(ranges):
+        assert path != next_path or last < first, "a byte was requested twice"
+    # 2 MiB a request at most, and no request for each of the small tensors.
+    assert len(ranges) <= 12
+
+
+def restore_other_sharding(rank: int, root: str) -> None:
+    url = f"{root}/run"
+    join(root, "save", rank, 4)
+    checkpoint.save(url, {"model": sharded(Model(seed=0))}, step=1)
+    leave()
+    if rank < 3:
+        join(root, "load", rank, 3)
+        model = sharded(Model(seed=1))
+        load_counted(rank, url, model, collect_loads())
+        check_equal(model, Model(seed=0))
+        dist.barrier()
+    # The models still refer to gloo's groups, whose threads may abort an interpreter that exits.
+    os._exit(0)
+
+
+def test_four_shards_are_read_once_by_three_ranks(tmp_path: Path) -> None:
+    mp.spawn(restore_other_sharding, args=(str(tmp_path),), nprocs=4)
+
+
+def damage(url: str, pattern: str) -> None:
+    """Change a byte of a data object of the newest checkpoint."""
+    path = sorted(Path(url, StoredCheckpoint.open(url).directory).glob(pattern))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    # A file may have several names: the older checkpoint keeps its own.
+    path.unlink()
+    path.write_bytes(data)
+
+
+def restore_damaged(rank: int, root: str) -> None:
+    url = f"{root}/run"
+    join(root, "damaged", rank, 3)
+    model = Model(seed=1)
+    with pytest.raises(CheckpointDamaged, match="does not match its checksum"):
+        checkpoint.load(url, {"model": model})
+    assert checkpoint.load(url, {"model": model}, fallback=True) == 1
+    check_equal(model, Model(seed=0))
+    leave()
+
+
+@pytest.mark.parametrize("pattern", ["**/c.*", "packs/*"])
+def test_damage_that_one_rank_reads_is_raised_on_all_or_falls_back_on_all(
+    tmp_path: Path, pattern: str
+) -> None:
+    url = str(tmp_path / "run")
+    checkpoint.save(url, {"model": Model(seed=0)}, step=1)
+    checkpoint.save(url, {"model": Model(seed=2)}, step=2)
+    damage(url, pattern)
+    mp.spawn(restore_damaged, args=(str(tmp_path),), nprocs=3)
+
+
+def restore_without_storage_on_one(rank: int, root: str) -> None:
+    url = f"{root}/run"
+    join(root, "failing", rank, 3)
+    model = Model(seed=1)
+    read_into = FileStorage.read_into
+
+    def fail(storage: FileStorage, name: str, buffers: object, offset: int = 0) -> int:
+        raise CheckpointError(f"{name}: the storage does not answer")
+
+    if rank == 2:
+        FileStorage.read_into = fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(CheckpointError, match="storage does not answer") as raised:
+        checkpoint.load(url, {"model": model}, fallback=True)
+    assert type(raised.value) is (CheckpointError if rank == 2 else RankFailed)
+    FileStorage.read_into = read_into  # type: ignore[method-assign]
+    # The ranks' messages are in step: the next load succeeds.
+    checkpoint.load(url, {"model": model})
+    check_equal(model, Model(seed=0))
+    leave()
+
+
+def test_storage_that_fails_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path / "run"), {"model": Model(seed=0)}, step=1)
+    mp.spawn(restore_without_storage_on_one, args=(str(tmp_path),), nprocs=3)
+
+
+def restore_with_a_death(rank: int, root: str) -> None:
+    join(root, "death", rank, 3)
+    if rank == 1:
+
+        def die(*_: object) -> int:
+            os._exit(0)
+
+        FileStorage.read_into = die  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="gloo"):
+        checkpoint.load(f"{root}/run", {"model": Model(seed=1)})
+    Path(root, f"raised-{rank}").touch()
+    os._exit(0)
+
+
+def test_a_rank_that_dies_while_it_reads_leaves_nobody_waiting(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path / "run"), {"model": Model(seed=0)}, step=1)
+    mp.spawn(restore_with_a_death, args=(str(tmp_path),), nprocs=3)
+    assert {path.name for path in tmp_path.glob("raised-*")} == {"raised-0", "raised-2"}

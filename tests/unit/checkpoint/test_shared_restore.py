@@ -1,0 +1,345 @@
+"""Property tests of a restore by all ranks: any layout, every stored byte read once at most.
+
+Threads play the ranks, with the real planner, reader and rounds; the messages between them go by
+memory. Sizes are made small, so that there are many units, batches and rounds. Real processes do
+the same in tests/integration.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from keepstep.checkpoint import agreement, shared_restore
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.live.restore import Fill
+from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
+from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
+from keepstep.checkpoint.stored import reader
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.unit.checkpoint.test_any_layout import (
+    ITEMSIZES,
+    DictStorage,
+    Layout,
+    Tensor,
+    layouts,
+    small_sizes,
+    store,
+    tensors,
+)
+
+__all__ = ["small_sizes"]
+
+# A rank that waits so long waits for ever.
+PATIENCE_S = 60.0
+
+
+class Ranks:
+    """Plays the collectives for threads, each of which is a rank."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._own = threading.local()
+        self._barrier = threading.Barrier(count, timeout=PATIENCE_S)
+        self._sent: list[Any] = [None] * count
+
+    def run(self, act: Callable[[int], Any]) -> list[Any]:
+        """Run a function on all ranks; return the result of each, or its error."""
+
+        def play(number: int) -> Any:
+            self._own.rank = number
+            try:
+                return act(number)
+            except CheckpointError as error:
+                return error
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+        with ThreadPoolExecutor(self.count) as pool:
+            return list(pool.map(play, range(self.count)))
+
+    def rank(self) -> int:
+        return int(self._own.rank)
+
+    def gather(self, message: Any) -> list[Any]:
+        self._sent[self.rank()] = message
+        self._barrier.wait()
+        gathered = list(self._sent)
+        self._barrier.wait()
+        return gathered
+
+    def exchange(self, messages: Sequence[Any]) -> list[Any]:
+        return [sent[self.rank()] for sent in self.gather(messages)]
+
+    def exchange_bytes(
+        self,
+        sent: torch.Tensor,
+        sent_nbytes: Sequence[int],
+        received: torch.Tensor,
+        received_nbytes: Sequence[int],
+    ) -> None:
+        parts = self.exchange([part.clone() for part in sent.split(list(sent_nbytes))])
+        assert [part.numel() for part in parts] == list(received_nbytes)
+        torch.cat(parts, out=received)
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("rank", "exchange", "exchange_bytes"):
+            monkeypatch.setattr(shared_restore, name, getattr(self, name))
+        monkeypatch.setattr(shared_restore, "exchange_numbers", self.exchange)
+        monkeypatch.setattr(shared_restore, "world_size", lambda: self.count)
+        monkeypatch.setattr(
+            agreement, "all_gather_json", lambda m: self.gather(json.loads(json.dumps(m)))
+        )
+
+
+@dataclass
+class RecordingStorage(DictStorage):
+    """Notes what is read of data objects, and fails or changes a byte at one of these reads."""
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    failing_read: int | None = None
+    damages: bool = False
+    lock: Any = field(default_factory=threading.Lock)
+
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int = 0) -> int:
+        count = super().read_into(name, buffers, offset)
+        with self.lock:
+            number = len(self.reads)
+            self.reads.append((name, offset, offset + count))
+        if number == self.failing_read and not self.damages:
+            raise CheckpointError("the storage does not answer")
+        if number == self.failing_read:
+            buffers[0][0] ^= 1
+        return count
+
+
+@pytest.fixture(autouse=True)
+def small_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"UNIT_NBYTES": 128, "_BATCH_NBYTES": 300, "_MESSAGE_NBYTES": 200, "_GROUP_NBYTES": 64}
+    for name, value in sizes.items():
+        monkeypatch.setattr(shared_restore, name, value)
+
+
+def fill_of(tensor: Tensor, box: Box, *, is_transposed: bool) -> Fill:
+    """Return a live tensor to fill, whose memory is in C order or in the order of Fortran."""
+    dtype = torch_dtype(tensor.dtype)
+    data = torch.zeros(box.shape, dtype=dtype)
+    if is_transposed:
+        data = torch.zeros(box.shape[::-1], dtype=dtype).permute(
+            tuple(reversed(range(len(box.shape))))
+        )
+    return Fill(LiveTensor(tensor.key, tensor.shape, box, data), tensor.dtype, box)
+
+
+def fills_of(layout: Layout, *, is_transposed: bool) -> list[list[Fill]]:
+    return [
+        [fill_of(tensor, box, is_transposed=is_transposed) for tensor, box in shards if box.size]
+        for shards in layout
+    ]
+
+
+def content(live: torch.Tensor) -> bytes:
+    return live.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def wanted_nbytes(stored: Sequence[Tensor], layout: Layout) -> int:
+    """Return the size of what at least one rank wants."""
+    total = 0
+    for tensor in stored:
+        wanted = np.zeros(tensor.shape, bool)
+        for shards in layout:
+            for other, box in shards:
+                if other == tensor:
+                    wanted[box.slices] = True
+        total += int(wanted.sum()) * ITEMSIZES[tensor.dtype]
+    return total
+
+
+def check_read_once(storage: RecordingStorage) -> None:
+    """Check that no byte of a data object was read twice, whoever read it."""
+    end: dict[str, int] = {}
+    for name, start, stop in sorted(storage.reads):
+        assert start >= end.get(name, 0), f"{name} is read twice"
+        end[name] = stop
+
+
+def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
+    storage = RecordingStorage()
+    monkeypatch.setattr(reader, "open_storage", lambda url: storage)
+    store(storage, layout)
+    return storage
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), small_nbytes=st.sampled_from([0, 24, 10**9]))
+def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, small_nbytes: int
+) -> None:
+    monkeypatch.setattr(shared_restore, "_small_read_nbytes", lambda url: small_nbytes)
+    stored = data.draw(tensors)
+    storage = saved(monkeypatch, data.draw(layouts(stored)))
+    layout = data.draw(layouts(stored))
+    fills = fills_of(layout, is_transposed=data.draw(st.booleans()))
+    ranks = Ranks(len(layout))
+    ranks.patch(monkeypatch)
+    results = ranks.run(
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+    )
+    values = {tensor.key: tensor.values for tensor in stored}
+    for own_fills in fills:
+        for item in own_fills:
+            live = item.tensor
+            assert content(live.data) == values[live.key][live.box.slices].tobytes()
+    check_read_once(storage)
+    traffic = results[0]
+    assert isinstance(traffic, RestoreTraffic)
+    assert set(results) == {traffic}
+    assert traffic.tensor_nbytes == wanted_nbytes(stored, layout)
+    assert traffic.read_nbytes == sum(stop - start for _, start, stop in storage.reads)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), failing_read=st.integers(0, 30), damages=st.booleans())
+def test_a_read_that_fails_on_one_rank_is_raised_on_all(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject, failing_read: int, damages: bool
+) -> None:
+    stored = data.draw(tensors)
+    storage = saved(monkeypatch, data.draw(layouts(stored)))
+    layout = data.draw(layouts(stored))
+    fills = fills_of(layout, is_transposed=False)
+    ranks = Ranks(len(layout))
+    ranks.patch(monkeypatch)
+    sources = [StoredCheckpoint.open("dict://") for _ in layout]
+    storage.failing_read, storage.damages = failing_read, damages
+    results = ranks.run(lambda rank: fill_together(lambda: fills[rank], sources[rank]))
+    if len(storage.reads) <= failing_read:
+        assert all(isinstance(result, RestoreTraffic) for result in results)
+    elif len(layout) == 1:
+        assert isinstance(results[0], CheckpointDamaged if damages else CheckpointError)
+    elif damages:
+        assert all(isinstance(result, CheckpointDamaged) for result in results)
+    else:
+        own = [type(result) is CheckpointError for result in results]
+        assert sum(own) >= 1
+        assert all(
+            is_own or isinstance(result, RankFailed)
+            for is_own, result in zip(own, results, strict=True)
+        )
+
+
+def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensor = Tensor("model/t0.weight", "float32", (64, 8))
+    layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
+    saved(monkeypatch, layout)
+    fills = fills_of(layout, is_transposed=False)
+    ranks = Ranks(3)
+    ranks.patch(monkeypatch)
+    of_size = shared_restore._Memory.of_size
+
+    def lacking(memory: Any, nbytes: int) -> torch.Tensor:
+        if ranks.rank() == 1 and nbytes:
+            raise MemoryError("out of memory")
+        return of_size(memory, nbytes)
+
+    def act(rank: int) -> Any:
+        try:
+            return fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+        except MemoryError as error:
+            return error
+
+    monkeypatch.setattr(shared_restore._Memory, "of_size", lacking)
+    assert [type(result) for result in ranks.run(act)] == [RankFailed, MemoryError, RankFailed]
+
+
+def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve replicas want all: what they receive together is many times a message's limit."""
+    tensor = Tensor("model/t0.weight", "uint8", (4096, 2))
+    layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(12)]
+    saved(monkeypatch, layout)
+    fills = fills_of(layout, is_transposed=True)
+    ranks = Ranks(12)
+    ranks.patch(monkeypatch)
+    sizes: list[int] = []
+    of_size = shared_restore._Memory.of_size
+
+    def noting(memory: Any, nbytes: int) -> torch.Tensor:
+        sizes.append(nbytes)
+        return of_size(memory, nbytes)
+
+    monkeypatch.setattr(shared_restore._Memory, "of_size", noting)
+    results = ranks.run(
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+    )
+    nbytes = math.prod(tensor.shape)
+    assert results[0].sent_nbytes == 11 * nbytes
+    assert max(sizes) <= 300
+    expected = tensor.values.tobytes()
+    assert all(content(item.tensor.data) == expected for own in fills for item in own)
+
+
+def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = Tensor("model/t0.weight", "uint8", (64, 2))
+    storage = saved(monkeypatch, [[(tensor, Box.whole(tensor.shape))]])
+    layout = [[(tensor, Box((rank, 0), (64 - rank, 2)))] for rank in range(8)]
+    fills = fills_of(layout, is_transposed=False)
+    ranks = Ranks(8)
+    ranks.patch(monkeypatch)
+    staged: list[int] = []
+    read = StoredCheckpoint.read
+
+    def noting(source: StoredCheckpoint, requests: Sequence[Any]) -> None:
+        staged.append(sum(request.into.nbytes for request in requests))
+        read(source, requests)
+
+    monkeypatch.setattr(StoredCheckpoint, "read", noting)
+    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    assert sum(staged) <= math.prod(tensor.shape)
+    check_read_once(storage)
+    for (item,) in fills:
+        assert content(item.tensor.data) == tensor.values[item.tensor.box.slices].tobytes()
+
+
+def test_small_tensors_of_one_pack_are_read_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by another rank would be many small reads instead of one."""
+    monkeypatch.setattr(shared_restore, "_GROUP_NBYTES", 4096)
+    stored = [Tensor(f"model/t{number}.bias", "float32", (2,)) for number in range(9)]
+    layout = [[(tensor, Box.whole(tensor.shape)) for tensor in stored] for _ in range(4)]
+    storage = saved(monkeypatch, layout)
+    fills = fills_of(layout, is_transposed=False)
+    ranks = Ranks(4)
+    ranks.patch(monkeypatch)
+    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    packs = {name for name in storage.objects if "/packs/" in name}
+    assert sorted(name for name, _, _ in storage.reads) == sorted(packs)
+
+
+def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = Tensor("model/t0.weight", "float32", (5, 4))
+    saved(monkeypatch, [[(tensor, Box.whole(tensor.shape))]])
+    fills = []
+    for first in (0, 3, 6):
+        box = Box((first, 0), (3, 4))
+        live = LiveTensor(tensor.key, (9, 4), box, torch.ones(3, 4))
+        fills.append([Fill(live, "float32", box.intersect(Box.whole(tensor.shape)))])
+    ranks = Ranks(3)
+    ranks.patch(monkeypatch)
+    ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
+    padded = np.zeros((9, 4, 4), np.uint8)
+    padded[:5] = tensor.values
+    got = b"".join(content(item.tensor.data) for (item,) in fills)
+    assert got == padded.tobytes()
