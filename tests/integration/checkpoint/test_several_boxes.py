@@ -13,7 +13,7 @@ from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.copier import Snapshotter
-from keepstep.checkpoint.live.restore import restore
+from keepstep.checkpoint.live.restore import fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
@@ -60,7 +60,7 @@ def check_restored(cluster: Cluster, holders: Sequence[Holder]) -> None:
     boxes = [Box((1, 0), (2, 8)), Box((3, 0), (4, 3))]
     state = live(boxes, torch.zeros(8, 8))
     with contextlib.closing(source):
-        restore(LiveState(tuple(state), {}), source)
+        fill(plan_fills(LiveState(tuple(state), {}), source), source)
     for tensor in state:
         assert torch.equal(tensor.data, WHOLE[tensor.box.slices])
 
