@@ -7,13 +7,8 @@ form no regular grid.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from keepstep.checkpoint.agreement import (
     agreed_steps,
@@ -21,23 +16,22 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks,
     on_all_ranks_gathering,
 )
-from keepstep.checkpoint.collective import Bytes, all_gather_json, box_of, gather_chunks, rank
-from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.documents import merged_documents
-from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.live.optimizer_options import is_json, restore_options
+from keepstep.checkpoint.collective import all_gather_json, rank
+from keepstep.checkpoint.collective_plan import plan_collectively
+from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
-from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.state_mapping import (
+    VALUES,
+    StateMapping,
+    capture,
+    fill_values,
+    modules_of,
+)
+from keepstep.checkpoint.stored.format import StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
-
-_VALUES = "values"
-
-StateMapping = Mapping[str, object]
 
 
 def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
@@ -55,27 +49,19 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises.
     """
-    # All ranks take the name that rank 0 gives the attempt.
-    live, gathered = on_all_ranks_gathering(
-        lambda: _capture(state), lambda live: [uuid.uuid4().hex, _index_of(live).to_json()]
-    )
-    indexes = [ShardIndex.from_json(index) for _, index in gathered]
-    plan = plan_chunks(indexes)
-    storage, attempt = open_storage(url), Attempt(StoredStep(step, generation), gathered[0][0])
-    tensors = {tensor.key: tensor for tensor in live.tensors}
-    collected = gather_chunks(plan, indexes, tensors)
-
-    def read_box(key: str, box: Box) -> Bytes:
-        return collected[key, box] if (key, box) in collected else box_of(tensors[key], box)
-
+    planned = plan_collectively(StoredStep(step, generation), lambda: capture(state))
+    storage, attempt, chunks = open_storage(url), planned.attempt, planned.chunks
     _, gathered_parts = on_all_ranks_gathering(
-        lambda: write_part(storage, attempt, plan, [rank()], read_box, name=rank()),
+        lambda: write_part(storage, attempt, chunks, [rank()], planned.read_box, name=rank()),
         StoredObject.to_json,
     )
     parts = [StoredObject.from_json(part) for part in gathered_parts]
-    documents = merged_documents(index.documents for index in indexes)
     on_all_ranks(
-        lambda: publish(storage, attempt, parts, plan.tensors, documents) if rank() == 0 else None
+        lambda: (
+            publish(storage, attempt, parts, chunks.tensors, planned.documents)
+            if rank() == 0
+            else None
+        )
     )
 
 
@@ -137,10 +123,10 @@ def _load(
 
         def prepare() -> tuple[StoredCheckpoint, LiveState]:
             source = StoredCheckpoint.open(url, step, generation)
-            for model, optimizers in _modules(state):
+            for model, optimizers in modules_of(state):
                 undo = allocate(model, optimizers, source.slots, resize=resize)
                 undo_allocations.callback(undo)
-            return source, _capture(state)
+            return source, capture(state)
 
         source, live = on_all_ranks(prepare)
         loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
@@ -174,85 +160,9 @@ def _fill(
             keys_of_other_ranks=keys_of_other_ranks,
             resize=resize,
         )
-        for model, optimizers in _modules(state):
+        for model, optimizers in modules_of(state):
             restore_options(model, optimizers, source.documents)
-        _fill_values(state, source.documents.get(_VALUES, {}))
+        fill_values(state, source.documents.get(VALUES, {}))
         return source.step
 
     return on_all_ranks(fill)
-
-
-def _modules(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
-    """Return the state's module with its optimizers, or nothing if it has no module."""
-    modules = [value for value in state.values() if isinstance(value, nn.Module)]
-    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
-    if len(modules) > 1:
-        raise LayoutMismatch(
-            "the state has several modules; put them into one nn.ModuleDict, or save them under "
-            "several URLs"
-        )
-    if optimizers and not modules:
-        raise LayoutMismatch(
-            "the state has an optimizer but not the module that names its parameters; add it"
-        )
-    return [(modules[0], optimizers)] if modules else []
-
-
-def _capture(state: StateMapping) -> LiveState:
-    tensors: list[LiveTensor] = []
-    values: dict[str, Json] = {}
-    documents: dict[str, Json] = {}
-    for model, optimizers in _modules(state):
-        captured = LiveStateReader(model, optimizers).capture()
-        tensors += captured.tensors
-        documents.update(captured.documents)
-    _walk(state, "", tensors, values)
-    keys = [tensor.key for tensor in tensors]
-    if len(keys) != len(set(keys)):
-        repeated = next(key for key in keys if keys.count(key) > 1)
-        raise LayoutMismatch(
-            f"{repeated} is in the state twice; rename the one that is not in the module"
-        )
-    return LiveState(tuple(tensors), {**documents, _VALUES: values})
-
-
-def _walk(
-    state: StateMapping, prefix: str, tensors: list[LiveTensor], values: dict[str, Json]
-) -> None:
-    for name, value in state.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, torch.Tensor):
-            tensors.append(describe(key, value))
-        elif isinstance(value, Mapping):
-            _walk(value, f"{key}/", tensors, values)
-        elif is_json(value):
-            values[key] = value
-        elif prefix or not isinstance(value, nn.Module | Optimizer):
-            raise LayoutMismatch(
-                f"{key}: a {type(value).__name__} cannot be stored; pass tensors, JSON values and "
-                "mappings of them, and the module and its optimizers at the top level"
-            )
-
-
-def _fill_values(state: StateMapping, values: Mapping[str, Json], prefix: str = "") -> None:
-    for name, value in list(state.items()):
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            _fill_values(value, values, f"{key}/")
-        elif key in values and isinstance(state, dict):
-            state[name] = values[key]
-
-
-def _index_of(live: LiveState) -> ShardIndex:
-    entries = tuple(
-        Entry(
-            key=tensor.key,
-            dtype=tensor.dtype,
-            global_shape=tensor.global_shape,
-            box=tensor.box,
-            byte_offset=0,
-            nbytes=tensor.data.numel() * tensor.data.element_size(),
-        )
-        for tensor in live.tensors
-    )
-    return ShardIndex(0, entries, live.documents)

@@ -29,6 +29,16 @@ def rank() -> int:
     return dist.get_rank() if _is_collective() else 0
 
 
+def world_size() -> int:
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _is_collective() else 1
+
+
+def default_store() -> dist.Store | None:
+    """Return the store that the process group was made with; None without a process group."""
+    return dist.distributed_c10d._get_default_store() if _is_collective() else None
+
+
 def all_gather_json(message: Json) -> list[Json]:
     """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks."""
     data = json.dumps(message).encode()
@@ -47,35 +57,54 @@ def all_gather_json(message: Json) -> list[Json]:
     ]
 
 
-def gather_chunks(
-    plan: ChunkPlan, indexes: Sequence[ShardIndex], tensors: Mapping[str, LiveTensor]
-) -> dict[tuple[str, Box], Bytes]:
-    """Collect the chunks that this rank writes but holds only in part; return their bytes.
+def incomplete_chunks(
+    plan: ChunkPlan, indexes: Sequence[ShardIndex]
+) -> tuple[tuple[int, Chunk], ...]:
+    """Return the chunks that their writer holds only in part, each with its writer.
 
     Only shards that form no regular grid have such chunks (FSDP over an uneven tensor-parallel
-    split). All ranks compute the same transfers in the same order, so both ranks of the first
-    unfinished transfer are always waiting for it: there is no deadlock.
+    split).
 
     Args:
         plan: the chunks of all writers.
+        indexes: what each rank holds.
+    """
+    shards = _shards_by_key(indexes)
+    return tuple(
+        (writer, chunk)
+        for writer, chunks in enumerate(plan.chunks)
+        for chunk in chunks
+        if not _holds_chunk(writer, chunk, shards[chunk.key])
+    )
+
+
+def gather_chunks(
+    incomplete: Sequence[tuple[int, Chunk]],
+    indexes: Sequence[ShardIndex],
+    tensors: Mapping[str, LiveTensor],
+) -> dict[tuple[str, Box], Bytes]:
+    """Collect the chunks that this rank writes but holds only in part; return their bytes.
+
+    All ranks compute the same transfers in the same order, so both ranks of the first unfinished
+    transfer are always waiting for it: there is no deadlock.
+
+    Args:
+        incomplete: what `incomplete_chunks` returned.
         indexes: what each rank holds.
         tensors: this rank's tensors by key.
 
     Returns:
         The chunks' bytes by tensor key and box, as `box_of` returns them.
     """
-    shards: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
-    for holder, index in enumerate(indexes):
-        for entry in index.entries:
-            shards[entry.key].append((holder, entry))
+    if not incomplete:
+        return {}
+    shards = _shards_by_key(indexes)
     own_rank = rank()
     collected: dict[tuple[str, Box], Bytes] = {}
-    for writer, chunks in enumerate(plan.chunks):
-        for chunk in chunks:
-            if not _holds_chunk(writer, chunk, shards[chunk.key]):
-                data = _transfer(chunk, writer, shards[chunk.key], tensors)
-                if writer == own_rank:
-                    collected[chunk.key, chunk.box] = data
+    for writer, chunk in incomplete:
+        data = _transfer(chunk, writer, shards[chunk.key], tensors)
+        if writer == own_rank:
+            collected[chunk.key, chunk.box] = data
     return collected
 
 
@@ -86,6 +115,14 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     """
     part = plain(tensor.data[box.within(tensor.box).slices])
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
+
+
+def _shards_by_key(indexes: Sequence[ShardIndex]) -> Mapping[str, list[tuple[int, Entry]]]:
+    shards: dict[str, list[tuple[int, Entry]]] = defaultdict(list)
+    for holder, index in enumerate(indexes):
+        for entry in index.entries:
+            shards[entry.key].append((holder, entry))
+    return shards
 
 
 def _holds_chunk(writer: int, chunk: Chunk, shards: Sequence[tuple[int, Entry]]) -> bool:

@@ -45,9 +45,14 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.agreement": (
             "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
         ),
+        "checkpoint.state_mapping": "checkpoint.errors checkpoint.layout checkpoint.live",
+        "checkpoint.collective_plan": (
+            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
+            " checkpoint.stored"
+        ),
         "checkpoint.api": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.stored"
+            "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
+            " checkpoint.live checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
