@@ -1,7 +1,7 @@
 """Checkpoints of sharded state, in a universal stored format and in the memory of nodes.
 
 `save` and `load` need no other part of keepstep; they run in one process or as a collective of a
-torch process group.
+torch process group. `Saver` saves while training goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from keepstep.checkpoint.errors import (
 )
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.api import load, save
+    from keepstep.checkpoint.api import SaveHandle, Saver, load, save
 
 __all__ = [
     "CheckpointDamaged",
@@ -37,6 +37,8 @@ __all__ = [
     "CheckpointTooNew",
     "LayoutMismatch",
     "RankFailed",
+    "SaveHandle",
+    "Saver",
     "SnapshotInvariantViolated",
     "SnapshotUnavailable",
     "StateChanged",
@@ -47,7 +49,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The snapshot server imports this package, and must start without importing PyTorch.
-    if name in ("load", "save"):
+    if name in ("SaveHandle", "Saver", "load", "save"):
         from keepstep.checkpoint import api
 
         return getattr(api, name)

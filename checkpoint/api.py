@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
+from typing import Literal, overload
 
 from keepstep.checkpoint.agreement import (
     agreed_steps,
@@ -21,6 +22,9 @@ from keepstep.checkpoint.collective_plan import plan_collectively
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.restore import allocate, restore
 from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.saving.handle import SaveHandle
+from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
+from keepstep.checkpoint.saving.saver import Saver, told_failure
 from keepstep.checkpoint.state_mapping import (
     VALUES,
     StateMapping,
@@ -33,9 +37,32 @@ from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 
+__all__ = ["SaveHandle", "Saver", "load", "save"]
 
-def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> None:
+
+@overload
+def save(
+    url: str, state: StateMapping, *, step: int, generation: int = 0, block: Literal[True] = True
+) -> None: ...
+
+
+@overload
+def save(
+    url: str, state: StateMapping, *, step: int, generation: int = 0, block: Literal[False]
+) -> SaveHandle: ...
+
+
+def save(
+    url: str, state: StateMapping, *, step: int, generation: int = 0, block: bool = True
+) -> SaveHandle | None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
+
+    With `block=False` this returns once the state is copied; a process of its own writes the
+    checkpoint while training goes on, and the handle tells when it is durable. The first such save
+    makes that process and the memory of the copy, which are kept. One save is in progress at most:
+    any further one waits for it. A save that failed in the background is told, on all ranks alike,
+    by a warning at the next save and by `previous_error` of its handle. The interpreter's exit
+    finishes a save in progress, for ten minutes at most. See `Saver` to say when these things end.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
@@ -44,12 +71,21 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
             optimizers' as `optim/<name>/<slot>`.
         step: number of completed steps.
         generation: distinguishes attempts at one step; `load` takes the greatest.
+        block: return when the checkpoint is durable.
 
     Raises:
         CheckpointExists: a checkpoint of this step and generation exists already.
-        CheckpointError: a rank could not write; every rank raises.
+        CheckpointError: a rank could not write; every rank raises. With `block=False` the handle
+            has these errors, and only a state that cannot be stored raises (LayoutMismatch).
     """
-    planned = plan_collectively(StoredStep(step, generation), lambda: capture(state))
+    if not block:
+        return PROCESS_SAVER.get().save(url, state, step=step, generation=generation)
+    saver = PROCESS_SAVER.current
+    failure = None if saver is None else saver.finish()
+    planned = plan_collectively(StoredStep(step, generation), lambda: capture(state), failure)
+    told_failure(planned.failures)
+    if saver is not None:
+        saver.forget_failure()
     storage, attempt, chunks = open_storage(url), planned.attempt, planned.chunks
     _, gathered_parts = on_all_ranks_gathering(
         lambda: write_part(storage, attempt, chunks, [rank()], planned.read_box, name=rank()),
@@ -63,6 +99,7 @@ def save(url: str, state: StateMapping, *, step: int, generation: int = 0) -> No
             else None
         )
     )
+    return None
 
 
 def load(

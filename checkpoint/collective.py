@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
@@ -34,9 +35,9 @@ def world_size() -> int:
     return dist.get_world_size() if _is_collective() else 1
 
 
-def default_store() -> dist.Store | None:
+def default_store() -> Store | None:
     """Return the store that the process group was made with; None without a process group."""
-    return dist.distributed_c10d._get_default_store() if _is_collective() else None
+    return _get_default_store() if _is_collective() else None
 
 
 def all_gather_json(message: Json) -> list[Json]:

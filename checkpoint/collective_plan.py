@@ -29,20 +29,25 @@ class CollectivePlan:
         chunks: who writes which chunks.
         read_box: returns the bytes of a box of this rank's chunks.
         documents: all ranks' documents, merged.
+        failures: what each rank tells about its last save.
     """
 
     attempt: Attempt
     chunks: ChunkPlan
     read_box: ReadBox
     documents: Mapping[str, Json]
+    failures: tuple[Json, ...]
 
 
-def plan_collectively(stored: StoredStep, capture: Callable[[], LiveState]) -> CollectivePlan:
+def plan_collectively(
+    stored: StoredStep, capture: Callable[[], LiveState], failure: Json
+) -> CollectivePlan:
     """Plan a save with all ranks.
 
     Args:
         stored: the checkpoint to write.
         capture: returns this rank's live state.
+        failure: what this rank tells the others about its last save.
 
     Raises:
         CheckpointError: a rank could not capture its state, or the ranks' states do not fit
@@ -50,9 +55,9 @@ def plan_collectively(stored: StoredStep, capture: Callable[[], LiveState]) -> C
     """
     # All ranks take the name that rank 0 gives the attempt.
     live, gathered = on_all_ranks_gathering(
-        capture, lambda live: [uuid.uuid4().hex, index_of(live).to_json()]
+        capture, lambda live: [uuid.uuid4().hex, index_of(live).to_json(), failure]
     )
-    indexes = [ShardIndex.from_json(index) for _, index in gathered]
+    indexes = [ShardIndex.from_json(index) for _, index, _ in gathered]
     chunks = plan_chunks(indexes)
     tensors = {tensor.key: tensor for tensor in live.tensors}
     collected = gather_chunks(incomplete_chunks(chunks, indexes), indexes, tensors)
@@ -65,6 +70,7 @@ def plan_collectively(stored: StoredStep, capture: Callable[[], LiveState]) -> C
         chunks=chunks,
         read_box=read_box,
         documents=merged_documents(index.documents for index in indexes),
+        failures=tuple(failure for *_, failure in gathered),
     )
 
 

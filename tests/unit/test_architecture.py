@@ -50,13 +50,19 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
             " checkpoint.stored"
         ),
+        "checkpoint.saving": (
+            "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
+            " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
+            " checkpoint.server checkpoint.state_mapping checkpoint.stored processes transport"
+        ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.live checkpoint.state_mapping checkpoint.stored"
+            " checkpoint.live checkpoint.saving checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
-        "checkpoint.cli": "checkpoint.errors checkpoint.stored",
+        "checkpoint.content_check": "checkpoint.errors checkpoint.layout checkpoint.stored",
+        "checkpoint.cli": "checkpoint.content_check checkpoint.errors checkpoint.stored",
         "checkpoint": "checkpoint.api checkpoint.errors",
         # monitor
         "monitor.errors": "",
@@ -182,8 +188,8 @@ PUBLIC = {
     },
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "CheckpointTooNew", "LayoutMismatch", "RankFailed", "SnapshotInvariantViolated",
-        "SnapshotUnavailable", "StateChanged", "load", "save",
+        "CheckpointTooNew", "LayoutMismatch", "RankFailed", "SaveHandle", "Saver",
+        "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
         "DumpUnreadable", "Measure", "MonitorError", "MonitorUnreachable", "Phase",
@@ -196,7 +202,8 @@ PUBLIC = {
 LIGHT = {
     "torch": (
         "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli",
-        "keepstep.checkpoint.server.server", "keepstep.elastic.agent.agent",
+        "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.server.server",
+        "keepstep.elastic.agent.agent",
         "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",
         "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
         "keepstep.monitor.daemon.assembly",
