@@ -24,6 +24,10 @@ from keepstep.checkpoint.stored.chunking import Chunk, ChunkPlan
 
 Bytes = npt.NDArray[np.uint8]
 
+_LENGTH_NBYTES = 8
+_INLINE_NBYTES = 1024
+"""What of a message goes with its length. A collective costs more than these bytes."""
+
 
 def rank() -> int:
     """Return this process's rank; 0 without a process group."""
@@ -41,20 +45,25 @@ def default_store() -> Store | None:
 
 
 def all_gather_json(message: Json) -> list[Json]:
-    """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks."""
+    """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks.
+
+    Messages of up to a kilobyte take one collective, longer ones a second for what is left.
+    """
     data = json.dumps(message).encode()
     if not _is_collective():
         return [json.loads(data)]
-    device = _device()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    nbytes = [int(size.item()) for size in sizes]
-    padded = torch.frombuffer(bytearray(data.ljust(max(nbytes))), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(padded) for _ in nbytes]
-    dist.all_gather(gathered, padded)
+    heads = _all_gather(
+        len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_INLINE_NBYTES],
+        _LENGTH_NBYTES + _INLINE_NBYTES,
+    )
+    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+    rest_nbytes = max(nbytes) - _INLINE_NBYTES
+    rests = [b""] * len(heads)
+    if rest_nbytes > 0:
+        rests = _all_gather(data[_INLINE_NBYTES:], rest_nbytes)
     return [
-        json.loads(bytes(buffer.cpu().numpy()[:count]))
-        for buffer, count in zip(gathered, nbytes, strict=True)
+        json.loads((head[_LENGTH_NBYTES:] + rest)[:count])
+        for head, rest, count in zip(heads, rests, nbytes, strict=True)
     ]
 
 
@@ -159,6 +168,14 @@ def _transfer(
             piece = incoming.cpu().numpy().reshape(*read.box.shape, itemsize)
             result[read.box.within(chunk.box).slices] = piece
     return result
+
+
+def _all_gather(data: bytes, nbytes: int) -> list[bytes]:
+    """Return all ranks' data, each padded to `nbytes`."""
+    padded = torch.frombuffer(bytearray(data.ljust(nbytes)), dtype=torch.uint8).to(_device())
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, padded)
+    return [buffer.cpu().numpy().tobytes() for buffer in gathered]
 
 
 def _is_collective() -> bool:
