@@ -1,7 +1,7 @@
 """Checkpoints of sharded state, in a universal stored format and in the memory of nodes.
 
 `save` and `load` need no other part of keepstep; they run in one process or as a collective of a
-torch process group.
+torch process group. `Saver` saves while training goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.layout.part_table import Part, PartTable
 
 if TYPE_CHECKING:
-    from keepstep.checkpoint.api import load, save
+    from keepstep.checkpoint.api import SaveHandle, Saver, load, save
     from keepstep.checkpoint.live.flat_fragment import FlatFragment
 
 __all__ = [
@@ -42,6 +42,8 @@ __all__ = [
     "Part",
     "PartTable",
     "RankFailed",
+    "SaveHandle",
+    "Saver",
     "SnapshotInvariantViolated",
     "SnapshotUnavailable",
     "StateChanged",
@@ -52,7 +54,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The snapshot server imports this package, and must start without importing PyTorch.
-    if name in ("load", "save"):
+    if name in ("SaveHandle", "Saver", "load", "save"):
         from keepstep.checkpoint import api
 
         return getattr(api, name)

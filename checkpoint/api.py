@@ -1,8 +1,9 @@
 """Saves and loads checkpoints without agents or snapshot servers, on one process or collectively.
 
-If there is a process group, ranks exchange the names and boxes that they hold, as JSON, once per
-save; each rank writes tensor bytes directly to storage, or by way of one other rank where shards
-form no regular grid. A load reads each stored byte on one rank, which hands it on to the others.
+If there is a process group, ranks plan a save together (`keepstep.checkpoint.collective_plan`), and
+again only when a rank's boxes have changed. Each rank writes tensor bytes directly to storage, or
+by way of one other rank where shards are small or form no regular grid. A load reads each stored
+byte on one rank, which hands it on to the others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from typing import Literal, overload
 
 from keepstep.checkpoint.agreement import (
     agreed_steps,
@@ -18,12 +20,15 @@ from keepstep.checkpoint.agreement import (
     on_all_ranks_gathering,
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
-from keepstep.checkpoint.collective_plan import PlanCache, plan_collectively
+from keepstep.checkpoint.collective_plan import agree_on_save, boxes_reader, merge_documents
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.restore import allocate, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState
+from keepstep.checkpoint.saving.handle import SaveHandle
+from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
+from keepstep.checkpoint.saving.saver import Saver, told_failure
 from keepstep.checkpoint.shared_restore import fill_together
 from keepstep.checkpoint.state_mapping import (
     VALUES,
@@ -32,12 +37,40 @@ from keepstep.checkpoint.state_mapping import (
     fill_values,
     modules_of,
 )
-from keepstep.checkpoint.stored.format import StoredObject, StoredStep
+from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 log = logging.getLogger("keepstep")
+
+__all__ = ["SaveHandle", "Saver", "load", "save"]
+
+
+@overload
+def save(
+    url: str,
+    state: StateMapping,
+    *,
+    step: int,
+    generation: int = 0,
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
+    block: Literal[True] = True,
+) -> None: ...
+
+
+@overload
+def save(
+    url: str,
+    state: StateMapping,
+    *,
+    step: int,
+    generation: int = 0,
+    parts: Mapping[str, PartTable] | None = None,
+    parts_mesh_axis: str = "tp",
+    block: Literal[False],
+) -> SaveHandle: ...
 
 
 def save(
@@ -48,8 +81,16 @@ def save(
     generation: int = 0,
     parts: Mapping[str, PartTable] | None = None,
     parts_mesh_axis: str = "tp",
-) -> None:
+    block: bool = True,
+) -> SaveHandle | None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
+
+    With `block=False` this returns once the state is copied; a process of its own writes the
+    checkpoint while training goes on, and the handle tells when it is durable. The first such save
+    makes that process and the memory of the copy, which are kept. One save is in progress at most:
+    any further one waits for it. A save that failed in the background is told, on all ranks alike,
+    by a warning at the next save and by `previous_error` of its handle. The interpreter's exit
+    finishes a save in progress, for ten minutes at most. See `Saver` to say when these things end.
 
     Args:
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
@@ -64,35 +105,49 @@ def save(
             whatever the number of ranks that slice them.
         parts_mesh_axis: name of the device mesh's axis that slices every part; other axes split
             rows.
+        block: return when the checkpoint is durable.
 
     Raises:
         CheckpointExists: a checkpoint of this step and generation exists already.
-        CheckpointError: a rank could not write; every rank raises.
+        CheckpointError: a rank could not write; every rank raises. With `block=False` the handle
+            has these errors, and only a state that cannot be stored raises (LayoutMismatch).
     """
+    if not block:
+        return PROCESS_SAVER.get().save(
+            url,
+            state,
+            step=step,
+            generation=generation,
+            parts=parts,
+            parts_mesh_axis=parts_mesh_axis,
+        )
+    saver = PROCESS_SAVER.current
+    failure = None if saver is None else saver.finish()
     fused = FusedTensors(parts or {}, parts_mesh_axis)
-    planned = plan_collectively(
-        StoredStep(step, generation), lambda: capture(state, fused), None, PlanCache()
-    )
-    storage, attempt = open_storage(url), planned.attempt
+    agreed = agree_on_save(lambda: capture(state, fused), failure, PROCESS_SAVER.plans)
+    told_failure(agreed.failures)
+    if saver is not None:
+        saver.forget_failure()
+    storage = open_storage(url)
+    attempt = Attempt(StoredStep(step, generation), agreed.attempt)
+    plan = agreed.plan
+    read_box = boxes_reader(plan, agreed.live.tensors)
     _, gathered_parts = on_all_ranks_gathering(
-        lambda: write_part(storage, attempt, planned.own.plan, [0], planned.read_box, name=rank()),
+        lambda: write_part(storage, attempt, plan.own.plan, [0], read_box, name=rank()),
         StoredObject.to_json,
     )
     written = [StoredObject.from_json(part) for part in gathered_parts]
+    documents = merge_documents(agreed.documents)
     on_all_ranks(
         lambda: (
             publish(
-                storage,
-                attempt,
-                written,
-                planned.tensors.tensors,
-                planned.tensors.writers,
-                planned.documents,
+                storage, attempt, written, plan.tensors.tensors, plan.tensors.writers, documents
             )
             if rank() == 0
             else None
         )
     )
+    return None
 
 
 def load(

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, CheckpointTooNew
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
@@ -161,9 +162,20 @@ def show(
 @_STEP
 @_GENERATION
 @click.option("--all", "everything", is_flag=True, help="Verify every checkpoint at URL.")
+@click.option(
+    "--content",
+    is_flag=True,
+    help="Read the tensors once more and compare them with the digest taken from memory, which "
+    "checkpoints saved by save(..., block=False) have.",
+)
 @_JSON
 def verify(
-    url: str, step: int | None, generation: int | None, everything: bool, as_json: bool
+    url: str,
+    step: int | None,
+    generation: int | None,
+    everything: bool,
+    content: bool,
+    as_json: bool,
 ) -> None:
     """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new."""
     results: dict[str, str | None] = {}
@@ -179,6 +191,8 @@ def verify(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
             ) as report:
                 source.verify(report)
+            if content and not check_content(source):
+                Console(stderr=True).print(f"{name}: it has no digest of its content")
             results[name] = None
         except (CheckpointDamaged, CheckpointTooNew) as error:
             results[name] = str(error)

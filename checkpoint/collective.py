@@ -14,11 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store
 
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.live.tensors import LiveTensor, as_bytes, plain
 
 Bytes = npt.NDArray[np.uint8]
+
+_LENGTH_NBYTES = 8
+_INLINE_NBYTES = 1024
+"""What of a message goes with its length. A collective costs more than these bytes."""
 
 
 def rank() -> int:
@@ -31,21 +36,31 @@ def world_size() -> int:
     return dist.get_world_size() if _is_collective() else 1
 
 
+def default_store() -> Store | None:
+    """Return the store that the process group was made with; None without a process group."""
+    return _get_default_store() if _is_collective() else None
+
+
 def all_gather_json(message: Json) -> list[Json]:
-    """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks."""
+    """Send this rank's message to all ranks, and return all ranks' messages, in order of ranks.
+
+    Messages of up to a kilobyte take one collective, longer ones a second for what is left.
+    """
     data = json.dumps(message).encode()
     if not _is_collective():
         return [json.loads(data)]
-    device = _device()
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    nbytes = [int(size.item()) for size in sizes]
-    padded = torch.frombuffer(bytearray(data.ljust(max(nbytes))), dtype=torch.uint8).to(device)
-    gathered = [torch.empty_like(padded) for _ in nbytes]
-    dist.all_gather(gathered, padded)
+    heads = _all_gather(
+        len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_INLINE_NBYTES],
+        _LENGTH_NBYTES + _INLINE_NBYTES,
+    )
+    nbytes = [int.from_bytes(head[:_LENGTH_NBYTES], "little") for head in heads]
+    rest_nbytes = max(nbytes) - _INLINE_NBYTES
+    rests = [b""] * len(heads)
+    if rest_nbytes > 0:
+        rests = _all_gather(data[_INLINE_NBYTES:], rest_nbytes)
     return [
-        json.loads(bytes(buffer.cpu().numpy()[:count]))
-        for buffer, count in zip(gathered, nbytes, strict=True)
+        json.loads((head[_LENGTH_NBYTES:] + rest)[:count])
+        for head, rest, count in zip(heads, rests, nbytes, strict=True)
     ]
 
 
@@ -106,6 +121,14 @@ def box_of(tensor: LiveTensor, box: Box) -> Bytes:
     """
     part = plain(tensor.data[box.within(tensor.box).slices])
     return np.frombuffer(as_bytes(part), np.uint8).reshape(*box.shape, part.element_size())
+
+
+def _all_gather(data: bytes, nbytes: int) -> list[bytes]:
+    """Return all ranks' data, each padded to `nbytes`."""
+    padded = torch.frombuffer(bytearray(data.ljust(nbytes)), dtype=torch.uint8).to(_device())
+    gathered = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, padded)
+    return [buffer.cpu().numpy().tobytes() for buffer in gathered]
 
 
 def _is_collective() -> bool:

@@ -35,7 +35,6 @@ from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.checkpoint.stored.chunking import PlannedChunk
-from keepstep.checkpoint.stored.format import Attempt, StoredStep
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -53,48 +52,35 @@ from keepstep.checkpoint.stored.writer import ReadBox
 _ROUND_NBYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectivePlan:
-    """What this rank writes, and what rank 0 publishes.
-
-    Attributes:
-        attempt: the attempt, of the same name on all ranks.
-        own: the chunks that this rank writes.
-        read_box: returns the bytes of one of these chunks.
-        tensors: all tensors; of no rank's chunks but on rank 0.
-        documents: all ranks' documents, merged; empty but on rank 0.
-        failures: what each rank tells about its last save.
-    """
-
-    attempt: Attempt
-    own: WriterPlan
-    read_box: ReadBox
-    tensors: TensorPlan
-    documents: Mapping[str, Json]
-    failures: tuple[Json, ...]
+Signature = tuple[tuple[object, ...], ...]
+"""The boxes that a rank holds: key, data type, global shape and box of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """What ranks have planned for one layout; valid while all ranks hold the same boxes.
-
-    `name` is that of the attempt for which it was planned, `layout` a digest of this rank's boxes;
-    `rounds` are those of the exchange of pieces, each with an entry for every rank.
-    """
-
-    name: str
-    layout: str
-    own: WriterPlan
-    tensors: TensorPlan
-    rounds: tuple[tuple[_Round, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
+class Round:
     """The pieces that this rank exchanges with one other rank at once, in the order of sending."""
 
     wanted: tuple[tuple[PlannedChunk, Box], ...]
     asked: tuple[tuple[str, Box], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SharedPlan:
+    """What ranks have planned together; valid while all ranks hold the same boxes.
+
+    Attributes:
+        name: that of the attempt for which it was planned.
+        signature: this rank's boxes.
+        own: the chunks that this rank writes.
+        tensors: all tensors on rank 0, which publishes them; none on the others.
+        rounds: the exchange of pieces; each round has an entry for every rank.
+    """
+
+    name: str
+    signature: Signature
+    own: WriterPlan
+    tensors: TensorPlan
+    rounds: tuple[tuple[Round, ...], ...]
 
 
 class PlanCache:
@@ -104,30 +90,47 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._shares: _Shares | None = None
+        self._plan: SharedPlan | None = None
 
-    def name_for(self, layout: str) -> str | None:
+    def name_for(self, signature: Signature) -> str | None:
         """Return the name of the plan that fits this rank's boxes, if there is one."""
-        shares = self._shares
-        return shares.name if shares is not None and shares.layout == layout else None
+        plan = self._plan
+        return plan.name if plan is not None and plan.signature == signature else None
 
-    def take(self) -> _Shares:
+    def take(self) -> SharedPlan:
         """Return the plan."""
-        assert self._shares is not None, "the ranks have agreed that each of them has a plan"
-        return self._shares
+        assert self._plan is not None, "the ranks have agreed that each of them has a plan"
+        return self._plan
 
-    def keep(self, shares: _Shares | None) -> None:
+    def keep(self, plan: SharedPlan | None) -> None:
         """Keep a plan instead of the one before."""
-        self._shares = shares
+        self._plan = plan
 
 
-def plan_collectively(
-    stored: StoredStep, capture: Callable[[], LiveState], failure: Json, cache: PlanCache
-) -> CollectivePlan:
-    """Plan a save with all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedSave:
+    """A save that all ranks have agreed on.
+
+    Attributes:
+        attempt: name of the attempt, the same on all ranks.
+        live: this rank's state.
+        plan: what this rank writes, and what rank 0 publishes.
+        documents: those of this rank's documents that no rank before it has alike; rank 0 merges
+            them with its own.
+        failures: what each rank tells about its last save.
+    """
+
+    attempt: str
+    live: LiveState
+    plan: SharedPlan
+    documents: Mapping[str, Json]
+    failures: tuple[Json, ...]
+
+
+def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCache) -> AgreedSave:
+    """Capture all ranks' states and plan a save of them.
 
     Args:
-        stored: the checkpoint to write.
         capture: returns this rank's live state.
         failure: what this rank tells the others about its last save.
         cache: has the plan of the last save of the same ranks.
@@ -137,46 +140,43 @@ def plan_collectively(
             together; every rank raises.
     """
 
-    def prepare() -> tuple[LiveState, tuple[Entry, ...], str]:
+    def prepare() -> tuple[LiveState, Signature]:
         live = capture()
-        entries = entries_of(live)
-        return live, entries, layout_digest(entries, world_size())
+        return live, signature_of(live.tensors)
 
     # All ranks take the name that rank 0 gives the attempt.
-    (live, entries, layout), gathered = on_all_ranks_gathering(
+    (live, signature), gathered = on_all_ranks_gathering(
         prepare,
         lambda prepared: [
             uuid.uuid4().hex,
-            cache.name_for(prepared[2]),
+            cache.name_for(prepared[1]),
             {name: _digest(content) for name, content in prepared[0].documents.items()},
             failure,
         ],
     )
-    attempt = Attempt(stored, gathered[0][0])
+    attempt = str(gathered[0][0])
     known = {name for _, name, _, _ in gathered}
     if len(known) > 1 or None in known:
         cache.keep(None)
-        cache.keep(_plan(attempt.name, entries, layout))
-    shares = cache.take()
-    tensors: dict[str, list[LiveTensor]] = defaultdict(list)
-    for tensor in live.tensors:
-        tensors[tensor.key].append(tensor)
-    collected = _gather_chunks(shares, tensors)
-
-    def read_box(key: str, box: Box) -> Bytes:
-        return collected[key, box] if (key, box) in collected else _box_of(tensors[key], box)
-
-    return CollectivePlan(
+        cache.keep(_plan(attempt, entries_of(live.tensors), signature))
+    return AgreedSave(
         attempt=attempt,
-        own=shares.own,
-        read_box=read_box,
-        tensors=shares.tensors,
-        documents=_gather_documents(live.documents, [digests for _, _, digests, _ in gathered]),
+        live=live,
+        plan=cache.take(),
+        documents=_first_of(live.documents, [digests for _, _, digests, _ in gathered]),
         failures=tuple(failure for *_, failure in gathered),
     )
 
 
-def entries_of(live: LiveState) -> tuple[Entry, ...]:
+def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
+    """Return the boxes that a rank holds; quick, for it is done at every save."""
+    return (
+        (world_size(),),
+        *((tensor.key, tensor.data.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
+    )
+
+
+def entries_of(tensors: Sequence[LiveTensor]) -> tuple[Entry, ...]:
     """Return which boxes of which tensors a rank holds; the offsets mean nothing."""
     return tuple(
         Entry(
@@ -187,16 +187,32 @@ def entries_of(live: LiveState) -> tuple[Entry, ...]:
             byte_offset=0,
             nbytes=tensor.data.numel() * tensor.data.element_size(),
         )
-        for tensor in live.tensors
+        for tensor in tensors
     )
 
 
-def layout_digest(entries: Sequence[Entry], ranks: int) -> str:
-    """Return a digest of the boxes that a rank holds, one of so many ranks."""
-    return _digest([ranks, [entry.to_json() for entry in entries]])
+def boxes_reader(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> ReadBox:
+    """Return what reads the chunks that this rank writes, after the ranks have exchanged pieces."""
+    collected = gather_chunks(plan, tensors)
+    held = _by_key(tensors)
+
+    def read_box(key: str, box: Box) -> Bytes:
+        return collected[key, box] if (key, box) in collected else _box_of(held[key], box)
+
+    return read_box
 
 
-def _plan(name: str, entries: Sequence[Entry], layout: str) -> _Shares:
+def merge_documents(documents: Mapping[str, Json]) -> dict[str, Json]:
+    """Return all ranks' documents, merged, on rank 0; nothing on the others.
+
+    Args:
+        documents: `AgreedSave.documents`.
+    """
+    received = _exchange_json({0: documents})
+    return merged_documents(received[holder] for holder in sorted(received))
+
+
+def _plan(name: str, entries: Sequence[Entry], signature: Signature) -> SharedPlan:
     """Plan together what each rank writes, and which pieces it gets from which rank."""
     ranks = world_size()
     planners = planner_count(ranks)
@@ -217,10 +233,12 @@ def _plan(name: str, entries: Sequence[Entry], layout: str) -> _Shares:
     tensors = merged_tensor_plan(
         TensorPlan.from_json(tensors) for _, tensors in answers if tensors is not None
     )
-    return _Shares(name, layout, own, tensors, _agree_on_rounds(own))
+    return SharedPlan(
+        name=name, signature=signature, own=own, tensors=tensors, rounds=_agree_on_rounds(own)
+    )
 
 
-def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[_Round, ...], ...]:
+def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[Round, ...], ...]:
     """Ask all ranks for the pieces that this one lacks; return the rounds of the exchange.
 
     Each round has an entry for every rank. All ranks have the same number of rounds.
@@ -251,29 +269,26 @@ def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[_Round, ...], ...]:
     wanted += [defaultdict(list) for _ in range(count - len(wanted))]
     return tuple(
         tuple(
-            _Round(tuple(pieces_of_round.get(peer, ())), tuple(asked_of_round.get(peer, ())))
+            Round(tuple(pieces_of_round.get(peer, ())), tuple(asked_of_round.get(peer, ())))
             for peer in range(ranks)
         )
         for pieces_of_round, asked_of_round in zip(wanted, asked, strict=True)
     )
 
 
-def _gather_chunks(
-    shares: _Shares, tensors: Mapping[str, Sequence[LiveTensor]]
-) -> dict[tuple[str, Box], Bytes]:
+def gather_chunks(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> dict[tuple[str, Box], Bytes]:
     """Return the chunks that this rank writes but holds only in part, by tensor key and box."""
+    held = _by_key(tensors)
+    itemsizes = {
+        key: numpy_dtype(tensor.dtype).itemsize for key, tensor in plan.own.tensors.items()
+    }
     collected: dict[tuple[str, Box], Bytes] = {}
-    for peers in shares.rounds:
-        pieces = [
-            _box_of(tensors[key], box).reshape(-1) for peer in peers for key, box in peer.asked
-        ]
+    for peers in plan.rounds:
+        pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
         sent_nbytes = [
-            sum(box.size * tensors[key][0].data.element_size() for key, box in peer.asked)
+            sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
             for peer in peers
         ]
-        itemsizes = {
-            key: numpy_dtype(tensor.dtype).itemsize for key, tensor in shares.own.tensors.items()
-        }
         received_nbytes = [
             sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
         ]
@@ -292,15 +307,20 @@ def _gather_chunks(
     return collected
 
 
+def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:
+    held: dict[str, list[LiveTensor]] = defaultdict(list)
+    for tensor in tensors:
+        held[tensor.key].append(tensor)
+    return held
+
+
 def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     """Return the bytes of a box of a tensor of which this rank holds these boxes."""
     return box_of(next(tensor for tensor in tensors if box.intersect(tensor.box) == box), box)
 
 
-def _gather_documents(
-    own: Mapping[str, Json], digests: Sequence[Mapping[str, str]]
-) -> dict[str, Json]:
-    """Return all ranks' documents, merged, on rank 0; nothing on the others.
+def _first_of(own: Mapping[str, Json], digests: Sequence[Mapping[str, str]]) -> dict[str, Json]:
+    """Return those of this rank's documents that no rank before it has alike.
 
     Args:
         own: this rank's documents.
@@ -310,13 +330,11 @@ def _gather_documents(
     for holder, digests_of_rank in enumerate(digests):
         for name, digest in digests_of_rank.items():
             first.setdefault((name, digest), holder)
-    is_first = {
+    return {
         name: content
         for name, content in own.items()
         if first[name, digests[rank()][name]] == rank()
     }
-    received = _exchange_json({0: is_first})
-    return merged_documents(received[holder] for holder in sorted(received))
 
 
 def _exchange_json(messages: Mapping[int, Json]) -> dict[int, Json]:

@@ -26,17 +26,16 @@ from itertools import compress
 
 import torch
 
-from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable, StateChanged
+from keepstep.checkpoint.errors import CheckpointError, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Entry, Json, encode_index
 from keepstep.checkpoint.layout.integers import round_up
+from keepstep.checkpoint.live.packing import pack, signature_of, views_over
 from keepstep.checkpoint.live.state_copies import copies_from
 from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.live.versions import WatchedTensors
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-
-_ALIGNMENT = 64
-_VERSION = operator.attrgetter("_version")
 
 # An index that grows by a few digits must fit the existing buffer.
 _INDEX_GRANULARITY_NBYTES = 64 * 2**10
@@ -49,8 +48,7 @@ class _Layout:
     Attributes:
         tensors: the tensors, in the order of `entries`.
         sources: the tensors' memory.
-        owned: the tensors that have an owner.
-        owners: their owners, whose version counters count writes.
+        watched: the tensors whose writes are counted.
         signature: shape and dtype of each tensor's data.
         entries: the tensors' entries in the shard's index.
         encoded: the entries as JSON.
@@ -59,8 +57,7 @@ class _Layout:
 
     tensors: tuple[LiveTensor, ...]
     sources: tuple[torch.Tensor, ...]
-    owned: tuple[LiveTensor, ...]
-    owners: tuple[torch.Tensor, ...]
+    watched: WatchedTensors
     signature: tuple[tuple[torch.Size, torch.dtype], ...]
     entries: tuple[Entry, ...]
     encoded: str
@@ -71,7 +68,7 @@ class _Layout:
 class _PendingCopy:
     """A snapshot in progress.
 
-    `versions` are the version counters of the layout's owners before the copy; the copy may begin
+    `versions` are the version counters of the watched tensors before the copy; the copy may begin
     after the mark `ready`.
     """
 
@@ -146,7 +143,7 @@ class Snapshotter:
         ready = self._copies.mark()
         snapshot = SnapshotId(self._generation, step)
         with self._changed:
-            versions = list(map(_VERSION, layout.owners))
+            versions = layout.watched.versions()
             self._copy = _PendingCopy(
                 snapshot=snapshot,
                 layout=layout,
@@ -218,27 +215,13 @@ class Snapshotter:
             before_unmap=self._release,
         )
         self._copies.copy(self._views(number, arena, layout), copy.sources, copy.ready)
-        self._check_unchanged(copy)
+        layout.watched.check_unchanged(copy.versions, copy.snapshot.step)
         if not self._may_seal():
             raise SnapshotUnavailable(
                 f"step {copy.snapshot.step} is not sealed: its generation is aborted"
             )
         arena.buffer[layout.nbytes : layout.nbytes + len(index)] = index
         self._client.seal(copy.snapshot, self._rank, layout.nbytes, len(index))
-
-    @staticmethod
-    def _check_unchanged(copy: _PendingCopy) -> None:
-        layout = copy.layout
-        for tensor, owner, version in zip(layout.owned, layout.owners, copy.versions, strict=True):
-            if owner._version != version:
-                raise StateChanged(
-                    f"{tensor.key} was written to while step {copy.snapshot.step} was being copied"
-                )
-            if tensor.has_moved:
-                raise StateChanged(
-                    f"{tensor.key} was given other memory before step {copy.snapshot.step} "
-                    "was copied"
-                )
 
     def _layout_for(
         self, tensors: Sequence[LiveTensor]
@@ -257,30 +240,15 @@ class Snapshotter:
                 for i in changed:
                     sources[i] = tensors[i].data
                 return layout, sources
-        entries, offset = [], 0
-        for tensor in tensors:
-            nbytes = tensor.data.numel() * tensor.data.element_size()
-            entries.append(
-                Entry(
-                    key=tensor.key,
-                    dtype=tensor.dtype,
-                    global_shape=tensor.global_shape,
-                    box=tensor.box,
-                    byte_offset=offset,
-                    nbytes=nbytes,
-                )
-            )
-            offset += round_up(nbytes, _ALIGNMENT)
-        owned = tuple(tensor for tensor in tensors if tensor.owner is not None)
+        entries, nbytes = pack(tensors)
         self._layout = _Layout(
             tensors=tuple(tensors),
             sources=tuple(tensor.data for tensor in tensors),
-            owned=owned,
-            owners=tuple(tensor.owner for tensor in owned if tensor.owner is not None),
-            signature=tuple((tensor.data.shape, tensor.data.dtype) for tensor in tensors),
-            entries=tuple(entries),
+            watched=WatchedTensors.of(tensors),
+            signature=signature_of(tensors),
+            entries=entries,
             encoded=json.dumps([entry.to_json() for entry in entries], separators=(",", ":")),
-            nbytes=offset,
+            nbytes=nbytes,
         )
         return self._layout, self._layout.sources
 
@@ -295,11 +263,7 @@ class Snapshotter:
         if cached is not None and cached[0] is layout:
             return cached[1]
         self._copies.lock(number, arena)
-        memory = torch.from_numpy(arena.bytes)
-        views = []
-        for entry, (shape, dtype) in zip(layout.entries, layout.signature, strict=True):
-            flat = memory[entry.byte_offset : entry.byte_offset + entry.nbytes]
-            views.append(flat.view(dtype).reshape(shape))
+        views = views_over(arena, layout.entries, layout.signature)
         self._targets[number] = (layout, views)
         return views
 

@@ -14,6 +14,13 @@ torch's shards: one process saves and loads the full state as NumPy arrays. `dis
 to durable over that of one big sequential write with fsync, in the same repetition. A read ratio is
 the bytes that all ranks read from files per byte of tensors, each tensor counted once.
 
+The part `async` saves in the background, six times in one process group: `first_blocked_s` is for
+how long the first save blocks the slowest rank, `blocked_s` the median of the others, and
+`memcpy_s` how long the ranks take to copy the same bytes into memory that they have written before,
+just before each save. `cpu_ratio` is the same ratio in processor time of the training's thread,
+which other load does not change. DCP's forms write in a thread or a process, from memory of its
+own, shared or page-locked. keepstep's process writes at the lowest priority.
+
 The part `s3` uses moto's server over HTTP on this machine, with a quarter of the state: it measures
 requests, not the network.
 """
@@ -30,7 +37,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,11 +52,15 @@ CONTENDERS = ("keepstep", "dcp", "dcp_async", "torch_save", "safetensors", "orba
 RESHARDING = ("keepstep", "dcp", "dcp_async", "dcp_s3")
 SINGLE_PROCESS = ("orbax",)
 ON_S3 = {"keepstep": "keepstep", "dcp": "dcp_s3"}
+DCP_FORMS = ("dcp_thread", "dcp_process", "dcp_process_shared", "dcp_thread_pinned")
+IN_BACKGROUND = ("keepstep", *DCP_FORMS, "torch_checkpointing")
 BUCKET = "bench"
 COLUMNS = (
     "blocked_s", "durable_s", "disk_ratio", "first_load_s", "load_s", "reshard_s", "read_ratio",
     "replicas_s", "replicas_read_ratio", "peak_extra_bytes", "objects",
 )  # fmt: skip
+
+BACKGROUND_COLUMNS = ("first_blocked_s", "blocked_s", "memcpy_s", "ratio", "cpu_ratio")
 
 LOADS = 3  # for each layout: the time of a single load varies by half
 
@@ -74,6 +85,7 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         # Contenders take turns, so that a drift of the machine affects all alike.
         runs: dict[str, list[Result]] = {name: [] for name in CONTENDERS}
         remote: dict[str, list[Result]] = {name: [] for name in ON_S3}
+        background: dict[str, list[Result]] = {name: [] for name in IN_BACKGROUND}
         rates: list[float] = []
         for _ in range(repeats):
             rates.append(disk_rate(workspace, size))
@@ -83,6 +95,10 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
                     result["disk_ratio"] = result["nbytes"] / result["durable_s"] / rates[-1]
                 results.append(result)
                 console.print(name, result)
+        for _ in range(repeats):
+            for name, results in background.items():
+                results.append(measure_in_background(name, workspace, size))
+                console.print("async", name, results[-1])
         with s3_server() as client:
             for _ in range(repeats):
                 for name, worker in ON_S3.items():
@@ -94,6 +110,8 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
         "local": {"disk_bytes_per_s": round(statistics.median(rates)), **summary(runs)},
         "s3": summary(remote),
     }
+    of_background = summary(background, BACKGROUND_COLUMNS)
+    console.print(of_background)
     for part, rows in parts.items():
         table = Table(
             title=f"{part}: {size if part == 'local' else max(50, size // 4)} MB on 4 ranks"
@@ -104,10 +122,25 @@ def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | No
             if isinstance(row, dict):
                 table.add_row(contender, *(str(row.get(name)) for name in COLUMNS))
         console.print(table)
+    forms = {name.removeprefix("dcp_"): of_background[name] for name in DCP_FORMS}
+    parts["async"] = {
+        "keepstep": of_background["keepstep"],
+        "dcp": with_best(forms),
+        "torch_checkpointing": of_background["torch_checkpointing"],
+    }
     print(json.dumps(parts))
 
 
-def summary(runs: dict[str, list[Result]]) -> Result:
+def with_best(forms: Result) -> Result:
+    """Return the figures of the form that blocks the least, with those of all forms."""
+    blocked = {name: form["blocked_s"] for name, form in forms.items() if "blocked_s" in form}
+    if not blocked:
+        return {"forms": forms}
+    best = min(blocked, key=blocked.__getitem__)
+    return {"best": best, **forms[best], "forms": forms}
+
+
+def summary(runs: dict[str, list[Result]], columns: Sequence[str] = COLUMNS) -> Result:
     """Return the medians of each contender, or the reason why it has none."""
     medians: Result = {}
     for name, results in runs.items():
@@ -117,7 +150,7 @@ def summary(runs: dict[str, list[Result]]) -> Result:
             continue
         medians[name] = {
             key: _median([result[key] for result in succeeded])
-            for key in COLUMNS
+            for key in columns
             if key in succeeded[0]
         }
     return medians
@@ -159,6 +192,18 @@ def measure(name: str, workspace: Path, megabytes: int) -> Result:
     finally:
         shutil.rmtree(four)
         shutil.rmtree(two)
+
+
+def measure_in_background(name: str, workspace: Path, megabytes: int) -> Result:
+    """Save several times in the background on four ranks."""
+    directory = workspace / f"async-{name}"
+    directory.mkdir()
+    try:
+        return ranks("async", name, "fsdp", 4, str(directory), workspace, megabytes)
+    except RuntimeError as error:
+        return {"reason": str(error)[-400:]}
+    finally:
+        shutil.rmtree(directory)
 
 
 def measure_s3(name: str, workspace: Path, megabytes: int, client: Any) -> Result:

@@ -34,12 +34,14 @@ from typing import Any
 
 import click
 import crc32c
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from keepstep.checkpoint.collective_plan import layout_digest
+from keepstep.checkpoint.collective_plan import signature_of
 from keepstep.checkpoint.layout.boxes import Box, Entry
 from keepstep.checkpoint.layout.integers import ceil_div
+from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.stored.cell_index import cell_count
 from keepstep.checkpoint.stored.chunking import (
     Chunk,
@@ -192,8 +194,13 @@ def own_work_s(model: Model, ranks: int) -> tuple[float, float]:
             json.dumps(part)
         planning.append(time.process_time() - begun_s)
         answer = json.dumps([uuid.uuid4().hex, uuid.uuid4().hex, {"values": "0" * 32}, None])
+        tensors = [
+            LiveTensor(entry.key, entry.global_shape, entry.box, torch.empty(0))
+            for entry in entries
+        ]
+        known = signature_of(tensors)
         begun_s = time.process_time()
-        layout_digest(entries, ranks)
+        assert signature_of(tensors) == known
         # Every rank parses the answers of all.
         for _ in range(ranks):
             json.loads(answer)

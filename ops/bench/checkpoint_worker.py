@@ -1,6 +1,7 @@
 """Runs one rank of checkpoint.py; rank 0 prints a JSON line.
 
-`checkpoint_worker.py ACTION CONTENDER LAYOUT RANK WORLD DIRECTORY MEGABYTES STORE`
+`checkpoint_worker.py ACTION CONTENDER LAYOUT RANK WORLD DIRECTORY MEGABYTES STORE`. The action is
+save, load, or async: save in the background several times, and copy the same bytes beside it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,16 @@ from __future__ import annotations
 import json
 import os
 import resource
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # This directory has a `checkpoint.py`, which must not hide other modules.
-sys.path.remove(str(Path(__file__).parent))
+if str(Path(__file__).parent) in sys.path:
+    sys.path.remove(str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
@@ -23,12 +27,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import keepstep.checkpoint.api  # Imported before measuring, as DCP is.
-import keepstep.checkpoint.stored.files  # noqa: F401
+import keepstep.checkpoint.saving.process_saver
+import keepstep.checkpoint.stored.files
 from keepstep import checkpoint
 
 ACTION, CONTENDER, LAYOUT = sys.argv[1:4]
 RANK, WORLD = int(sys.argv[4]), int(sys.argv[5])
 DIRECTORY, MEGABYTES, STORE = sys.argv[6], int(sys.argv[7]), sys.argv[8]
+
+# The first one pays for memory and processes.
+BACKGROUND_SAVES = 6
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -118,6 +126,80 @@ def save(tensors: dict[str, torch.Tensor]) -> float:
     raise AssertionError(CONTENDER)
 
 
+def start_in_background() -> Callable[[dict[str, torch.Tensor], str], Callable[[], object]]:
+    """Return what starts to save, and returns what waits until it is durable."""
+    if CONTENDER == "keepstep":
+        return lambda tensors, path: checkpoint.save(path, tensors, step=1, block=False).wait
+    if CONTENDER == "torch_checkpointing":
+        from torch_checkpointing import CheckpointManager
+
+        manager = CheckpointManager(CheckpointManager.Config.with_async_save())
+
+        def start_manager(tensors: dict[str, torch.Tensor], path: str) -> Callable[[], object]:
+            future = manager.save(path, {"state": tensors})
+            with manager.lock():  # It copies in a thread; the state may change afterwards.
+                return future.result
+
+        return start_manager
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+
+    # A form is where DCP writes (a thread or a process), and what memory it copies into.
+    where, _, memory = CONTENDER.removeprefix("dcp_").partition("_")
+    # Its thread's collectives would meet this thread's in one group.
+    group = dist.new_group()
+    stager = None
+    if memory:
+        stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=memory == "pinned",
+                use_shared_memory=memory == "shared",
+                use_async_staging=False,
+                use_non_blocking_copy=memory == "pinned",
+            )
+        )
+
+    def start(tensors: dict[str, torch.Tensor], path: str) -> Callable[[], object]:
+        future: Any = async_save(
+            tensors,
+            storage_writer=dcp.FileSystemWriter(path, sync_files=True),
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType(where),
+            async_stager=stager,
+        )
+        return lambda: getattr(future, "upload_completion", future).result()
+
+    return start
+
+
+def save_in_background(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Save several times; return for how long the slowest rank was blocked, and copied."""
+    start = start_in_background()
+    warm = {name: torch.ones_like(local(tensor)) for name, tensor in tensors.items()}
+    blocked, copied, cpu_ratios = [], [], []
+    for number in range(BACKGROUND_SAVES):
+        dist.barrier()
+        began, cpu_0 = time.monotonic(), time.thread_time()
+        for name, tensor in tensors.items():
+            warm[name].copy_(local(tensor))
+        cpu_1 = time.thread_time()
+        copied.append(greatest(time.monotonic() - began))
+        dist.barrier()
+        began, cpu_2 = time.monotonic(), time.thread_time()
+        wait = start(tensors, f"{DIRECTORY}/{number}")
+        cpu_3 = time.thread_time()
+        blocked.append(greatest(time.monotonic() - began))
+        cpu_ratios.append(greatest((cpu_3 - cpu_2) / (cpu_1 - cpu_0)))
+        wait()
+    return {
+        "first_blocked_s": blocked[0],
+        "blocked_s": statistics.median(blocked[1:]),
+        "memcpy_s": statistics.median(copied[1:]),
+        "ratio": statistics.median(b / c for b, c in zip(blocked[1:], copied[1:], strict=True)),
+        "cpu_ratio": statistics.median(cpu_ratios[1:]),
+    }
+
+
 def load(tensors: dict[str, torch.Tensor]) -> None:
     match CONTENDER:
         case "keepstep":
@@ -156,16 +238,24 @@ def total(number: float) -> float:
     return float(sum_over_ranks.item())
 
 
+def greatest(number: float) -> float:
+    greatest_of_ranks = torch.tensor([number], dtype=torch.float64)
+    dist.all_reduce(greatest_of_ranks, dist.ReduceOp.MAX)
+    return float(greatest_of_ranks.item())
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(STORE, WORLD), rank=RANK, world_size=WORLD)
-    tensors = state(fill=ACTION == "save")
+    tensors = state(fill=ACTION != "load")
     needed = total(sum(local(tensor).nbytes for tensor in tensors.values()))
     result: dict[str, Any] = {}
     dist.barrier()
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     read_before, began = read_bytes(), time.monotonic()
-    if ACTION == "save":
+    if ACTION == "async":
+        result = save_in_background(tensors)
+    elif ACTION == "save":
         blocked = save(tensors)
         dist.barrier()
         result = {"blocked_s": blocked, "durable_s": time.monotonic() - began}
@@ -187,6 +277,8 @@ def main() -> None:
     if RANK == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()
+    if ACTION == "async" and CONTENDER == "keepstep":
+        keepstep.checkpoint.saving.process_saver.PROCESS_SAVER.close()
     # Tensors still refer to process groups, which may abort the process at the interpreter's exit.
     sys.stdout.flush()
     os._exit(0)

@@ -54,14 +54,20 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
             " checkpoint.stored"
         ),
+        "checkpoint.saving": (
+            "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
+            " checkpoint.errors checkpoint.layout checkpoint.live checkpoint.memory"
+            " checkpoint.server checkpoint.state_mapping checkpoint.stored processes transport"
+        ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.layout checkpoint.live checkpoint.shared_restore"
+            " checkpoint.layout checkpoint.live checkpoint.saving checkpoint.shared_restore"
             " checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
-        "checkpoint.cli": "checkpoint.errors checkpoint.stored",
+        "checkpoint.content_check": "checkpoint.errors checkpoint.layout checkpoint.stored",
+        "checkpoint.cli": "checkpoint.content_check checkpoint.errors checkpoint.stored",
         "checkpoint": "checkpoint.api checkpoint.errors checkpoint.layout checkpoint.live",
         # monitor
         "monitor.errors": "",
@@ -188,6 +194,7 @@ PUBLIC = {
     checkpoint: {
         "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
         "CheckpointTooNew", "FlatFragment", "LayoutMismatch", "Part", "PartTable", "RankFailed",
+        "SaveHandle", "Saver",
         "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
@@ -201,7 +208,8 @@ PUBLIC = {
 LIGHT = {
     "torch": (
         "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli",
-        "keepstep.checkpoint.server.server", "keepstep.elastic.agent.agent",
+        "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.server.server",
+        "keepstep.elastic.agent.agent",
         "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",
         "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
         "keepstep.monitor.daemon.assembly",

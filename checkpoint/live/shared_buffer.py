@@ -1,0 +1,100 @@
+"""Copies live tensors into memory that is shared with another process, and kept for the next copy.
+
+The copy is one call, which does not hold the GIL; from a GPU it is one into page-locked memory. The
+first copy pays for the memory: its pages are made before they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.layout.boxes import Entry
+from keepstep.checkpoint.live.packing import signature_of, views_over
+from keepstep.checkpoint.live.state_copies import StateCopies, copies_from
+from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.memory.arena import Arena
+
+_NUMBER = 0
+
+
+class SharedBuffer:
+    """One buffer, mapped here and by whoever gets its descriptor. `close` frees it."""
+
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
+        self._copies: StateCopies = copies_from(self._device)
+        self._arena: Arena | None = None
+        self._entries: tuple[Entry, ...] = ()
+        self._views: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The buffer's size."""
+        return 0 if self._arena is None else self._arena.nbytes
+
+    @property
+    def descriptor(self) -> int:
+        """The buffer's file, to be mapped by another process; the buffer owns it."""
+        assert self._arena is not None, "memory is reserved before"
+        return self._arena.descriptor
+
+    def reserve(
+        self, nbytes: int, device: torch.device, available_nbytes: Callable[[], int]
+    ) -> bool:
+        """Make the buffer ready for copies of this size from this device.
+
+        Args:
+            nbytes: what is copied at most.
+            device: where tensors are.
+            available_nbytes: returns the memory that the system has left.
+
+        Returns:
+            Whether it is a new buffer, with another descriptor.
+
+        Raises:
+            CheckpointError: memory is short.
+            RuntimeError: the device cannot copy into it.
+        """
+        if self._arena is not None and self._arena.nbytes >= nbytes and device == self._device:
+            return False
+        self.close()
+        left_nbytes = available_nbytes()
+        if nbytes > left_nbytes:
+            raise CheckpointError(
+                f"{nbytes} bytes of memory are needed to copy this rank's tensors, and the system "
+                f"has {left_nbytes} left; save with block=True, or use more ranks"
+            )
+        self._device, self._copies = device, copies_from(device)
+        self._arena = Arena.create(nbytes)
+        self._arena.populate()
+        self._copies.lock(_NUMBER, self._arena)
+        return True
+
+    def copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> None:
+        """Copy tensors to their places; return when that is done.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        assert self._arena is not None, "memory is reserved before"
+        if entries is not self._entries:
+            self._views = views_over(self._arena, entries, signature_of(tensors))
+            self._entries = entries
+        with torch.no_grad():
+            self._copies.copy(self._views, [tensor.data for tensor in tensors], self._copies.mark())
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """Copy bytes to this offset."""
+        assert self._arena is not None, "memory is reserved before"
+        self._arena.buffer[offset : offset + data.nbytes] = data
+
+    def close(self) -> None:
+        """Free the memory, once the other process has let go of it too."""
+        self._entries, self._views = (), []
+        self._copies.close()
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena.close()

@@ -1,0 +1,215 @@
+"""Carries out saves beside training: a light thread that waits, and the process that writes.
+
+The thread does nothing that holds the GIL for long: it waits for the process's reply and for other
+ranks, and passes on what it gets as bytes.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch.distributed.distributed_c10d import Store
+
+from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.saving.commit_round import CommitRound
+from keepstep.checkpoint.saving.messages import PartReport, WritePart, encode_publication
+from keepstep.checkpoint.saving.writer_process import WriterProcess
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFile:
+    """The shared buffer's file, which the thread's owner closes when no save is in progress."""
+
+    descriptor: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveTask:
+    """One save on one rank, after the copy.
+
+    Attributes:
+        part: what to write.
+        buffer: where the copy is; None if there is none.
+        plan: the encoded `PartPlan`; the same object while it has not changed.
+        documents: the rank's documents, as JSON.
+        sends_documents: there are any, and the rank is not rank 0.
+        copy_error: why the copy is not good.
+        rank: this rank.
+        world_size: the number of ranks.
+        store: the job's; None if there is one rank.
+        outcome: gets the save's error, or None when it is committed.
+    """
+
+    part: WritePart
+    buffer: BufferFile | None
+    plan: bytes
+    documents: bytes
+    sends_documents: bool
+    copy_error: CheckpointError | None
+    rank: int
+    world_size: int
+    store: Store | None
+    outcome: Future[CheckpointError | None]
+
+
+class BackgroundSaver:
+    """Owns the thread and the process; `start` starts both, `close` ends both.
+
+    Args:
+        peer_timeout_s: how long to wait for a rank that gives no sign of life.
+    """
+
+    def __init__(self, peer_timeout_s: float) -> None:
+        self._peer_timeout_s = peer_timeout_s
+        self._tasks: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
+        self._is_idle = threading.Event()
+        self._given_up = threading.Event()
+        self._has_started = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._process: WriterProcess | None = None
+        # What the process has, to be sent again only when it changes.
+        self._sent_buffer: BufferFile | None = None
+        self._sent_plan: bytes | None = None
+        self._last_round: CommitRound | None = None
+        self._is_idle.set()
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The id of the process that writes, if it runs."""
+        process = self._process
+        return process.pid if process is not None and process.is_running else None
+
+    def start(self) -> None:
+        """Start the thread and the process, unless they run. An interpreter that exits cannot."""
+        if self._thread is None:
+            # The process is started by the thread: the kernel ties its life to the thread's, and
+            # the thread that calls this may end before the interpreter does.
+            self._thread = threading.Thread(target=self._run, name="keepstep-save", daemon=True)
+            self._thread.start()
+            self._has_started.wait()
+
+    def submit(self, task: SaveTask) -> None:
+        """Carry out a save; the one before is over."""
+        assert self._is_idle.is_set(), "one save is in progress at most"
+        self._is_idle.clear()
+        self._tasks.put(task)
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in progress; return whether that is so."""
+        return self._is_idle.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Finish the save in progress, then end. A save that takes longer than this is given up."""
+        if self._thread is None:
+            return
+        self._tasks.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._given_up.set()
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
+        self._thread = None
+
+    def _run(self) -> None:
+        try:
+            self._start_process()
+            self._has_started.set()
+            while (task := self._tasks.get()) is not None:
+                self._perform(task)
+                self._is_idle.set()
+        finally:
+            if self._process is not None:
+                self._process.close()
+
+    def _start_process(self) -> CheckpointError | None:
+        try:
+            self._process = WriterProcess.start()
+        except OSError as error:
+            return CheckpointError(f"the process that writes checkpoints did not start: {error}")
+        self._sent_buffer, self._sent_plan = None, None
+        return None
+
+    def _perform(self, task: SaveTask) -> None:
+        """Write and commit; set the outcome."""
+        commit_round: CommitRound | None = None
+        try:
+            if self._last_round is not None:
+                self._last_round.forget()
+            commit_round = self._last_round = CommitRound(
+                task.store,
+                task.rank,
+                task.world_size,
+                task.part.attempt,
+                self._peer_timeout_s,
+                self._given_up,
+            )
+            commit_round.tick()
+            self._write_and_commit(task, commit_round)
+            task.outcome.set_result(None)
+        except CheckpointError as error:
+            task.outcome.set_result(error)
+        except Exception as error:  # noqa: BLE001 - the thread's edge: somebody may wait
+            task.outcome.set_result(CheckpointError(f"the save failed: {error!r}"))
+        finally:
+            if commit_round is not None and task.rank == 0:
+                commit_round.await_others()
+            elif commit_round is not None:
+                commit_round.leave()
+
+    def _write_and_commit(self, task: SaveTask, commit_round: CommitRound) -> None:
+        if task.rank != 0:
+            try:
+                report = self._write(task, commit_round)
+            except CheckpointError as error:
+                # What this rank's part failed of says more than that the store is gone, too.
+                with suppress(RankFailed):
+                    commit_round.report_failure(str(error))
+                raise
+            commit_round.report(report)
+            commit_round.outcome()
+            return
+        failure: CheckpointError | None = None
+        try:
+            commit_round.report(self._write(task, commit_round))
+            publication = encode_publication(task.documents, commit_round.collect())
+            assert self._process is not None, "it wrote the part"
+            self._process.publish(publication, commit_round.tick, commit_round.tick_s)
+        except CheckpointError as error:
+            failure = error
+        commit_round.conclude(failure)
+        if failure is not None:
+            raise failure
+
+    def _write(self, task: SaveTask, commit_round: CommitRound) -> bytes:
+        """Have this rank's part written; return the report of it."""
+        if task.copy_error is not None:
+            raise task.copy_error
+        process = self._running_process()
+        if task.buffer is not None and task.buffer is not self._sent_buffer:
+            process.use_buffer(task.buffer.descriptor, task.buffer.nbytes)
+            self._sent_buffer = task.buffer
+        if task.plan is not self._sent_plan:
+            process.use_plan(task.plan)
+            self._sent_plan = task.plan
+        written = process.write(task.part, commit_round.tick, commit_round.tick_s)
+        report = PartReport(
+            name=written.name,
+            nbytes=written.nbytes,
+            crc32c=written.crc32c,
+            content=written.content,
+        )
+        return report.encode(task.documents if task.sends_documents else b"null")
+
+    def _running_process(self) -> WriterProcess:
+        if self._process is None or not self._process.is_running:
+            error = self._start_process()
+            if error is not None:
+                raise error
+        assert self._process is not None, "it was started"
+        return self._process

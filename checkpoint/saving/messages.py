@@ -1,0 +1,154 @@
+"""Messages between a rank and the process that writes its checkpoints, over a socket pair.
+
+The rank asks, one request at a time. `UseBuffer` and `UsePlan` have no reply; `WritePart` and
+`Publish` are answered by `Written` and `Published`, or by `Failed`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from keepstep.checkpoint.layout.boxes import Entry, Json
+from keepstep.checkpoint.stored.shared_plan import TensorPlan, WriterPlan
+from keepstep.transport import Codec, Message, Protocol, VersionRange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartPlan:
+    """Everything about this rank's part of a save but its bytes; the same while the layout is.
+
+    Attributes:
+        rank: this rank.
+        own: the chunks that it writes.
+        tensors: all tensors, on rank 0.
+        entries: where the boxes that contain the chunks lie in the buffer.
+    """
+
+    rank: int
+    own: WriterPlan
+    tensors: TensorPlan
+    entries: tuple[Entry, ...]
+
+    def encode(self) -> bytes:
+        """Return the plan as JSON."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> PartPlan:
+        """Return the plan that `encode` was called on."""
+        return msgspec.json.decode(data, type=cls)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartReport:
+    """What a rank tells rank 0 about its part, once that is written.
+
+    Attributes:
+        name: of the part's listing.
+        nbytes: size of the listing.
+        crc32c: checksum of the listing.
+        content: sum of the hashes of the part's chunks; see `keepstep.checkpoint.layout`.
+        documents: the rank's documents, without those that another rank sends; None for none.
+    """
+
+    name: str
+    nbytes: int
+    crc32c: int
+    content: int
+    documents: Mapping[str, Json] | None = None
+
+    def encode(self, documents: bytes) -> bytes:
+        """Return the report as JSON, with documents that are JSON already."""
+        numbers = {name: getattr(self, name) for name in ("name", "nbytes", "crc32c", "content")}
+        return json.dumps(numbers).encode()[:-1] + b',"documents":' + documents + b"}"
+
+
+def encode_publication(documents: bytes, reports: Sequence[bytes]) -> bytes:
+    """Return the payload of `Publish`; nothing is decoded, for the caller is a training process.
+
+    Args:
+        documents: rank 0's documents, as JSON.
+        reports: all ranks' encoded reports, in the order of ranks.
+    """
+    return b'{"documents":' + documents + b',"reports":[' + b",".join(reports) + b"]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """The payload of `Publish`: rank 0's documents, and all ranks' reports in order of ranks."""
+
+    documents: Mapping[str, Json]
+    reports: tuple[PartReport, ...]
+
+    @classmethod
+    def decode(cls, data: bytes | bytearray) -> Publication:
+        """Return what `encode_publication` encoded."""
+        content = json.loads(data)
+        reports = tuple(PartReport(**report) for report in content["reports"])
+        return cls(documents=content["documents"], reports=reports)
+
+
+class UseBuffer(Message, frozen=True, kw_only=True):
+    """Read from this buffer from now on; its descriptor rides on the message."""
+
+    nbytes: int
+
+
+class UsePlan(Message, frozen=True, kw_only=True):
+    """Follow this plan from now on; the payload is a `PartPlan`."""
+
+
+class WritePart(Message, frozen=True, kw_only=True):
+    """Write this rank's chunks.
+
+    `directory` is the rank's current one, which relative URLs are relative to.
+    """
+
+    url: str
+    directory: str
+    step: int
+    generation: int
+    attempt: str
+
+
+class Publish(Message, frozen=True, kw_only=True):
+    """Commit the attempt whose part was written last; the payload is a `Publication`."""
+
+
+class Written(Message, frozen=True, kw_only=True):
+    """The part is written and durable. Fields as in `PartReport`."""
+
+    name: str
+    nbytes: int
+    crc32c: int
+    content: int
+
+
+class Published(Message, frozen=True, kw_only=True):
+    """The checkpoint is committed."""
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The request failed.
+
+    `error` is the name of a class in `keepstep.checkpoint.errors`, or any other's.
+    """
+
+    error: str
+    reason: str
+
+
+WriterRequest: TypeAlias = UseBuffer | UsePlan | WritePart | Publish
+WriterReply: TypeAlias = Written | Published | Failed
+
+WRITER_PROTOCOL: Protocol[WriterRequest, WriterReply] = Protocol(
+    name="checkpoint writer",
+    versions=VersionRange(1, 1),
+    requests=Codec[WriterRequest](UseBuffer, UsePlan, WritePart, Publish),
+    replies=Codec[WriterReply](Written, Published, Failed),
+)

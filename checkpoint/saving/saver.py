@@ -1,0 +1,203 @@
+"""Saves checkpoints while training goes on: copies the state, and has another process write it.
+
+`Saver.save` returns once this rank's tensors are copied into shared memory, which is kept for the
+next save. One save is in progress at most: the next one waits for it. A save that fails is never
+fatal: its handle has the error, and the next save tells it on all ranks alike. (How the ranks
+commit together, and why without collectives: `keepstep.checkpoint.saving.commit_round`.)
+
+While no rank's layout changes, the plan of the last save is followed again, and ranks exchange some
+hundred bytes each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Self
+
+import torch
+
+from keepstep.checkpoint.collective import Bytes, default_store, rank, world_size
+from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, gather_chunks
+from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.part_table import PartTable
+from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.shared_buffer import SharedBuffer
+from keepstep.checkpoint.live.tensors import LiveTensor
+from keepstep.checkpoint.live.versions import WatchedTensors
+from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, SaveTask
+from keepstep.checkpoint.saving.commit_round import as_told_by
+from keepstep.checkpoint.saving.handle import SaveHandle
+from keepstep.checkpoint.saving.messages import WritePart
+from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
+from keepstep.checkpoint.server.memory_budget import available_nbytes
+from keepstep.checkpoint.state_mapping import StateMapping, capture
+
+log = logging.getLogger("keepstep")
+
+
+class Saver:
+    """Saves without blocking training. Owns shared memory, a thread and a process; `close` ends it.
+
+    Every rank needs one, and makes the same calls in the same order. Use it from one thread.
+
+        with checkpoint.Saver() as saver:
+            handle = saver.save(url, state, step=step)
+
+    Args:
+        peer_timeout_s: a save fails if a rank gives no sign of life for so long.
+        close_timeout_s: how long `close` waits for the save in progress.
+    """
+
+    def __init__(self, *, peer_timeout_s: float = 30.0, close_timeout_s: float = 600.0) -> None:
+        self._close_timeout_s = close_timeout_s
+        self._background = BackgroundSaver(peer_timeout_s)
+        self._buffer = SharedBuffer()
+        self._buffer_file: BufferFile | None = None
+        self._plans = PlanCache()
+        self._plan: SavePlan | None = None
+        self._last: SaveHandle | None = None
+        self._is_closed = False
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The id of the process that writes, if it runs."""
+        return self._background.writer_pid
+
+    def save(
+        self,
+        url: str,
+        state: StateMapping,
+        *,
+        step: int,
+        generation: int = 0,
+        parts: Mapping[str, PartTable] | None = None,
+        parts_mesh_axis: str = "tp",
+    ) -> SaveHandle:
+        """Copy the state and return; the checkpoint is written and committed in the background.
+
+        Waits for the save before it. Arguments as for `keepstep.checkpoint.save`.
+
+        Raises:
+            LayoutMismatch: the state cannot be stored; every rank raises.
+            CheckpointError: this Saver is closed. What fails later is in the handle, also a tensor
+                that another thread wrote to while it was copied (StateChanged).
+        """
+        if self._is_closed:
+            raise CheckpointError("this Saver is closed; make another one")
+        # The process starts while the first copy's memory is prepared.
+        self._background.start()
+        failure = self.finish()
+        fused = FusedTensors(parts or {}, parts_mesh_axis)
+        agreed = agree_on_save(lambda: capture(state, fused), failure, self._plans)
+        self._last = None
+        previous_error = told_failure(agreed.failures)
+        tensors = agreed.live.tensors
+        plan = self._plan
+        if plan is None or plan.shared is not agreed.plan:
+            plan = self._plan = plan_save(rank(), tensors, agreed.plan)
+        watched = WatchedTensors.of(tensors)
+        versions = watched.versions()
+        collected = gather_chunks(agreed.plan, tensors)
+        copy_error = self._copy(plan, tensors, collected, watched, versions, step)
+        outcome: Future[CheckpointError | None] = Future()
+        self._background.submit(
+            SaveTask(
+                part=WritePart(
+                    url=url,
+                    directory=os.getcwd(),
+                    step=step,
+                    generation=generation,
+                    attempt=agreed.attempt,
+                ),
+                buffer=self._buffer_file,
+                plan=plan.encoded,
+                documents=json.dumps(dict(agreed.documents)).encode(),
+                sends_documents=rank() != 0 and bool(agreed.documents),
+                copy_error=copy_error,
+                rank=rank(),
+                world_size=world_size(),
+                store=default_store() if world_size() > 1 else None,
+                outcome=outcome,
+            )
+        )
+        keys = [tensor.key for tensor in watched.tensors]
+        self._last = SaveHandle(
+            url, step, generation, dict(zip(keys, versions, strict=True)), previous_error, outcome
+        )
+        return self._last
+
+    def finish(self) -> Json:
+        """Wait for the save in progress; return why the last one failed, to be told to all ranks.
+
+        The result is None if it did not, and once the next save has told it.
+        """
+        self._background.wait_idle()
+        last = self._last
+        if last is None or last.error is None:
+            return None
+        return f"step {last.step} was not stored: {as_told_by(rank(), last.error)}"
+
+    def forget_failure(self) -> None:
+        """Note that all ranks have been told the last save's failure."""
+        self._last = None
+
+    def close(self) -> None:
+        """Finish the save in progress, for `close_timeout_s` at most, and free everything."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._background.close(self._close_timeout_s)
+            self._buffer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _copy(
+        self,
+        plan: SavePlan,
+        tensors: Sequence[LiveTensor],
+        collected: Mapping[tuple[str, Box], Bytes],
+        watched: WatchedTensors,
+        versions: Sequence[int],
+        step: int,
+    ) -> CheckpointError | None:
+        """Copy what this rank writes into the shared buffer; return why the copy is not good."""
+        copied = [tensors[i] for i in plan.copied]
+        try:
+            if self._buffer.reserve(plan.nbytes, _device_of(copied), available_nbytes):
+                self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)
+            self._buffer.copy(copied, plan.entries)
+            for place, data in collected.items():
+                self._buffer.put(plan.pieces[place], data.reshape(-1).data)
+            watched.check_unchanged(versions, step)
+        except CheckpointError as error:
+            return error
+        except (RuntimeError, OSError) as error:
+            return CheckpointError(f"step {step}: this rank's tensors were not copied: {error}")
+        return None
+
+
+def told_failure(failures: Sequence[Json]) -> RankFailed | None:
+    """Return the failure of the last save that all ranks know now, and log it; None if it stands.
+
+    Args:
+        failures: what `Saver.finish` returned on each rank.
+    """
+    told = next((failure for failure in failures if failure is not None), None)
+    if told is None:
+        return None
+    log.warning("%s; training goes on, and this save is a new attempt", told)
+    return RankFailed(told)
+
+
+def _device_of(tensors: Sequence[LiveTensor]) -> torch.device:
+    """Return the GPU that tensors are on; the CPU if none is on any."""
+    devices = (tensor.data.device for tensor in tensors)
+    return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))

@@ -1,0 +1,211 @@
+"""Tests of saves that do not block, by several ranks: layouts, failures of one, deaths of one.
+
+The test's process serves the store, as an agent does, so that it outlives any rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import TCPStore
+
+from keepstep import checkpoint
+from keepstep.checkpoint.content_check import check_content
+from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from tests.integration.checkpoint.test_layout_changes import (
+    Block,
+    check_equal,
+    reference,
+    sharded,
+    step_once,
+)
+
+LIMIT_S = 120.0
+PEER_TIMEOUT_S = 3.0
+
+Rank = Callable[[int, Path, Any], None]
+
+
+def run_rank(act: Rank, rank: int, world: int, port: int, root: Path, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    act(rank, root, pipe)
+    pipe.send("end")
+    # Models refer to gloo's groups, whose threads may abort an interpreter that exits normally.
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Processes of ranks, and a pipe to each."""
+
+    processes: list[BaseProcess]
+    pipes: list[Connection]
+
+    def receive(self, rank: int) -> Any:
+        assert self.pipes[rank].poll(LIMIT_S), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+
+@contextmanager
+def ranks(act: Rank, world: int, root: Path) -> Iterator[Ranks]:
+    """Run a function on ranks; at the end none is left."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = mp.get_context("spawn")
+    ends = [context.Pipe() for _ in range(world)]
+    processes = [
+        context.Process(target=run_rank, args=(act, rank, world, store.port, root, end))
+        for rank, (_, end) in enumerate(ends)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        yield Ranks(processes, [own for own, _ in ends])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def run_all(act: Rank, world: int, root: Path) -> None:
+    with ranks(act, world, root) as running:
+        for rank in range(world):
+            assert running.receive(rank) == "end"
+
+
+def save_irregular(rank: int, root: Path, pipe: Any) -> None:
+    """Save a model whose chunks have pieces of two ranks, twice, with values of each rank."""
+    model = sharded("fsdp+tp", reference())
+    state = {"model": model, "optimizer": step_once(model), "of": f"rank {rank}"}
+    with checkpoint.Saver() as saver:
+        saver.save(f"{root}/run", state, step=7).wait(LIMIT_S)
+        handle = saver.save(f"{root}/run", state, step=8)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        handle.wait(LIMIT_S)
+    checkpoint.save(f"{root}/blocking", state, step=8)
+
+
+def test_shards_that_form_no_grid_are_saved_as_they_were_at_the_call(tmp_path: Path) -> None:
+    run_all(save_irregular, 4, tmp_path)
+    model: nn.Module = Block()
+    optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))
+    for step in (7, 8):
+        filled = {"model": model, "optimizer": optimizer, "of": ""}
+        checkpoint.load(f"{tmp_path}/run", filled, step=step)
+        check_equal(model, optimizer)
+        source = StoredCheckpoint.open(f"{tmp_path}/run", step)
+        assert check_content(source)
+    # Documents of ranks that differ are merged as a blocking save merges them.
+    blocking = StoredCheckpoint.open(f"{tmp_path}/blocking")
+    assert blocking.documents["values"] == source.documents["values"] == {"of": "rank 3"}
+
+
+def fail_on_rank_1(rank: int, root: Path, pipe: Any) -> None:
+    state = {"x": torch.full((700, 600), 1.0), "y": torch.ones(700, 600)}
+    (root / "file").touch()
+    with checkpoint.Saver() as saver:
+        url = f"{root}/file/run" if rank == 1 else f"{root}/run"
+        failed = saver.save(url, state, step=1)
+        # Training goes on, with collectives.
+        dist.all_reduce(state["x"])
+        with pytest.raises(CheckpointError) as caught:
+            failed.wait(LIMIT_S)
+        handle = saver.save(f"{root}/run", state, step=2)
+        handle.wait(LIMIT_S)
+        is_of_another_rank = isinstance(caught.value, RankFailed)
+        pipe.send((is_of_another_rank, str(caught.value), str(handle.previous_error)))
+
+
+def test_a_failure_on_one_rank_is_told_on_all_and_training_goes_on(tmp_path: Path) -> None:
+    with ranks(fail_on_rank_1, 2, tmp_path) as running:
+        told = [running.receive(rank) for rank in range(2)]
+        assert [running.receive(rank) for rank in range(2)] == ["end", "end"]
+    assert [is_of_another_rank for is_of_another_rank, *_ in told] == [True, False]
+    assert told[0][1].startswith("rank 1: ")
+    assert told[0][2].startswith("step 1 was not stored: rank 1: ")
+    assert told[0][2] == told[1][2]
+    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [2]
+    x = {"x": torch.zeros(700, 600)}
+    checkpoint.load(f"{tmp_path}/run", x, strict=False)
+    assert bool((x["x"] == 2.0).all())
+
+
+def hold_rank_0(rank: int, root: Path, pipe: Any) -> None:
+    hold(0, rank, root, pipe)
+
+
+def hold_rank_1(rank: int, root: Path, pipe: Any) -> None:
+    hold(1, rank, root, pipe)
+
+
+def hold(held: int, rank: int, root: Path, pipe: Any) -> None:
+    """Save twice; the second time the writer of one rank is stopped."""
+    state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
+    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
+    saver.save(f"{root}/run", state, step=1).wait(LIMIT_S)
+    assert saver.writer_pid is not None
+    if rank == held:
+        os.kill(saver.writer_pid, signal.SIGSTOP)
+    handle = saver.save(f"{root}/run", state, step=2)
+    pipe.send(saver.writer_pid)
+    with pytest.raises(CheckpointError) as caught:
+        handle.wait(LIMIT_S)
+    pid = saver.writer_pid
+    saver.close()
+    pipe.send((str(caught.value), pid is not None and psutil.pid_exists(pid)))
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_fails_the_save_of_the_others_and_leaves_nothing(
+    tmp_path: Path, dead: int
+) -> None:
+    with ranks((hold_rank_0, hold_rank_1)[dead], 2, tmp_path) as running:
+        writers = [running.receive(rank) for rank in range(2)]
+        running.processes[dead].kill()
+        error, is_left = running.receive(1 - dead)
+        assert f"rank {dead} gave no sign of life for 3 s" in error
+        assert not is_left
+        for pid in writers:
+            if psutil.pid_exists(pid):
+                psutil.Process(pid).wait(LIMIT_S)
+    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
+
+
+def exit_at_once(rank: int, root: Path, pipe: Any) -> None:
+    """Form a group whose store rank 0 serves; save, leave it and exit."""
+    served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
+    port: list[Any] = [served.port if served else None]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    store = served or TCPStore("127.0.0.1", port[0], is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    saver = checkpoint.Saver()
+    state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
+    handle = saver.save(f"{root}/run", state, step=1)
+    del store, served
+    dist.destroy_process_group()
+    saver.close()
+    assert handle.error is None, str(handle.error)
+
+
+def test_ranks_that_leave_their_group_at_once_commit(tmp_path: Path) -> None:
+    run_all(exit_at_once, 3, tmp_path)
+    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]

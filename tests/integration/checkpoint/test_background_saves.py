@@ -1,0 +1,319 @@
+"""Tests of saves that do not block, in one process: the process that writes is stopped or killed.
+
+What a stopped process would do is held until it continues: no test measures time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from keepstep import checkpoint
+from keepstep.checkpoint.content_check import check_content
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointExists,
+    LayoutMismatch,
+    StateChanged,
+)
+from keepstep.checkpoint.layout.content_digest import DIGEST
+from keepstep.checkpoint.saving import saver as saver_module
+from keepstep.checkpoint.saving.save_plan import plan_save
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from tests.integration.checkpoint.tied import Tied, trained
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def saver() -> Iterator[checkpoint.Saver]:
+    with checkpoint.Saver() as made:
+        yield made
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {
+        "large": torch.full((700, 600), value),
+        "small": torch.full((7,), value).bfloat16(),
+        "scalar": torch.tensor(value),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def loaded(root: Path, step: int) -> dict[str, torch.Tensor]:
+    """Return the state of a checkpoint, after its bytes and its digest are compared."""
+    source = StoredCheckpoint.open(str(root), step)
+    source.verify()
+    assert check_content(source)
+    filled = state(-1.0)
+    assert checkpoint.load(str(root), filled, step=step) == step
+    return filled
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
+
+
+def pid_of_writer(saver: checkpoint.Saver) -> int:
+    assert saver.writer_pid is not None
+    return saver.writer_pid
+
+
+@contextmanager
+def stopped(saver: checkpoint.Saver) -> Iterator[int]:
+    """Stop the process that writes; it continues at the end, if it still is there."""
+    pid = pid_of_writer(saver)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_model_and_its_optimizer_are_saved_exactly(
+    tmp_path: Path, saver: checkpoint.Saver
+) -> None:
+    model, optimizer = trained(0)
+    handle = saver.save(str(tmp_path), {"model": model, "optimizer": optimizer, "epoch": 4}, step=3)
+    handle.wait(LIMIT_S)
+    assert handle.done()
+    assert handle.error is None
+    other = Tied()
+    fresh = torch.optim.AdamW(other.parameters(), lr=9.0)
+    restored = {"model": other, "optimizer": fresh, "epoch": 0}
+    assert checkpoint.load(str(tmp_path), restored) == 3
+    assert restored["epoch"] == 4
+    assert_equal(model.state_dict(), other.state_dict())
+    for old, new in zip(model.parameters(), other.parameters(), strict=True):
+        assert_equal(dict(optimizer.state[old]), dict(fresh.state[new]))
+    assert check_content(StoredCheckpoint.open(str(tmp_path)))
+
+
+def test_save_returns_before_anything_is_written_and_later_writes_do_not_show(
+    tmp_path: Path, saver: checkpoint.Saver
+) -> None:
+    values = state(1.0)
+    saver.save(str(tmp_path), values, step=1).wait(LIMIT_S)
+    for tensor in values.values():
+        tensor.fill_(2.0)
+    with stopped(saver):
+        handle = saver.save(str(tmp_path), values, step=2)
+        for tensor in values.values():
+            tensor.fill_(3.0)
+        assert not handle.done()
+        with pytest.raises(TimeoutError, match="step 2 is not stored after 0 s"):
+            handle.wait(0)
+        assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
+    handle.wait(LIMIT_S)
+    assert_equal(loaded(tmp_path, 2), state(2.0))
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, saver: checkpoint.Saver) -> None:
+    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    first_was_done: list[bool] = []
+
+    class Spy(dict[str, Any]):
+        """Notes whether the first save is over when its tensors are looked at."""
+
+        def items(self) -> Any:
+            first_was_done.append(first.done())
+            return super().items()
+
+    with stopped(saver):
+        first = saver.save(str(tmp_path), state(2.0), step=2)
+        second: list[checkpoint.SaveHandle] = []
+        thread = threading.Thread(
+            target=lambda: second.append(saver.save(str(tmp_path), Spy(state(3.0)), step=3))
+        )
+        thread.start()
+        assert not first_was_done
+    thread.join(LIMIT_S)
+    second[0].wait(LIMIT_S)
+    assert first_was_done
+    assert all(first_was_done)
+    assert_equal(loaded(tmp_path, 2), state(2.0))
+    assert_equal(loaded(tmp_path, 3), state(3.0))
+
+
+def test_a_killed_writer_fails_its_save_and_the_next_one_has_another(
+    tmp_path: Path, saver: checkpoint.Saver, caplog: pytest.LogCaptureFixture
+) -> None:
+    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    with stopped(saver) as pid:
+        handle = saver.save(str(tmp_path), state(2.0), step=2)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(CheckpointError, match=r"writes checkpoints ended \(signal 9"):
+            handle.wait(LIMIT_S)
+    with caplog.at_level(logging.WARNING, "keepstep"):
+        following = saver.save(str(tmp_path), state(3.0), step=3)
+    following.wait(LIMIT_S)
+    assert "step 2 was not stored: rank 0" in str(following.previous_error)
+    assert "step 2 was not stored: rank 0" in caplog.text
+    assert pid_of_writer(saver) != pid
+    assert saver.save(str(tmp_path), state(4.0), step=4).previous_error is None
+    assert_equal(loaded(tmp_path, 3), state(3.0))
+    assert 2 not in [stored.step for stored in list_steps(str(tmp_path))]
+
+
+def test_a_tensor_written_during_the_copy_is_named(tmp_path: Path, saver: checkpoint.Saver) -> None:
+    hot, ends = torch.zeros(1), threading.Event()
+
+    def write() -> None:
+        while not ends.is_set():
+            hot.add_(1)
+
+    thread = threading.Thread(target=write)
+    values = {"hot": hot, "large": torch.ones(16, 2**20)}
+    thread.start()
+    try:
+        handle = saver.save(str(tmp_path), values, step=1)
+    finally:
+        ends.set()
+        thread.join()
+    with pytest.raises(StateChanged, match="hot was written to while step 1 was being copied"):
+        handle.wait(LIMIT_S)
+    assert list_steps(str(tmp_path)) == ()
+    saver.save(str(tmp_path), values, step=2).wait(LIMIT_S)
+
+
+def test_versions_tell_what_was_written_since(tmp_path: Path, saver: checkpoint.Saver) -> None:
+    values = state(1.0)
+    handle = saver.save(str(tmp_path), values, step=1)
+    values["small"].zero_()
+    changed = [name for name, tensor in values.items() if tensor._version != handle.versions[name]]
+    assert changed == ["small"]
+
+
+def test_the_plan_is_made_again_only_when_the_layout_changes(
+    tmp_path: Path, saver: checkpoint.Saver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned: list[int] = []
+
+    def counting(rank: int, *arguments: Any) -> Any:
+        planned.append(rank)
+        return plan_save(rank, *arguments)
+
+    monkeypatch.setattr(saver_module, "plan_save", counting)
+    for step in (1, 2):
+        saver.save(str(tmp_path), state(float(step)), step=step).wait(LIMIT_S)
+    assert len(planned) == 1
+    grown = {**state(3.0), "more": torch.full((1000, 1000), 3.0)}
+    saver.save(str(tmp_path), grown, step=3).wait(LIMIT_S)
+    assert len(planned) == 2
+    reordered = dict(reversed(list(state(4.0).items())))
+    saver.save(str(tmp_path), reordered, step=4).wait(LIMIT_S)
+    assert len(planned) == 3
+    for step in (1, 2, 4):
+        assert_equal(loaded(tmp_path, step), state(float(step)))
+    more = {"more": torch.zeros(1000, 1000)}
+    checkpoint.load(str(tmp_path), more, step=3, strict=False)
+    assert bool((more["more"] == 3.0).all())
+
+
+def test_errors_have_their_own_classes(tmp_path: Path, saver: checkpoint.Saver) -> None:
+    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    again = saver.save(str(tmp_path), state(2.0), step=1)
+    with pytest.raises(CheckpointExists, match="step 1 of generation 0 is committed already"):
+        again.wait(LIMIT_S)
+    with pytest.raises(LayoutMismatch, match="odd"):
+        saver.save(str(tmp_path), {"odd": object()}, step=2)
+    following = saver.save(str(tmp_path), state(3.0), step=3)
+    assert "step 1 was not stored" in str(following.previous_error)
+    following.wait(LIMIT_S)
+
+
+def test_a_closed_saver_has_finished_and_left_no_process(tmp_path: Path) -> None:
+    saver = checkpoint.Saver()
+    handle = saver.save(str(tmp_path), state(1.0), step=1)
+    pid = pid_of_writer(saver)
+    saver.close()
+    assert handle.done()
+    assert handle.error is None
+    assert not psutil.pid_exists(pid)
+    with pytest.raises(CheckpointError, match="closed"):
+        saver.save(str(tmp_path), state(1.0), step=2)
+
+
+def test_a_writer_that_never_ends_is_given_up_at_close(tmp_path: Path) -> None:
+    saver = checkpoint.Saver(close_timeout_s=0.1)
+    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    with stopped(saver) as pid:
+        handle = saver.save(str(tmp_path), state(2.0), step=2)
+        saver.close()
+    assert "signal 9" in str(handle.error)
+    assert not psutil.pid_exists(pid)
+
+
+def test_other_content_than_memory_had_is_found(tmp_path: Path, saver: checkpoint.Saver) -> None:
+    saver.save(str(tmp_path), state(1.0), step=1).wait(LIMIT_S)
+    saver.save(str(tmp_path), state(2.0), step=2).wait(LIMIT_S)
+    first, second = (StoredCheckpoint.open(str(tmp_path), step) for step in (1, 2))
+    exchanged = replace(first, documents={**first.documents, DIGEST: second.documents[DIGEST]})
+    exchanged.verify()
+    with pytest.raises(CheckpointDamaged, match="not what was in memory when step 1 was saved"):
+        check_content(exchanged)
+    checkpoint.save(str(tmp_path), state(3.0), step=3)
+    assert not check_content(StoredCheckpoint.open(str(tmp_path), 3))
+
+
+SCRIPT = """
+import os, signal, sys, torch
+from keepstep import checkpoint
+from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
+
+values = {"x": torch.ones(700, 600)}
+checkpoint.save(sys.argv[1], values, step=1, block=False).wait()
+pid = PROCESS_SAVER.current.writer_pid
+os.kill(pid, signal.SIGSTOP)
+handle = checkpoint.save(sys.argv[1], values, step=2, block=False)
+assert not handle.done()
+print(pid, flush=True)
+"""
+
+
+def test_the_interpreters_exit_finishes_the_save_in_progress(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert [stored.step for stored in list_steps(str(tmp_path))] == [1]
+        os.kill(pid, signal.SIGCONT)
+        assert process.wait(LIMIT_S) == 0
+    assert [stored.step for stored in list_steps(str(tmp_path))] == [2, 1]
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_blocking_save_waits_for_the_save_in_progress(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        "from keepstep import checkpoint\n"
+        "first = checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=1, block=False)\n"
+        "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=2)\n"
+        "assert first.done() and first.error is None\n"
+        "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=1, block=False)\n"
+        "checkpoint.save(sys.argv[1], {'x': torch.ones(3)}, step=3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 1 was not stored: rank 0: " in done.stderr
+    assert [stored.step for stored in list_steps(str(tmp_path))] == [3, 2, 1]

@@ -1,0 +1,27 @@
+"""Tests of the messages that ranks gather, in real processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from keepstep.checkpoint.collective import all_gather_json
+
+# Around the length up to which one collective suffices, with the quotes that JSON adds.
+LENGTHS = (0, 1021, 1022, 1023, 5000)
+
+
+def gather(rank: int, root: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{root}/s", 2), rank=rank, world_size=2)
+    for lengths in ((first, second) for first in LENGTHS for second in LENGTHS):
+        messages = [str(sender) * length for sender, length in enumerate(lengths)]
+        assert all_gather_json(messages[rank]) == messages
+    dist.barrier()
+    os._exit(0)
+
+
+def test_messages_of_any_length_reach_all_ranks(tmp_path: Path) -> None:
+    mp.spawn(gather, args=(str(tmp_path),), nprocs=2)
