@@ -6,7 +6,7 @@ Every rank must make the same calls in the same order, as for `keepstep.checkpoi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -14,7 +14,7 @@ from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, RankFailed
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.stored.format import StoredStep
-from keepstep.checkpoint.stored.reader import list_steps
+from keepstep.checkpoint.stored.reader import list_steps, newest
 
 log = logging.getLogger("keepstep")
 
@@ -40,8 +40,26 @@ def agreed_steps(url: str) -> tuple[StoredStep, ...]:
     return tuple(StoredStep(step, generation) for step, generation in listed)
 
 
+def newest_first(url: str) -> Iterator[StoredStep]:
+    """Yield the committed checkpoints at a URL, newest first, as rank 0 sees them.
+
+    The older ones are listed only when one after the newest is asked for: the list grows with what
+    is stored. All ranks must ask for as many.
+    """
+    found = on_all_ranks(lambda: newest(url) if rank() == 0 else None)
+    first = all_gather_json([found.step, found.generation] if found is not None else None)[0]
+    if first is None:
+        return
+    yield (chosen := StoredStep(*first))
+    yield from (
+        stored
+        for stored in agreed_steps(url)
+        if (stored.step, stored.generation) < (chosen.step, chosen.generation)
+    )
+
+
 def load_newest_intact(
-    url: str, steps: Sequence[StoredStep], load: Callable[[StoredStep], Result]
+    url: str, steps: Iterable[StoredStep], load: Callable[[StoredStep], Result]
 ) -> Loaded[Result]:
     """Load the first of these checkpoints that no rank finds damaged.
 
@@ -55,18 +73,18 @@ def load_newest_intact(
         CheckpointDamaged: all of them are damaged; the message names the reason of each.
         CheckpointError: whatever else `load` raises.
     """
+    damaged: list[StoredStep] = []
     reasons: list[str] = []
-    for position, stored in enumerate(steps):
+    for stored in steps:
+        if reasons and rank() == 0:
+            log.warning("%s: loading the checkpoint before it", reasons[-1])
         try:
-            result = load(stored)
+            return Loaded(stored, load(stored), tuple(damaged))
         except CheckpointDamaged as error:
+            damaged.append(stored)
             reasons.append(f"step {stored.step}: {error}")
-            if position + 1 < len(steps) and rank() == 0:
-                log.warning("%s: loading the checkpoint before it", error)
-            continue
-        return Loaded(stored, result, tuple(steps[:position]))
     raise CheckpointDamaged(
-        f"{url}: none of {len(steps)} checkpoints is intact; " + "; ".join(reasons)
+        f"{url}: none of {len(damaged)} checkpoints is intact; " + "; ".join(reasons)
     )
 
 

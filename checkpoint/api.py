@@ -8,6 +8,7 @@ byte on one rank, which hands it on to the others.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
@@ -16,14 +17,16 @@ from typing import Literal, overload
 from keepstep.checkpoint.agreement import (
     agreed_steps,
     load_newest_intact,
+    newest_first,
     on_all_ranks,
     on_all_ranks_gathering,
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.collective_plan import agree_on_save, boxes_reader, merge_documents
+from keepstep.checkpoint.layout.documents import PARTS
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.part_slices import FusedTensors, check_parts
 from keepstep.checkpoint.live.restore import allocate, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.saving.handle import SaveHandle
@@ -188,7 +191,12 @@ def load(
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
     fused = FusedTensors(parts or {}, parts_mesh_axis)
-    candidates = [stored for stored in agreed_steps(url) if step in (None, stored.step)]
+    candidates = (
+        newest_first(url)
+        if step is None
+        else (stored for stored in agreed_steps(url) if stored.step == step)
+    )
+    first = next(candidates, None)
 
     def load_one(step: int | None, generation: int | None) -> int:
         return _load(
@@ -196,9 +204,9 @@ def load(
             strict=strict, convert=convert, resize=frozenset(resize), fused=fused,
         )  # fmt: skip
 
-    if not candidates:
+    if first is None:
         return load_one(step, None)
-    tried = candidates if fallback else candidates[:1]
+    tried = itertools.chain([first], candidates if fallback else ())
     return load_newest_intact(url, tried, lambda s: load_one(s.step, s.generation)).result
 
 
@@ -220,7 +228,9 @@ def _load(
             for model, optimizers in modules_of(state):
                 undo = allocate(model, optimizers, source.slots, resize=resize, fused=fused)
                 undo_allocations.callback(undo)
-            return source, capture(state, fused)
+            live = capture(state, fused)
+            check_parts(source.documents.get(PARTS, {}), live.documents.get(PARTS, {}))
+            return source, live
 
         source, live = on_all_ranks(prepare)
         loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.documents import PARTS
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.optimizer_options import is_json
@@ -62,8 +63,13 @@ def capture(state: StateMapping, fused: FusedTensors) -> LiveState:
         captured = LiveStateReader(model, optimizers, fused).capture()
         tensors += captured.tensors
         documents.update(captured.documents)
+    captured_count = len(tensors)
     _walk(state, "", fused, tensors, values)
     check_disjoint(tensors)
+    others = (tensor.key for tensor in tensors[captured_count:])
+    parts = {**documents.get(PARTS, {}), **fused.document(others)}
+    if parts:
+        documents[PARTS] = parts
     return LiveState(tuple(tensors), {**documents, VALUES: values})
 
 

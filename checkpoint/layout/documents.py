@@ -12,6 +12,7 @@ from keepstep.checkpoint.layout.boxes import Json
 GROUPS = "optim/groups"
 SCALARS = "optim/scalars"
 TIED = "model/tied"
+PARTS = "parts"
 
 
 def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
@@ -23,7 +24,7 @@ def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[s
     grouped: set[str] = set()
     for documents in documents_of_ranks:
         for name, content in documents.items():
-            if name in (SCALARS, TIED):
+            if name in (SCALARS, TIED, PARTS):
                 merged[name] = {**merged.get(name, {}), **content}
             elif name == GROUPS:
                 added = [group for group in content if not grouped.issuperset(group["parameters"])]

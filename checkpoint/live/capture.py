@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.documents import GROUPS, PARTS, SCALARS, TIED
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
 from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
 from keepstep.checkpoint.live.optimizer_options import (
@@ -99,6 +100,7 @@ class LiveStateReader:
         self._optimizers = tuple(optimizers)
         self._parameters = ModelParameters(model, fused)
         self._tied: dict[str, str] = {}
+        self._parts: dict[str, Json] = {}
         self._scanned: _ScannedState | None = None
 
     def capture(self) -> LiveState:
@@ -114,7 +116,8 @@ class LiveStateReader:
         groups = [
             {"parameters": names, "options": options_of(group)} for group, names in scanned.groups
         ]
-        return LiveState(scanned.live, {GROUPS: groups, SCALARS: scalars, TIED: self._tied})
+        documents = {GROUPS: groups, SCALARS: scalars, TIED: self._tied}
+        return LiveState(scanned.live, documents | ({PARTS: self._parts} if self._parts else {}))
 
     def invalidate_if_moved(self) -> None:
         """Repeat the walk at the next capture if any tensor has been given other memory."""
@@ -125,6 +128,7 @@ class LiveStateReader:
         parameters = self._parameters
         state, containers = self._model_state()
         self._tied = _tied_names(state)
+        self._parts = parameters.part_tables(state)
         live: list[LiveTensor] = []
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.flat_parameters import (
     FlatUnit,
     HeldRange,
@@ -86,6 +87,10 @@ class ModelParameters:
     def describe(self, name: str, tensor: torch.Tensor) -> tuple[LiveTensor, ...]:
         """Return this rank's boxes of a parameter or buffer that belongs to no FSDP1 unit."""
         return self._fused.describe(name, f"model/{name}", tensor)
+
+    def part_tables(self, names: Iterable[str]) -> dict[str, Json]:
+        """Return the fused parts of those of these parameters that have any, as JSON by name."""
+        return self._fused.document(names)
 
     def describe_units(self) -> Iterator[LiveTensor]:
         """Yield this rank's boxes of the parameters of FSDP1 units."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.flat_fragment import empty_box
 from keepstep.checkpoint.live.placement import local_boxes_of_parts
@@ -31,6 +32,17 @@ class FusedTensors:
     tables: Mapping[str, PartTable] = field(default_factory=dict)
     mesh_axis: str = "tp"
 
+    def table(self, name: str) -> PartTable | None:
+        """Return the parts of the tensor of this name; None if it has none."""
+        return next(
+            (table for pattern, table in self.tables.items() if fnmatchcase(name, pattern)), None
+        )
+
+    def document(self, names: Iterable[str]) -> dict[str, Json]:
+        """Return the parts of those of these tensors that have any, by name, as JSON."""
+        tables = ((name, self.table(name)) for name in names)
+        return {name: table.to_json() for name, table in tables if table is not None}
+
     def describe(self, name: str, key: str, tensor: torch.Tensor) -> tuple[LiveTensor, ...]:
         """Return this rank's boxes of a tensor; one, unless it has fused parts that are sliced.
 
@@ -42,7 +54,7 @@ class FusedTensors:
         Raises:
             LayoutMismatch: the tensor contradicts its part table, or cannot be stored.
         """
-        table = self._table(name)
+        table = self.table(name)
         if table is None:
             return (describe(key, tensor),)
         if table.axis >= tensor.dim():
@@ -64,16 +76,11 @@ class FusedTensors:
     def shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return a tensor's shape without sharding."""
         shape = list(tensor.shape)
-        table = self._table(name)
+        table = self.table(name)
         if table is not None and table.axis < len(shape):
             # Ranks that hold copies of a part are counted several times in torch's shape.
             shape[table.axis] = table.extent
         return tuple(shape)
-
-    def _table(self, name: str) -> PartTable | None:
-        return next(
-            (table for pattern, table in self.tables.items() if fnmatchcase(name, pattern)), None
-        )
 
     def _slicing_axis(self, key: str, tensor: torch.Tensor, table: PartTable) -> int | None:
         """Return which axis of its mesh slices a tensor's parts; None if none does."""
@@ -92,6 +99,33 @@ class FusedTensors:
                 "mesh_dim_names=(...)"
             )
         return next((axis for axis in splitting if names and names[axis] == self.mesh_axis), None)
+
+
+def check_parts(stored: Mapping[str, Json], live: Mapping[str, Json]) -> None:
+    """Check that tensors are loaded in the order of parts in which they were saved.
+
+    Args:
+        stored: the document of the checkpoint.
+        live: that of the state to load into, as `FusedTensors.document` returns it.
+
+    Raises:
+        LayoutMismatch: a tensor's parts are others.
+    """
+    for name in sorted(stored.keys() & live.keys()):
+        if _order(stored[name]) != _order(live[name]):
+            raise LayoutMismatch(
+                f"{name}: is stored with the parts {_order(stored[name])}, and is to be loaded "
+                f"with {_order(live[name])}; pass the part table that it was saved with"
+            )
+
+
+def _order(table: Json) -> str:
+    """Return in words what sets the order of a stored tensor's elements."""
+    try:
+        parts = ", ".join(f"{part['name']} {part['extent']}" for part in table["parts"])
+        return f"[{parts}] of dimension {table['axis']} in {table['groups']} groups"
+    except (KeyError, TypeError):
+        return repr(table)
 
 
 def _describe_slices(

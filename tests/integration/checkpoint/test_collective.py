@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from keepstep.checkpoint.collective import all_gather_json
+from tests.ranks import run_ranks
 
 # Around the length up to which one collective suffices, with the quotes that JSON adds.
 LENGTHS = (0, 1021, 1022, 1023, 5000)
@@ -24,4 +24,4 @@ def gather(rank: int, root: str) -> None:
 
 
 def test_messages_of_any_length_reach_all_ranks(tmp_path: Path) -> None:
-    mp.spawn(gather, args=(str(tmp_path),), nprocs=2)
+    run_ranks(gather, args=(str(tmp_path),), nprocs=2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 import zarr
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from tests.ranks import run_ranks
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -75,7 +75,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_two_ranks_load_what_three_ranks_saved(tmp_path: Path) -> None:
-    mp.spawn(run, args=(str(tmp_path),), nprocs=3)
+    run_ranks(run, args=(str(tmp_path),), nprocs=3)
     stored = StoredCheckpoint.open(f"{tmp_path}/run", 9)
     group = zarr.open(tmp_path / "run" / stored.directory, mode="r")
     assert group["model.0.weight"].shape == (30, 7)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
@@ -26,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
 from keepstep.checkpoint.live.capture import LiveStateReader
+from tests.ranks import run_ranks
 
 
 class Block(nn.Module):
@@ -206,7 +206,7 @@ def test_flat_and_divided_state_loads_in_any_layout(
     tmp_path: Path, saved: str, world_saved: int, loaded: str, world_loaded: int
 ) -> None:
     arguments = (str(tmp_path), saved, world_saved, loaded, world_loaded)
-    mp.spawn(run, args=arguments, nprocs=max(world_saved, world_loaded))
+    run_ranks(run, args=arguments, nprocs=max(world_saved, world_loaded))
     # One process without a process group reads the same, and its names are those of the model.
     model = model_of(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
@@ -219,4 +219,4 @@ def test_one_process_saves_for_fsdp1(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step_once(model, optimizer)
     checkpoint.save(f"{tmp_path}/run", {"model": model, "optimizer": optimizer}, step=8)
-    mp.spawn(run, args=(str(tmp_path), "", 0, "fsdp1 flat", 2), nprocs=2)
+    run_ranks(run, args=(str(tmp_path), "", 0, "fsdp1 flat", 2), nprocs=2)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.live.tensors import describe
+from tests.ranks import run_ranks
 
 
 class Block(nn.Module):
@@ -138,7 +138,7 @@ def test_state_saved_in_one_layout_loads_in_another(
     tmp_path: Path, saved: str, world_saved: int, loaded: str, world_loaded: int
 ) -> None:
     arguments = (str(tmp_path), saved, world_saved, loaded, world_loaded)
-    mp.spawn(run, args=arguments, nprocs=max(world_saved, world_loaded))
+    run_ranks(run, args=arguments, nprocs=max(world_saved, world_loaded))
     # One process without a process group reads the same.
     model = Block()
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()))
@@ -157,5 +157,5 @@ def fail_on_one(rank: int, root: str) -> None:
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    mp.spawn(fail_on_one, args=(str(tmp_path),), nprocs=2)
+    run_ranks(fail_on_one, args=(str(tmp_path),), nprocs=2)
     assert not (tmp_path / "run").exists()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.copier import Snapshotter
@@ -27,6 +26,7 @@ from tests.integration.checkpoint.test_layout_changes import (
     sharded,
     step_once,
 )
+from tests.ranks import run_ranks
 
 NODES = 4
 
@@ -98,9 +98,9 @@ def test_memory_resumes_in_another_layout(
         generation = cluster.begin(1)
         addresses = [server.address for server in cluster.living]
         local = [server.local for server in cluster.living]
-        mp.spawn(save, args=(str(tmp_path), saved, local, generation), nprocs=NODES)
+        run_ranks(save, args=(str(tmp_path), saved, local, generation), nprocs=NODES)
         cluster.commit(3)
         if lost is not None:
             cluster.kill(lost)
         holders = cluster.rebuild(3, addresses)
-        mp.spawn(load, args=(str(tmp_path), loaded, world, holders, generation), nprocs=world)
+        run_ranks(load, args=(str(tmp_path), loaded, world, holders, generation), nprocs=world)

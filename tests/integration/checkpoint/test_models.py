@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.ranks import run_ranks
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -172,7 +172,7 @@ def run(rank: int, root: str, case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_loads_in_another_layout(tmp_path: Path, case: str) -> None:
-    mp.spawn(run, args=(str(tmp_path), case), nprocs=4)
+    run_ranks(run, args=(str(tmp_path), case), nprocs=4)
     kind = CASES[case][0]
     model, optimizer = make(kind, unsharded, 2)
     checkpoint.load(f"{tmp_path}/run", {"model": model, "optimizer": optimizer})
@@ -235,7 +235,7 @@ def test_two_pipeline_stages_load_in_one_process_and_back(tmp_path: Path) -> Non
     pipelined, single = tmp_path / "pipelined", tmp_path / "single"
     for directory in (pipelined, single):
         directory.mkdir()
-    mp.spawn(pipeline, args=(str(pipelined), True), nprocs=2)
+    run_ranks(pipeline, args=(str(pipelined), True), nprocs=2)
     model, optimizer = trained_stages((0, 1), 0.7)
     checkpoint.load(f"{pipelined}/run", {"model": model, "optimizer": optimizer})
     # All ranks use the same seed, so a stage's values do not depend on the rank that has it.
@@ -246,4 +246,4 @@ def test_two_pipeline_stages_load_in_one_process_and_back(tmp_path: Path) -> Non
     assert optimizer.param_groups[0]["lr"] == 0.1
     model, optimizer = trained_stages((0, 1), 0.1)
     checkpoint.save(f"{single}/run", {"model": model, "optimizer": optimizer}, step=1)
-    mp.spawn(pipeline, args=(str(single), False), nprocs=2)
+    run_ranks(pipeline, args=(str(single), False), nprocs=2)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from keepstep import checkpoint
 from keepstep.checkpoint import Part, PartTable
 from keepstep.checkpoint.errors import LayoutMismatch
+from tests.ranks import run_ranks
 
 GATE_UP = PartTable(0, (Part("gate", 12), Part("up", 12)))
 QKV = PartTable(0, (Part("q", 16), Part("k", 4, 2), Part("v", 4, 2)), groups=2)
@@ -140,7 +140,7 @@ def test_sliced_parts_are_stored_as_the_unsharded_tensor(
     tmp_path: Path, saved: str, world_saved: int, loaded: str, world_loaded: int
 ) -> None:
     arguments = (str(tmp_path), saved, world_saved, loaded, world_loaded)
-    mp.spawn(run, args=arguments, nprocs=max(world_saved, world_loaded))
+    run_ranks(run, args=arguments, nprocs=max(world_saved, world_loaded))
     # One process reads the unsharded tensors without knowing the parts.
     expected_model, model = whole_model(0), whole_model(1)
     expected_optimizer = step_once(expected_model)
@@ -168,7 +168,7 @@ def refuse(rank: int, root: str) -> None:
 
 
 def test_parts_that_cannot_be_told_or_cut_are_refused_by_name(tmp_path: Path) -> None:
-    mp.spawn(refuse, args=(str(tmp_path),), nprocs=2)
+    run_ranks(refuse, args=(str(tmp_path),), nprocs=2)
 
 
 def test_a_table_of_another_size_than_the_tensor_is_refused_by_name(tmp_path: Path) -> None:

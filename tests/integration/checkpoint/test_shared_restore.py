@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +23,7 @@ from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankF
 from keepstep.checkpoint.shared_restore import RestoreTraffic
 from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.ranks import run_ranks
 
 DATA = re.compile(r"/(packs/|.*/c\.)")
 """Matches the names of objects that have tensors' data, and not those of metadata."""
@@ -149,7 +149,7 @@ def restore_replicas(rank: int, root: str, url: str) -> None:
 def test_replicas_read_each_stored_byte_once_together(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     checkpoint.save(url, {"model": Model(seed=0)}, step=1)
-    mp.spawn(restore_replicas, args=(str(tmp_path), url), nprocs=4)
+    run_ranks(restore_replicas, args=(str(tmp_path), url), nprocs=4)
 
 
 def test_replicas_request_each_byte_of_an_object_store_once(
@@ -165,7 +165,7 @@ def test_replicas_request_each_byte_of_an_object_store_once(
             (f"{handler.command} {handler.path}", handler.headers.get("Range", ""))
         ),
     )
-    mp.spawn(restore_replicas, args=(str(tmp_path), url), nprocs=4)
+    run_ranks(restore_replicas, args=(str(tmp_path), url), nprocs=4)
     ranges = sorted(
         (path, *map(int, re.findall(r"\d+", requested)))
         for path, requested in requests
@@ -194,7 +194,7 @@ def restore_other_sharding(rank: int, root: str) -> None:
 
 
 def test_four_shards_are_read_once_by_three_ranks(tmp_path: Path) -> None:
-    mp.spawn(restore_other_sharding, args=(str(tmp_path),), nprocs=4)
+    run_ranks(restore_other_sharding, args=(str(tmp_path),), nprocs=4)
 
 
 def damage(url: str, pattern: str) -> None:
@@ -226,7 +226,7 @@ def test_damage_that_one_rank_reads_is_raised_on_all_or_falls_back_on_all(
     checkpoint.save(url, {"model": Model(seed=0)}, step=1)
     checkpoint.save(url, {"model": Model(seed=2)}, step=2)
     damage(url, pattern)
-    mp.spawn(restore_damaged, args=(str(tmp_path),), nprocs=3)
+    run_ranks(restore_damaged, args=(str(tmp_path),), nprocs=3)
 
 
 def restore_without_storage_on_one(rank: int, root: str) -> None:
@@ -252,7 +252,7 @@ def restore_without_storage_on_one(rank: int, root: str) -> None:
 
 def test_storage_that_fails_on_one_rank_fails_the_load_on_all(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path / "run"), {"model": Model(seed=0)}, step=1)
-    mp.spawn(restore_without_storage_on_one, args=(str(tmp_path),), nprocs=3)
+    run_ranks(restore_without_storage_on_one, args=(str(tmp_path),), nprocs=3)
 
 
 def restore_with_a_death(rank: int, root: str) -> None:
@@ -271,5 +271,5 @@ def restore_with_a_death(rank: int, root: str) -> None:
 
 def test_a_rank_that_dies_while_it_reads_leaves_nobody_waiting(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path / "run"), {"model": Model(seed=0)}, step=1)
-    mp.spawn(restore_with_a_death, args=(str(tmp_path),), nprocs=3)
+    run_ranks(restore_with_a_death, args=(str(tmp_path),), nprocs=3)
     assert {path.name for path in tmp_path.glob("raised-*")} == {"raised-0", "raised-2"}

@@ -1,0 +1,36 @@
+"""Starts the ranks of a test, from a process that has loaded PyTorch already.
+
+Loading PyTorch takes two seconds of processor time, for each rank that a test starts anew.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+multiprocessing.set_forkserver_preload([
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",
+    "keepstep.checkpoint.api",
+])  # fmt: skip
+
+
+def run_ranks(function: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """Call `function(rank, *args)` in so many processes; raise if it raises in one of them."""
+    arguments = (function, dict(os.environ), args)
+    mp.start_processes(_run_rank, args=arguments, nprocs=nprocs, start_method="forkserver")
+
+
+def _run_rank(
+    rank: int, function: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]
+) -> None:
+    # The process that ranks are forked from has the environment of when it was started.
+    os.environ.clear()
+    os.environ.update(environment)
+    function(rank, *args)
