@@ -53,7 +53,7 @@ _ROUND_NBYTES = 64 * 2**20
 
 
 Signature = tuple[tuple[object, ...], ...]
-"""The boxes that a rank holds: key, data type, global shape and box of each."""
+"""Of how many ranks which one it is, and its boxes: key, data type, global shape and box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,12 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
 
 
 def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
-    """Return the boxes that a rank holds; quick, for it is done at every save."""
+    """Return the boxes that this rank holds; quick, for it is done at every save.
+
+    A process may become another rank in a new group: the plan is that of a rank.
+    """
     return (
-        (world_size(),),
+        (world_size(), rank()),
         *((tensor.key, tensor.data.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
     )
 
