@@ -65,7 +65,10 @@ SUBJECTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "checkpoint/server/restore_check.py",
         ("tests/unit/checkpoint/server/test_restore_check.py",),
     ),
-    "files": ("checkpoint/stored/files.py", (f"{_STORED}/test_files.py", _STORED)),
+    "files": (
+        "checkpoint/stored/files.py",
+        (f"{_STORED}/test_files.py", f"{_ON_DISK}/test_storages.py", _STORED),
+    ),
     "pruning": (
         "checkpoint/stored/pruning.py",
         (f"{_STORED}/test_pruning.py", f"{_ON_DISK}/test_housekeeping.py"),

@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -114,6 +114,11 @@ def membership_of(store: MemoryStore, record: NodeRecord) -> Membership:
     return Membership(store, "job", POLICY, record, 30.0, lambda: None, publish_nothing)
 
 
+async def show_all(store: MemoryStore, member: Membership) -> None:
+    """Show a member all of the job's keys, as a leader sees them."""
+    member._take_over(from_listing(Keys("job"), await store.read(Keys("job").prefix)))
+
+
 OTHER = replace(RECORD, node="b", agent="h:3")
 
 
@@ -149,16 +154,36 @@ def test_leader_whose_view_is_out_of_date_writes_nothing() -> None:
         store = MemoryStore()
         member = membership_of(store, RECORD)
         await member.join()
+        await show_all(store, member)
         generation = Generation(
             1, assign_ranks((), [replace(RECORD, lease=member.record.lease)], 1), "h", 5, "start"
         )
         key = Keys("job").single("generation")
         await store.commit((), (Put(key, replace(generation, reason="another").encode()),))
         before = await store.read(key)
-        perform = asyncio.create_task(member._perform(member.view, Open(generation)))
-        await asyncio.wait([perform], timeout=0.1)
+        async with asyncio.timeout(patient(10)):
+            await member._perform(member.view, Open(generation))
         assert await store.read(key) == before
-        perform.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_leader_waits_until_its_view_shows_what_it_wrote() -> None:
+    async def scenario() -> None:
+        store, keys = MemoryStore(), Keys("job")
+        member = membership_of(store, RECORD)
+        await member.join()
+        await show_all(store, member)
+        generation = Generation(1, assign_ranks((), [member.record], 1), "h", 5, "start")
+        perform = asyncio.create_task(member._perform(member.view, Open(generation)))
+        async with asyncio.timeout(patient(30)):
+            async with aclosing(
+                store.watch(keys.single("generation"), member.view.revision)
+            ) as written:
+                await anext(written)
+            assert not perform.done()
+            await show_all(store, member)
+            await perform
 
     asyncio.run(scenario())
 
@@ -199,6 +224,7 @@ class Away(MemoryStore):
         super().__init__()
         self.is_away = False
         self.refused = asyncio.Event()
+        self.renewal = asyncio.Event()
 
     def _answer(self) -> None:
         if self.is_away:
@@ -216,6 +242,7 @@ class Away(MemoryStore):
         return await super().commit(conditions, operations)
 
     async def renew(self, lease: int) -> float:
+        self.renewal.set()
         self._answer()
         return await super().renew(lease)
 
@@ -263,6 +290,38 @@ def test_member_gives_up_when_the_coordinator_is_away_for_longer_than_the_job_wa
             await running
 
     asyncio.run(scenario())
+
+
+def test_member_warns_once_of_each_outage_and_once_of_its_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def warnings() -> list[str]:
+        texts = [text for text in caplog.messages if "coordinator answers" in text]
+        return ["back" if "answers again" in text else "away" for text in texts]
+
+    async def scenario() -> None:
+        store = Away()
+        membership = Membership(store, "job", POLICY, RECORD, 0.1, lambda: None, publish_nothing)
+        await membership.join()
+        running = asyncio.create_task(membership.run())
+
+        async def renewal() -> None:
+            store.renewal.clear()
+            await store.renewal.wait()
+
+        async with asyncio.timeout(patient(10)):
+            for number in range(4):
+                store.is_away = number % 2 == 0
+                while len(warnings()) <= number:
+                    await renewal()
+                for _ in range(3):
+                    await renewal()
+        running.cancel()
+        await asyncio.wait([running])
+
+    with caplog.at_level("WARNING", logger="keepstep"):
+        asyncio.run(scenario())
+    assert warnings() == ["away", "back", "away", "back"]
 
 
 def test_state_is_carried_into_the_next_membership_of_the_same_job_only() -> None:

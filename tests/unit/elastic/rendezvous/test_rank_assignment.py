@@ -8,11 +8,13 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
+    ANY_NUMBER,
     RankLimits,
     assign_groups,
     assign_ranks,
     completed_by_storage,
     newest_restorable,
+    rank_limits,
     with_shard_rebuilds,
 )
 from keepstep.elastic.rendezvous.records import (
@@ -167,6 +169,14 @@ def test_as_many_nodes_are_members_as_the_mesh_has_places_for(
     assert [member.first_rank for member in members] == [
         sum(before.nproc for before in members[:n]) for n in range(len(members))
     ]
+
+
+def test_mesh_limits_the_ranks_from_when_one_nodes_workers_know_it() -> None:
+    assert rank_limits(View()) == ANY_NUMBER
+    nodes = {"a": JoinedNode(record("a"), 1)}
+    assert rank_limits(View(nodes=nodes)) == ANY_NUMBER
+    nodes["b"] = JoinedNode(replace(record("b"), rank_multiple=4, max_ranks=8), 2)
+    assert rank_limits(View(nodes=nodes)) == RankLimits(4, 8)
 
 
 def test_limits_allow_multiples_up_to_the_most_and_never_no_rank() -> None:

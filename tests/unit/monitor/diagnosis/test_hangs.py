@@ -198,6 +198,26 @@ def test_stopped_process_is_named_if_all_have_begun_the_operation() -> None:
     assert "rank 1: a signal has stopped its process" in "; ".join(verdict.evidence)
 
 
+@pytest.mark.parametrize(
+    ("stopped_ranks", "subject"),
+    [((2, 3), "node b (ranks 2, 3)"), ((1, 2), "group 1, 2")],
+)
+def test_stopped_processes_are_named_as_a_node_only_if_they_are_all_of_its_own(
+    stopped_ranks: tuple[int, ...], subject: str
+) -> None:
+    traced = trace("world all_reduce 4k  0.30-?  0.31-?  0.32-?  0.33-?")
+    metrics = {
+        node: NodeMetrics(
+            node,
+            10.0,
+            stopped_ranks=tuple(rank for rank in stopped_ranks if traced.nodes[rank] == node),
+        )
+        for node in "ab"
+    }
+    _, verdicts = diagnose(traced.job(10.0), metrics, NO_DIAGNOSIS_STATE, 10.0, Thresholds())
+    assert summarize(verdicts) == [f"non-communication hang: {subject}"]
+
+
 @pytest.mark.parametrize("last", ["0.31-?", "."])
 def test_stopped_process_is_named_in_seconds_also_in_the_first_step(last: str) -> None:
     text = f"""
@@ -219,6 +239,21 @@ def test_rank_with_the_fewest_launches_is_named_if_all_have_begun_the_operation(
         "world all_reduce 4k async  0.35-?  0.35-?  0.35-?  ."
     )
     assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: rank 3 on b"]
+
+
+def test_node_whose_ranks_all_have_the_fewest_launches_is_named_as_a_node() -> None:
+    traced = parse("""
+node a: 0 1 2
+node b: 3 4
+communicator world: 0 1 2 3 4
+steps 1-12 every 0.5
+world all_reduce 4k  0.30-0.40  0.31-0.40  0.32-0.40  0.33-0.40  0.34-0.40
+step 13 at 6.0
+world all_reduce 4k async  0.30-?  0.31-?  0.32-?  0.33-?  0.34-?
+world all_reduce 4k async  0.35-?  0.35-?  0.35-?  .       .
+read 6.5
+""")
+    assert summarize(diagnose_at(traced, 12.0)) == ["non-communication hang: node b (ranks 3, 4)"]
 
 
 def test_ranks_that_cannot_leave_are_named_if_most_have_left() -> None:

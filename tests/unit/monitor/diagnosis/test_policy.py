@@ -59,6 +59,16 @@ def test_slowness_is_acted_upon_when_the_loss_equals_the_cost_of_acting() -> Non
     assert done[1:] == [(600.0, ActionKind.REPLACE_NODE)]
 
 
+def test_slow_worker_is_restarted_first_and_its_node_replaced_when_that_is_worth_its_cost() -> None:
+    slow = verdict(advice=Advice.RESTART_WORKER)
+    done = kinds(POLICY, [(float(now), [slow]) for now in range(0, 1000, 10)])
+    assert done == [
+        (10.0, ActionKind.ALERT),
+        (100.0, ActionKind.RESTART_WORKER),
+        (600.0, ActionKind.REPLACE_NODE),
+    ]
+
+
 def test_time_without_the_verdict_is_not_counted_as_lost() -> None:
     half = [(float(now), [verdict()] if now // 30 % 2 == 0 else []) for now in range(0, 1000, 10)]
     assert all(kind is ActionKind.ALERT for _, kind in kinds(POLICY, half))
@@ -163,6 +173,13 @@ def test_verdict_of_low_confidence_only_alerts() -> None:
     assert {
         kind for _, kind in kinds(POLICY, [(float(now), [doubtful]) for now in range(100)])
     } == {ActionKind.ALERT}
+
+
+@pytest.mark.parametrize("advice", [Advice.OBSERVE, Advice.ALERT])
+def test_people_are_alerted_unless_a_verdict_advises_to_observe(advice: Advice) -> None:
+    readings = [(now_s, [verdict(advice=advice)]) for now_s in (0.0, 1.0)]
+    expected = [] if advice is Advice.OBSERVE else [(1.0, ActionKind.ALERT)]
+    assert kinds(POLICY, readings) == expected
 
 
 def test_group_link_or_job_is_never_replaced_or_restarted() -> None:
