@@ -29,6 +29,7 @@ CHUNKS = "chunks.json"
 ROOT = "zarr.json"
 REMOVED = "removed.json"
 NEWEST = "newest.json"
+MODEL = "model"
 
 FEATURES = frozenset[str]()
 """The features that this release knows, of those that a manifest may require (FORMAT.md)."""
@@ -485,6 +486,7 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
     attributes = dict(tensor.attributes)
     if not is_in_zarr(tensor.dtype):
         attributes["keepstep"] = {**attributes.get("keepstep", {}), _TORCH_DTYPE: tensor.dtype}
+    name = key.rpartition("/")[2]
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -499,6 +501,8 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": _fill_value(zarr_data_type(tensor.dtype)),
         "codecs": [codec],
+        # xarray requires names, and arrays of one group that share one must agree in the extent.
+        "dimension_names": [f"{name}.{axis}" for axis in range(len(tensor.shape))],
         "attributes": attributes,
     }
 
@@ -564,7 +568,7 @@ def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
 def group_metadata(path: str) -> Json:
     """Return the metadata of a group below the root."""
     meaning = {
-        "model": "parameters and persistent buffers, each a whole tensor under its name "
+        MODEL: "parameters and persistent buffers, each a whole tensor under its name "
         "in the module",
         "optim": "one group per parameter, one array per optimizer slot",
         "rank": "what belongs to one rank only",

@@ -82,6 +82,12 @@ def test_a_torch_dtype_that_is_not_known_is_ignored() -> None:
     assert parse_root(encode(root), "here") == {"model/w": tensor}
 
 
+def test_dimensions_have_names_that_arrays_of_a_group_do_not_share() -> None:
+    nodes = root_metadata(StoredStep(7, 1), PARTS, TENSORS)["consolidated_metadata"]["metadata"]
+    assert nodes["model/bool"]["dimension_names"] == ["bool.0", "bool.1"]
+    assert nodes["optim/w/step"]["dimension_names"] == []
+
+
 def test_the_fill_value_is_zero_where_a_type_has_one() -> None:
     nodes = root_metadata(StoredStep(7, 1), PARTS, TENSORS)["consolidated_metadata"]["metadata"]
     fill_values = {name: nodes[f"model/{name}"]["fill_value"] for name in _NUMPY}
