@@ -49,7 +49,14 @@ from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.optimizer_options import is_json
-from keepstep.checkpoint.live.tensors import as_bytes, dtype_name, is_plain, plain, torch_dtype
+from keepstep.checkpoint.live.tensors import (
+    as_bytes,
+    copyable,
+    dtype_name,
+    is_plain,
+    plain,
+    torch_dtype,
+)
 from keepstep.checkpoint.stored.chunking import ChunkPlan, StoredTensor, plan_chunks
 from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -290,7 +297,7 @@ class Reader(StorageReader):
             requests.append(BoxRequest(name, box, as_bytes(buffer)))
         self._source.read(requests)
         for target, buffer in staged:
-            target.copy_(buffer)
+            copyable(target).copy_(copyable(buffer))
         for item, target in targets:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()

@@ -207,7 +207,7 @@ class _Extension(ZDType[Any, Any], HasItemSize):
         return self._scalar(data)
 
     def default_scalar(self) -> Any:
-        """Return zero."""
+        """Return zero, or what a type without zero has instead."""
         return self._scalar(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: Any) -> Any:
@@ -240,9 +240,17 @@ Float8E4M3FN = _extension("float8_e4m3fn")
 Float8E4M3FNUZ = _extension("float8_e4m3fnuz")
 Float8E5M2 = _extension("float8_e5m2")
 Float8E5M2FNUZ = _extension("float8_e5m2fnuz")
+Float8E8M0FNU = _extension("float8_e8m0fnu")
 
 # zarr 3.1 collects the entry points of data types but never loads them. It loads those of buffers
 # before it reads any metadata, so this module is also an entry point of that kind, and registers
 # the types itself.
-for _data_type in (BFloat16, Float8E4M3FN, Float8E4M3FNUZ, Float8E5M2, Float8E5M2FNUZ):
+for _data_type in (
+    BFloat16,
+    Float8E4M3FN,
+    Float8E4M3FNUZ,
+    Float8E5M2,
+    Float8E5M2FNUZ,
+    Float8E8M0FNU,
+):
     data_type_registry.register(_data_type._zarr_v3_name, _data_type)

@@ -1,6 +1,8 @@
-"""Zarr v3 data type names and their NumPy counterparts.
+"""Names of data types, and their counterparts in Zarr v3 and NumPy.
 
-ml_dtypes supplies the NumPy types that NumPy itself lacks. The torch counterparts are in
+The names are Zarr's, core and registered extensions, which are also torch's. Types of torch that
+Zarr lacks keep torch's name and are stored as another type, which Zarr has. ml_dtypes supplies the
+NumPy types that NumPy itself lacks. The torch counterparts are in
 `keepstep.checkpoint.live.tensors`.
 """
 
@@ -8,6 +10,9 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
+
+# An element of torch's type is a byte that holds two values; Zarr's `float4_e2m1fn` is one value.
+_STORED_AS = {"float4_e2m1fn_x2": "uint8"}
 
 _NUMPY: dict[str, np.dtype] = {
     name: np.dtype(name)
@@ -17,12 +22,15 @@ _NUMPY: dict[str, np.dtype] = {
     )
 } | {
     name: np.dtype(getattr(ml_dtypes, name))
-    for name in ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
-}  # fmt: skip
+    for name in (
+        "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    )
+} | {name: np.dtype(stored) for name, stored in _STORED_AS.items()}  # fmt: skip
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype of a Zarr data type name.
+    """Return the NumPy dtype of a data type name, which is that of its bytes if NumPy has none.
 
     Raises:
         ValueError: the format does not store this data type.
@@ -33,3 +41,13 @@ def numpy_dtype(name: str) -> np.dtype:
         raise ValueError(
             f"data type {name!r} cannot be stored; known are {', '.join(_NUMPY)}"
         ) from None
+
+
+def zarr_data_type(name: str) -> str:
+    """Return the Zarr v3 name of the data type that a data type is stored as: mostly itself."""
+    return _STORED_AS.get(name, name)
+
+
+def is_in_zarr(name: str) -> bool:
+    """Return whether Zarr has the data type itself; torch converts no other to another type."""
+    return name not in _STORED_AS

@@ -19,13 +19,20 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.flat_parameters import reshard
 from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, is_plain, torch_dtype
+from keepstep.checkpoint.live.tensors import (
+    LiveState,
+    LiveTensor,
+    as_bytes,
+    copyable,
+    is_plain,
+    torch_dtype,
+)
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -211,14 +218,14 @@ class Fill:
             return
         values = torch.from_numpy(np.ascontiguousarray(data)).view(torch_dtype(self.dtype))
         with torch.no_grad():
-            part = self.tensor.data[box.within(self.tensor.box).slices]
-            part.copy_(values.reshape(box.shape))
+            part = copyable(self.tensor.data[box.within(self.tensor.box).slices])
+            part.copy_(copyable(values.reshape(box.shape)))
 
     def zero_rest(self) -> None:
         """Zero a tensor of which the source has only a part, before that is filled."""
         if self.box != self.tensor.box:
             with torch.no_grad():
-                self.tensor.data.zero_()
+                copyable(self.tensor.data).zero_()
 
     def _bytes(self, box: Box) -> Bytes:
         """Return the memory of a box of a plain tensor."""
@@ -243,7 +250,8 @@ def plan_fills(
         source: the state to read.
         strict: refuse a source that lacks tensors, or that is known to have tensors of the model
             which the model lacks; otherwise fill the tensors that both have.
-        convert: convert tensors whose data type in the source is another.
+        convert: convert tensors whose data type in the source is another; not those whose elements
+            are two values, such as `torch.float4_e2m1fn_x2`.
         keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
         resize: names of parameters that may be larger or smaller than in the source, such as
             embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
@@ -259,7 +267,13 @@ def plan_fills(
         f"the model expects {tensor.dtype} {tensor.global_shape}"
         for key, tensor in by_key.items()
         if (spec := source.tensors.get(key)) is not None
-        and (not _fits(tensor, spec, resize) or (spec.dtype != tensor.dtype and not convert))
+        and not (
+            _fits(tensor, spec, resize)
+            and (
+                spec.dtype == tensor.dtype
+                or (convert and is_in_zarr(spec.dtype) and is_in_zarr(tensor.dtype))
+            )
+        )
     ]
     if strict:
         problems += [f"{key}: missing in the source" for key in by_key if key not in source.tensors]
@@ -273,8 +287,8 @@ def plan_fills(
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
             "Pass strict=False to fill only the tensors that both have, convert=True to convert "
-            "data types; shapes must agree, except for parameters named in resize=[...], such as "
-            "embeddings whose vocabulary was padded"
+            "data types, but for float4_e2m1fn_x2; shapes must agree, except for parameters named "
+            "in resize=[...], such as embeddings whose vocabulary was padded"
         )
     _check_shared_numbers(state.tensors, source)
     fills: list[Fill] = []
@@ -325,7 +339,8 @@ def _fill_staged(fills: Sequence[Fill], source: Source) -> None:
         for item, buffer in zip(fills, buffers, strict=True):
             item.zero_rest()
             if item.box:
-                item.tensor.data[item.box.within(item.tensor.box).slices].copy_(buffer)
+                part = copyable(item.tensor.data[item.box.within(item.tensor.box).slices])
+                part.copy_(copyable(buffer))
 
 
 def _check_shared_numbers(tensors: Sequence[LiveTensor], source: Source) -> None:

@@ -25,6 +25,9 @@ _NAMES: dict[torch.dtype, str] = {
     torch.int32: "int32",
     torch.int64: "int64",
     torch.uint8: "uint8",
+    torch.uint16: "uint16",
+    torch.uint32: "uint32",
+    torch.uint64: "uint64",
     torch.float16: "float16",
     torch.float32: "float32",
     torch.float64: "float64",
@@ -35,6 +38,8 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "float8_e4m3fnuz",
     torch.float8_e5m2: "float8_e5m2",
     torch.float8_e5m2fnuz: "float8_e5m2fnuz",
+    torch.float8_e8m0fnu: "float8_e8m0fnu",
+    torch.float4_e2m1fn_x2: "float4_e2m1fn_x2",
 }
 
 
@@ -69,8 +74,15 @@ class LiveTensor:
 
     @property
     def dtype(self) -> str:
-        """The Zarr name of the data type."""
-        return dtype_name(self.data.dtype)
+        """The name of the data type, by `dtype_name`.
+
+        Raises:
+            LayoutMismatch: the format cannot store it.
+        """
+        try:
+            return dtype_name(self.data.dtype)
+        except LayoutMismatch as error:
+            raise LayoutMismatch(f"{self.key}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +94,7 @@ class LiveState:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the Zarr v3 name of a torch dtype.
+    """Return the format's name of a torch dtype.
 
     Raises:
         LayoutMismatch: the format cannot store this dtype.
@@ -91,12 +103,13 @@ def dtype_name(dtype: torch.dtype) -> str:
         return _NAMES[dtype]
     except KeyError:
         raise LayoutMismatch(
-            f"{dtype} cannot be stored; known are {', '.join(map(str, _NAMES))}"
+            f"{dtype} cannot be stored; convert the tensor or leave it out of the state. Known are "
+            f"{', '.join(map(str, _NAMES))}"
         ) from None
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a Zarr v3 data type name.
+    """Return the torch dtype of a name that `dtype_name` returns.
 
     Raises:
         LayoutMismatch: torch has no such dtype.
@@ -175,7 +188,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same elements of which `is_plain` holds; itself if it does already."""
-    return tensor.contiguous().cpu().resolve_conj().resolve_neg()
+    if is_plain(tensor):
+        return tensor
+    copied = copyable(tensor).contiguous().cpu().resolve_conj().resolve_neg()
+    return copied.view(tensor.dtype)
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a tensor that torch can copy to another of its dtype, whatever the strides.
+
+    torch neither transposes nor fills elements that hold two values: they are viewed as bytes.
+    """
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -18,7 +18,7 @@ import crc32c
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointTooNew
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype, zarr_data_type
 from keepstep.checkpoint.layout.names import check_keys
 from keepstep.checkpoint.stored.chunking import StoredTensor
 
@@ -29,10 +29,12 @@ CHUNKS = "chunks.json"
 ROOT = "zarr.json"
 REMOVED = "removed.json"
 NEWEST = "newest.json"
+MODEL = "model"
 
 FEATURES = frozenset[str]()
 """The features that this release knows, of those that a manifest may require (FORMAT.md)."""
 
+_TORCH_DTYPE = "torch_dtype"
 _PARTS = "parts"
 _PACKS = "packs"
 
@@ -481,11 +483,15 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
                 "index_location": "end",
             },
         }
+    attributes = dict(tensor.attributes)
+    if not is_in_zarr(tensor.dtype):
+        attributes["keepstep"] = {**attributes.get("keepstep", {}), _TORCH_DTYPE: tensor.dtype}
+    name = key.rpartition("/")[2]
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(tensor.shape),
-        "data_type": tensor.dtype,
+        "data_type": zarr_data_type(tensor.dtype),
         "chunk_grid": {
             "name": "regular",
             "configuration": {
@@ -493,9 +499,11 @@ def array_metadata(key: str, tensor: StoredTensor) -> Json:
             },
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "fill_value": _fill_value(tensor.dtype),
+        "fill_value": _fill_value(zarr_data_type(tensor.dtype)),
         "codecs": [codec],
-        "attributes": dict(tensor.attributes),
+        # xarray requires names, and arrays of one group that share one must agree in the extent.
+        "dimension_names": [f"{name}.{axis}" for axis in range(len(tensor.shape))],
+        "attributes": attributes,
     }
 
 
@@ -560,7 +568,7 @@ def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
 def group_metadata(path: str) -> Json:
     """Return the metadata of a group below the root."""
     meaning = {
-        "model": "parameters and persistent buffers, each a whole tensor under its name "
+        MODEL: "parameters and persistent buffers, each a whole tensor under its name "
         "in the module",
         "optim": "one group per parameter, one array per optimizer slot",
         "rank": "what belongs to one rank only",
@@ -616,8 +624,9 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
         raise ValueError(f"{key}: cells {cell}")
     if any(extent % part for extent, part in zip(chunk, cell, strict=True)):
         raise ValueError(f"{key}: cells {cell} do not divide chunks {chunk}")
+    dtype, attributes = _parse_data_type(key, node["data_type"], attributes)
     tensor = StoredTensor(
-        dtype=str(node["data_type"]),
+        dtype=dtype,
         shape=tuple(shape),
         chunk=tuple(chunk),
         cell=tuple(cell),
@@ -643,6 +652,23 @@ def _parse_array(key: str, node: Any) -> StoredTensor:
     return tensor
 
 
+def _parse_data_type(
+    key: str, data_type: Json, attributes: dict[str, Json]
+) -> tuple[str, dict[str, Json]]:
+    """Return the data type that an array holds, and the attributes without what names it."""
+    own = attributes.get("keepstep")
+    if not isinstance(own, dict):
+        return str(data_type), attributes
+    named = own.get(_TORCH_DTYPE)
+    if not isinstance(named, str) or is_in_zarr(named):
+        return str(data_type), attributes
+    if data_type != zarr_data_type(named):
+        raise ValueError(f"{key}: {_TORCH_DTYPE} {named} with data type {data_type!r:.200}")
+    rest = {name: value for name, value in own.items() if name != _TORCH_DTYPE}
+    others = {name: value for name, value in attributes.items() if name != "keepstep"}
+    return named, {**others, "keepstep": rest} if rest else others
+
+
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
@@ -662,4 +688,6 @@ def _is_object_name(name: Json) -> bool:
 def _fill_value(dtype: str) -> Json:
     if dtype == "bool":
         return False
+    if dtype == "float8_e8m0fnu":
+        return "NaN"  # It has no zero.
     return [0.0, 0.0] if dtype.startswith("complex") else 0.0 if "float" in dtype else 0

@@ -40,7 +40,6 @@ from keepstep.checkpoint.stored.format import (
     DataObject,
     Manifest,
     StoredStep,
-    array_metadata,
     decode,
     decode_chunk_parts,
     decode_part,
@@ -437,11 +436,14 @@ class StoredCheckpoint:
                     f"{self._location(item.name)} is longer than the {item.nbytes} bytes in its "
                     "listing; load an older step"
                 )
+        for entry in self.manifest.objects:
+            if not entry.is_part:
+                self.verified(entry.name)
+        root = decode(self.verified(ROOT), self._location(ROOT))
+        nodes = root["consolidated_metadata"]["metadata"]
         for key, tensor in self.stored_tensors.items():
             name = f"{key}/{ROOT}"
-            if not tensor.is_packed and self._read_object(name) != encode(
-                array_metadata(key, tensor)
-            ):
+            if not tensor.is_packed and self._read_object(name) != encode(nodes[key]):
                 raise CheckpointDamaged(f"{self._location(name)} was changed; load an older step")
 
     def verified(self, name: str) -> bytes:

@@ -36,6 +36,7 @@ from keepstep.checkpoint.stored.format import (
     CHUNKS,
     DOCUMENTS,
     MANIFEST,
+    MODEL,
     NEWEST,
     REMOVED,
     ROOT,
@@ -54,6 +55,7 @@ from keepstep.checkpoint.stored.format import (
     encode_checksums,
     encode_chunk_parts,
     encode_part,
+    group_metadata,
     pack_name,
     part_name,
     root_metadata,
@@ -202,11 +204,16 @@ def contents(
     """
     chunks = encode_chunk_parts(chunk_parts)
     entry = StoredObject(CHUNKS, len(chunks), crc32c.crc32c(chunks))
-    return {
+    objects = {
         ROOT: encode(root_metadata(stored, [*parts, entry], tensors)),
         CHUNKS: chunks,
         DOCUMENTS: documents,
     }
+    # Readers that do not know the packed codec cannot use the root's metadata, and some open groups
+    # only. Other groups may be as many as parameters.
+    if any(key.startswith(f"{MODEL}/") and not tensors[key].is_packed for key in tensors):
+        objects[f"{MODEL}/{ROOT}"] = encode(group_metadata(MODEL))
+    return objects
 
 
 def commit(

@@ -293,6 +293,14 @@ def test_damage_to_any_object_is_detected_and_named(tmp_path: Path, damage: str)
         shutil.rmtree(bad)
 
 
+def test_a_changed_group_is_detected(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), {"model": {"w": torch.zeros(1301, 577)}}, step=1)
+    group = tmp_path / directory_of(tmp_path, 1) / "model" / "zarr.json"
+    group.write_bytes(group.read_bytes().replace(b"parameters", b"Parameters"))
+    with pytest.raises(CheckpointDamaged, match=r"model/zarr\.json"):
+        StoredCheckpoint.open(str(tmp_path)).verify()
+
+
 def test_exchanged_chunks_of_two_tensors_are_detected(tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path), {"x": torch.arange(4e5), "y": torch.arange(4e5) + 1}, step=1)
     x, y = (tmp_path / directory_of(tmp_path, 1) / name / "c.0" for name in "xy")

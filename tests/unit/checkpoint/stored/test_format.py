@@ -60,6 +60,42 @@ def test_metadata_round_trips_for_every_data_type() -> None:
     assert parse_root(encode(root_metadata(StoredStep(7, 1), PARTS, TENSORS)), "here") == TENSORS
 
 
+def test_attributes_that_name_a_type_are_kept_apart_from_others() -> None:
+    tensor = replace(
+        TENSORS["model/float4_e2m1fn_x2"], attributes={"keepstep": {"more": 1}, "other": "x"}
+    )
+    root = root_metadata(StoredStep(7, 1), PARTS, {"model/w": tensor})
+    node = root["consolidated_metadata"]["metadata"]["model/w"]
+    assert node["data_type"] == "uint8"
+    assert node["attributes"] == {
+        "keepstep": {"more": 1, "torch_dtype": "float4_e2m1fn_x2"},
+        "other": "x",
+    }
+    assert parse_root(encode(root), "here") == {"model/w": tensor}
+
+
+def test_a_torch_dtype_that_is_not_known_is_ignored() -> None:
+    tensor = replace(
+        TENSORS["model/uint8"], attributes={"keepstep": {"torch_dtype": "of a later release"}}
+    )
+    root = root_metadata(StoredStep(7, 1), PARTS, {"model/w": tensor})
+    assert parse_root(encode(root), "here") == {"model/w": tensor}
+
+
+def test_dimensions_have_names_that_arrays_of_a_group_do_not_share() -> None:
+    nodes = root_metadata(StoredStep(7, 1), PARTS, TENSORS)["consolidated_metadata"]["metadata"]
+    assert nodes["model/bool"]["dimension_names"] == ["bool.0", "bool.1"]
+    assert nodes["optim/w/step"]["dimension_names"] == []
+
+
+def test_the_fill_value_is_zero_where_a_type_has_one() -> None:
+    nodes = root_metadata(StoredStep(7, 1), PARTS, TENSORS)["consolidated_metadata"]["metadata"]
+    fill_values = {name: nodes[f"model/{name}"]["fill_value"] for name in _NUMPY}
+    assert fill_values.pop("float8_e8m0fnu") == "NaN"
+    assert fill_values.pop("complex64") == fill_values.pop("complex128") == [0.0, 0.0]
+    assert not any(fill_values.values())
+
+
 def test_a_manifest_round_trips() -> None:
     manifest = Manifest(
         7,
@@ -153,6 +189,8 @@ def set_field(field: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ),
         set_field("codecs", [{"name": "gzip"}]),
         set_field("zarr_format", 2),
+        set_field("data_type", "float4_e2m1fn_x2"),
+        set_field("attributes", {"keepstep": {"torch_dtype": "float4_e2m1fn_x2"}}),
         lambda node: node.pop("shape"),
     ],
 )
