@@ -127,12 +127,12 @@ def save(
     saver = PROCESS_SAVER.current
     failure = None if saver is None else saver.finish()
     fused = FusedTensors(parts or {}, parts_mesh_axis)
+    storage, stored = on_all_ranks(lambda: (open_storage(url), StoredStep(step, generation)))
     agreed = agree_on_save(lambda: capture(state, fused), failure, PROCESS_SAVER.plans)
     told_failure(agreed.failures)
     if saver is not None:
         saver.forget_failure()
-    storage = open_storage(url)
-    attempt = Attempt(StoredStep(step, generation), agreed.attempt)
+    attempt = Attempt(stored, agreed.attempt)
     plan = agreed.plan
     read_box = boxes_reader(plan, agreed.live.tensors)
     _, gathered_parts = on_all_ranks_gathering(

@@ -34,7 +34,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, Json
 from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
-from keepstep.checkpoint.stored.chunking import PlannedChunk
+from keepstep.checkpoint.stored.chunking import PlannedChunk, check_storable
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -115,8 +115,8 @@ class AgreedSave:
         attempt: name of the attempt, the same on all ranks.
         live: this rank's state.
         plan: what this rank writes, and what rank 0 publishes.
-        documents: those of this rank's documents that no rank before it has alike; rank 0 merges
-            them with its own.
+        documents: those of this rank's documents that no rank after it has alike; rank 0 merges
+            those of all ranks.
         failures: what each rank tells about its last save.
     """
 
@@ -163,7 +163,7 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
         attempt=attempt,
         live=live,
         plan=cache.take(),
-        documents=_first_of(live.documents, [digests for _, _, digests, _ in gathered]),
+        documents=_last_of(live.documents, [digests for _, _, digests, _ in gathered]),
         failures=tuple(failure for *_, failure in gathered),
     )
 
@@ -172,10 +172,13 @@ def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
     """Return the boxes that this rank holds; quick, for it is done at every save.
 
     A process may become another rank in a new group: the plan is that of a rank.
+
+    Raises:
+        LayoutMismatch: a tensor's data type cannot be stored.
     """
     return (
         (world_size(), rank()),
-        *((tensor.key, tensor.data.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
+        *((tensor.key, tensor.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
     )
 
 
@@ -236,6 +239,8 @@ def _plan(name: str, entries: Sequence[Entry], signature: Signature) -> SharedPl
     tensors = merged_tensor_plan(
         TensorPlan.from_json(tensors) for _, tensors in answers if tensors is not None
     )
+    # Each planner has seen its own tensors only.
+    on_all_ranks(lambda: check_storable(tensors.tensors))
     return SharedPlan(
         name=name, signature=signature, own=own, tensors=tensors, rounds=_agree_on_rounds(own)
     )
@@ -322,21 +327,24 @@ def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     return box_of(next(tensor for tensor in tensors if box.intersect(tensor.box) == box), box)
 
 
-def _first_of(own: Mapping[str, Json], digests: Sequence[Mapping[str, str]]) -> dict[str, Json]:
-    """Return those of this rank's documents that no rank before it has alike.
+def _last_of(own: Mapping[str, Json], digests: Sequence[Mapping[str, str]]) -> dict[str, Json]:
+    """Return those of this rank's documents that no rank after it has alike.
+
+    The last rank's count, as where a snapshot server merges all of them.
 
     Args:
         own: this rank's documents.
         digests: the digests of all ranks' documents, by name.
     """
-    first: dict[tuple[str, str], int] = {}
-    for holder, digests_of_rank in enumerate(digests):
-        for name, digest in digests_of_rank.items():
-            first.setdefault((name, digest), holder)
+    last = {
+        (name, digest): holder
+        for holder, digests_of_rank in enumerate(digests)
+        for name, digest in digests_of_rank.items()
+    }
     return {
         name: content
         for name, content in own.items()
-        if first[name, digests[rank()][name]] == rank()
+        if last[name, digests[rank()][name]] == rank()
     }
 
 

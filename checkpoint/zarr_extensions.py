@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
+import crc32c
 import ml_dtypes
 import numpy as np
 from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
@@ -77,7 +78,10 @@ async def _make_index(store: Store, root: str) -> _CachedIndex:
     for entry in listings or ():
         if entry.is_part:
             path = f"{root}{entry.name}"
-            index.add(decode_part(await _get(store, path), path))
+            data = await _get(store, path)
+            if (len(data), crc32c.crc32c(data)) != (entry.nbytes, entry.crc32c):
+                raise CheckpointDamaged(f"{path} was changed; load an older step")
+            index.add(decode_part(data, path))
     return _CachedIndex(store, root, manifest, index)
 
 

@@ -35,6 +35,7 @@ class HeldRange:
         start: the place of the first held element in the flattened parameter.
         count: how many are held; 0 if none is.
         offset: the place of the first held element in the flat tensor.
+        is_all: whether the flat tensor holds these elements only.
     """
 
     name: str
@@ -42,6 +43,7 @@ class HeldRange:
     start: int
     count: int
     offset: int = 0
+    is_all: bool = False
 
     def describe(self, key: str, holder: torch.Tensor) -> tuple[LiveTensor, ...]:
         """Return the boxes of the tensor `key` that a holder of this form has.
@@ -49,8 +51,17 @@ class HeldRange:
         Args:
             key: the name of the parameter, or of a slot that has its shape.
             holder: the flat parameter, a view of it, or a slot of its local shape.
+
+        Raises:
+            LayoutMismatch: the parameter is not sharded now.
         """
-        flat = local_of(holder).detach().reshape(-1)[self.offset : self.offset + self.count]
+        local = local_of(holder).detach()
+        if self.is_all and local.numel() != self.count:
+            raise LayoutMismatch(
+                f"{key}: has {local.numel()} elements now, this rank's shard has {self.count}; "
+                "leave FSDP.summon_full_params before"
+            )
+        flat = local.reshape(-1)[self.offset : self.offset + self.count]
         return describe_range(key, self.shape, self.start, flat, owner=holder)
 
 
@@ -86,7 +97,7 @@ class FlatUnit:
             yield self.flat, self.ranges
             return
         for original, held in zip(originals, self.ranges, strict=True):
-            yield original, (replace(held, offset=0),)
+            yield original, (replace(held, offset=0, is_all=True),)
 
 
 def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:

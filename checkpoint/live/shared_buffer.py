@@ -67,10 +67,16 @@ class SharedBuffer:
                 f"{nbytes} bytes of memory are needed to copy this rank's tensors, and the system "
                 f"has {left_nbytes} left; save with block=True, or use more ranks"
             )
-        self._device, self._copies = device, copies_from(device)
-        self._arena = Arena.create(nbytes)
-        self._arena.populate()
-        self._copies.lock(_NUMBER, self._arena)
+        copies, arena = copies_from(device), Arena.create(nbytes)
+        try:
+            arena.populate()
+            copies.lock(_NUMBER, arena)
+        except BaseException:
+            # Kept, it would pass for a buffer whose descriptor the other process has.
+            copies.close()
+            arena.close()
+            raise
+        self._device, self._copies, self._arena = device, copies, arena
         return True
 
     def copy(self, tensors: Sequence[LiveTensor], entries: tuple[Entry, ...]) -> None:

@@ -118,10 +118,14 @@ class BackgroundSaver:
 
     def _run(self) -> None:
         try:
-            self._start_process()
-            self._has_started.set()
+            try:
+                self._start_process()
+            finally:
+                self._has_started.set()
             while (task := self._tasks.get()) is not None:
                 self._perform(task)
+                # It has the process group's store, which the group's end is to free.
+                del task
                 self._is_idle.set()
         finally:
             if self._process is not None:

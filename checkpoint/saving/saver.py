@@ -179,7 +179,7 @@ class Saver:
             watched.check_unchanged(versions, step)
         except CheckpointError as error:
             return error
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, MemoryError) as error:
             return CheckpointError(f"step {step}: this rank's tensors were not copied: {error}")
         return None
 

@@ -146,7 +146,12 @@ class WriterProcess:
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         while not poll.poll(tick_s * 1000):
-            tick()
+            try:
+                tick()
+            except BaseException:
+                # The reply that still comes would be taken for the next request's.
+                self._ended()
+                raise
         try:
             reply = self._connection.receive()
         except TransportError as error:

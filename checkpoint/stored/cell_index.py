@@ -114,9 +114,7 @@ class CellIndex:
                 for chunk in item.chunks:
                     tensor = self._packed_tensor(item, chunk.key)
                     self._check_cells(item.name, chunk.key, chunk.place, chunk.checksums)
-                    located = _Located(item.name, offset, chunk.checksums)
-                    self._chunks[chunk.key, chunk.place] = located
-                    self._listed[chunk.key] += 1
+                    self._locate(chunk.key, chunk.place, item.name, offset, chunk.checksums)
                     offset += len(chunk.checksums) // 4 * (tensor.cell_nbytes + 4)
                 self._check_size(item, offset)
             else:
@@ -131,8 +129,7 @@ class CellIndex:
         self._check_cells(item.name, item.key, place, item.checksums)
         tail_nbytes = shard_index_nbytes(cells_per_chunk(tensor))
         self._check_size(item, len(item.checksums) // 4 * (tensor.cell_nbytes + 4) + tail_nbytes)
-        self._chunks[item.key, place] = _Located(item.name, 0, item.checksums)
-        self._listed[item.key] += 1
+        self._locate(item.key, place, item.name, 0, item.checksums)
 
     def check_listed(self, key: str) -> None:
         """Check that the listings have as many chunks as a tensor needs, before they are gone over.
@@ -176,7 +173,7 @@ class CellIndex:
         number = 0
         for position, count in zip(place, per_chunk, strict=True):
             number = number * count + position % count
-        present = _present_cells(tensor, chunk_place)
+        present = _present_cells(tensor, chunk_place) if located is not None else ()
         if located is None or number not in present:
             return None
         positions = {number: position for position, number in enumerate(present)}
@@ -228,6 +225,16 @@ class CellIndex:
                 )
             yield key, place
 
+    def _locate(
+        self, key: str, place: tuple[int, ...], name: str, offset: int, checksums: bytes
+    ) -> None:
+        if (key, place) in self._chunks:
+            raise CheckpointDamaged(
+                f"{self.where}{name}: chunk {place} of {key} is listed twice; load an older step"
+            )
+        self._chunks[key, place] = _Located(name, offset, checksums)
+        self._listed[key] += 1
+
     def _packed_tensor(self, pack: Pack, key: str) -> StoredTensor:
         tensor = self.tensors.get(key)
         if tensor is None or not tensor.is_packed:
@@ -239,12 +246,12 @@ class CellIndex:
 
     def _place(self, item: ChunkObject) -> tuple[int, ...]:
         numbers = item.name.rpartition("/")[2].split(".")[1:]
-        try:
-            return tuple(map(int, numbers))
-        except ValueError:
+        place = tuple(int(number) for number in numbers if number.isdecimal())
+        if chunk_name(item.key, place) != item.name:
             raise CheckpointDamaged(
                 f"{self.where}{item.name} is not the name of a chunk; load an older step"
-            ) from None
+            )
+        return place
 
     def _check_cells(self, name: str, key: str, place: tuple[int, ...], checksums: bytes) -> None:
         tensor, listed = self.tensors[key], len(checksums) // 4

@@ -162,10 +162,7 @@ def plan_chunks(
     for holder, index in enumerate(indexes):
         for entry in index.entries:
             holders[entry.key].append((holder, entry))
-    try:
-        check_keys(holders)
-    except ValueError as error:
-        raise LayoutMismatch(f"{error}; rename it in the state to save") from error
+    check_storable(holders)
     tensors: dict[str, StoredTensor] = {}
     load = [0] * len(indexes)
     chunks: list[list[PlannedChunk]] = [[] for _ in indexes]
@@ -185,12 +182,30 @@ def plan_chunks(
             for part in parts:
                 share[part.holder] += part.box.size
             writer = min(
-                share, key=lambda holder: (-share[holder], load[holder], holder), default=0
+                share,
+                key=lambda holder: (
+                    -share[holder],
+                    load[holder],
+                    (holder - first_writer) % len(indexes),
+                ),
+                default=0,
             )
             pieces = _pieces(chunk, writer, parts, len(indexes))
             load[writer] += chunk.box.size * itemsize
             chunks[writer].append(PlannedChunk(chunk.key, chunk.place, chunk.box, pieces))
     return ChunkPlan(tensors, tuple(tuple(own_chunks) for own_chunks in chunks))
+
+
+def check_storable(keys: Collection[str]) -> None:
+    """Check that tensors of these keys can be stored together.
+
+    Raises:
+        LayoutMismatch: a name cannot be stored, or lies inside another tensor's.
+    """
+    try:
+        check_keys(keys)
+    except ValueError as error:
+        raise LayoutMismatch(f"{error}; rename it in the state to save") from error
 
 
 def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:

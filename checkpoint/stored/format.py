@@ -77,7 +77,7 @@ class StoredStep:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt to write a checkpoint: it writes nothing but the manifest outside its directory.
+    """One attempt to write a checkpoint: it writes into a directory of its own, then the manifest.
 
     All writers of an attempt give the same name, of digits, small letters and hyphens; no other
     attempt ever has it. So a writer that is late changes nothing of another attempt.
@@ -115,7 +115,8 @@ class StoredObject:
     @property
     def is_part(self) -> bool:
         """Whether the object is a writer's listing."""
-        return _PART_NAME.fullmatch(self.name) is not None
+        match = _PART_NAME.fullmatch(self.name)
+        return match is not None and part_name(int(match[1])) == self.name
 
     @property
     def part_number(self) -> int:
@@ -358,21 +359,9 @@ class Manifest:
             if checksum not in (None, crc32c.crc32c(encode(content))):
                 raise ValueError("it does not match its checksum")
             version = content["format"]
-            if _is_count(version) and version > VERSION:
-                raise CheckpointTooNew(
-                    f"{where} has format {version}, this keepstep reads up to {VERSION}; use the "
-                    "release that wrote it, or a later one"
-                )
-            if not _is_count(version) or version < 1:
-                raise ValueError(f"format {version!r}")
-            required = content["required"] if version > 2 else []
-            if not all(isinstance(feature, str) for feature in required):
-                raise ValueError(f"required features {required!r:.200}")
-            if unknown := [feature for feature in required if feature not in FEATURES]:
-                raise CheckpointTooNew(
-                    f"{where} requires {', '.join(map(repr, unknown))}, which this keepstep does "
-                    "not know; use the release that wrote it, or a later one"
-                )
+            # Of a newer format nothing else is known, not even where it has its features.
+            required = content["required"] if version in range(3, VERSION + 1) else []
+            _check_readable(version, required, where)
             objects = tuple(StoredObject.from_json(item) for item in content["objects"])
             step, generation = content["step"], content["generation"]
             if not (_is_count(step) and _is_count(generation)):
@@ -382,6 +371,8 @@ class Manifest:
                 if checksum is None:
                     raise ValueError("it has no checksum")
                 attempt = Attempt(StoredStep(step, generation), content["attempt"]).name
+            if len({item.name for item in objects}) != len(objects):
+                raise ValueError("it lists an object twice")
             return cls(step, generation, attempt, objects, tuple(required))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             raise CheckpointDamaged(f"{where} is not a manifest: {error!r}") from error
@@ -533,6 +524,7 @@ def root_metadata(
         "attributes": {
             "keepstep": {
                 "format": VERSION,
+                "required": [],
                 "step": stored.step,
                 "generation": stored.generation,
                 "listings": [listing.to_json() for listing in listings],
@@ -557,9 +549,10 @@ def parse_listings(root: bytes, where: str) -> tuple[StoredObject, ...] | None:
         attributes = content["attributes"]["keepstep"]
         if attributes["format"] == 1:
             return None
+        _check_readable(attributes["format"], attributes.get("required", []), where)
         listings = attributes["parts" if attributes["format"] == 2 else "listings"]
         return tuple(StoredObject.from_json(listing) for listing in listings)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointDamaged(
             f"{where} does not list the parts of a checkpoint: {error!r}; load an older step"
         ) from error
@@ -667,6 +660,29 @@ def _parse_data_type(
     rest = {name: value for name, value in own.items() if name != _TORCH_DTYPE}
     others = {name: value for name, value in attributes.items() if name != "keepstep"}
     return named, {**others, "keepstep": rest} if rest else others
+
+
+def _check_readable(version: Any, required: Any, where: str) -> None:
+    """Check that this release reads a format with these required features.
+
+    Raises:
+        CheckpointTooNew: it does not.
+        ValueError: they have another form.
+    """
+    if not _is_count(version) or version < 1:
+        raise ValueError(f"format {version!r}")
+    if version > VERSION:
+        raise CheckpointTooNew(
+            f"{where} has format {version}, this keepstep reads up to {VERSION}; use the release "
+            "that wrote it, or a later one"
+        )
+    if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        raise ValueError(f"required features {required!r:.200}")
+    if unknown := [name for name in required if name not in FEATURES]:
+        raise CheckpointTooNew(
+            f"{where} requires {', '.join(map(repr, unknown))}, which this keepstep does not know; "
+            "use the release that wrote it, or a later one"
+        )
 
 
 def _is_count(value: Any) -> bool:

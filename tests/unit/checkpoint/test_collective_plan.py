@@ -7,7 +7,10 @@ import torch
 
 from keepstep.checkpoint import collective_plan
 from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, signature_of
+from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.stored import chunking
+from keepstep.checkpoint.stored.shared_plan import plan_share
 
 
 def state(**shapes: tuple[int, ...]) -> LiveState:
@@ -41,3 +44,31 @@ def test_a_process_that_becomes_another_rank_does_not_follow_its_plan(
     before = signature_of(tensors)
     monkeypatch.setattr(collective_plan, "rank", lambda: 3)
     assert signature_of(tensors) != before
+
+
+def test_names_that_lie_in_each_other_are_refused_though_no_planner_has_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def blind(*arguments: object) -> tuple[object, object]:
+        with monkeypatch.context() as patch:
+            patch.setattr(chunking, "check_storable", lambda keys: None)
+            return plan_share(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collective_plan, "plan_share", blind)
+    with pytest.raises(LayoutMismatch, match="'a' is a tensor, so 'a/b' cannot lie inside it"):
+        agree_on_save(lambda: state(**{"a": (4,), "a/b": (3,)}), None, PlanCache())
+
+
+def test_data_type_that_cannot_be_stored_is_refused_before_ranks_plan() -> None:
+    tensor = torch.zeros(3, dtype=torch.complex32)
+    with pytest.raises(LayoutMismatch, match="complex32 cannot be stored"):
+        signature_of([describe("a", tensor)])
+
+
+def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = [{"values": "x"}, {"values": "y"}, {"values": "x"}]
+    sent = []
+    for rank, value in enumerate([1, 2, 1]):
+        monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
+        sent.append(collective_plan._last_of({"values": value}, digests))
+    assert sent == [{}, {"values": 2}, {"values": 1}]

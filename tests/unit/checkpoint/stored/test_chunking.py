@@ -340,3 +340,11 @@ def test_a_tensor_named_inside_another_is_refused() -> None:
     box = Box.whole((4,))
     with pytest.raises(LayoutMismatch, match="'a' is a tensor"):
         plan_chunks([ShardIndex(0, (entry("a", (4,), box), entry("a/b", (4,), box)), {})])
+
+
+def test_planners_take_different_ranks_first() -> None:
+    shape = (1000, 600)
+    index = ShardIndex(0, (entry("w", shape, Box.whole(shape)),), {})
+    for first in range(5):
+        plan = plan_chunks([index] * 5, first_writer=first)
+        assert [bool(chunks) for chunks in plan.chunks] == [rank == first for rank in range(5)]

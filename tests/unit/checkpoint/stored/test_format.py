@@ -334,3 +334,20 @@ def test_the_parts_of_chunks_round_trip(parts: dict[str, list[int]]) -> None:
 def test_parts_of_chunks_of_another_form_are_refused_as_damaged(content: Any) -> None:
     with pytest.raises(CheckpointDamaged, match="here does not tell which part"):
         decode_chunk_parts(encode(content), "here")
+
+
+@pytest.mark.parametrize("change", [{"format": VERSION + 1}, {"required": ["x"]}])
+def test_readers_by_way_of_zarr_refuse_what_is_newer(change: dict[str, Any]) -> None:
+    metadata = root_metadata(StoredStep(7, 1), PARTS, TENSORS)
+    metadata["attributes"]["keepstep"] |= change
+    with pytest.raises(CheckpointTooNew, match="here"):
+        parse_listings(encode(metadata), "here")
+
+
+def test_a_manifest_that_lists_an_object_twice_is_refused_as_damaged() -> None:
+    with pytest.raises(CheckpointDamaged, match="lists an object twice"):
+        Manifest.decode(Manifest(7, 2, "a", (*PARTS, PARTS[0])).encode(), "here")
+
+
+def test_a_part_has_one_name_only() -> None:
+    assert not StoredObject("parts/0000001.json", 1, 1).is_part

@@ -138,6 +138,9 @@ HOSTILE: dict[str, tuple[str, Change]] = {
     "deep chunks": (CHUNKS, lambda _: b"[" * 10**6),
     "a chunk in a place beyond the grid": (PART, name_of_chunk("large/c.7.0")),
     "a chunk in a place of another rank": (PART, name_of_chunk("large/c.0")),
+    "a chunk that is listed twice": (PART, lambda content: [*content, content[0]]),
+    "a chunk in a negative place": (PART, name_of_chunk("large/c.-1.0")),
+    "a chunk by another spelling": (PART, name_of_chunk("large/c.00.0")),
     "an object without end": (PART, listing(lambda item: item.__setitem__(1, 2**62))),
 }  # fmt: skip
 

@@ -1,0 +1,32 @@
+"""Claims about the process that writes checkpoints in the background."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from keepstep.checkpoint.saving.messages import WritePart
+from keepstep.checkpoint.saving.writer_process import WriterProcess
+
+
+class GivenUp(Exception):
+    pass
+
+
+def test_process_whose_reply_nobody_waits_for_is_ended(tmp_path: Path) -> None:
+    """Its reply would be taken for that to the next request."""
+
+    def give_up() -> None:
+        raise GivenUp
+
+    process = WriterProcess.start()
+    try:
+        part = WritePart(
+            url=str(tmp_path), directory=str(tmp_path), step=1, generation=0, attempt="a"
+        )
+        with pytest.raises(GivenUp):
+            process.write(part, give_up, 0.0)
+        assert not process.is_running
+    finally:
+        process.close()
