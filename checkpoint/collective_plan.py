@@ -158,7 +158,7 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
     known = {name for _, name, _, _ in gathered}
     if len(known) > 1 or None in known:
         cache.keep(None)
-        cache.keep(_plan(attempt, entries_of(live.tensors), signature))
+        cache.keep(_plan(attempt, [tensor.entry() for tensor in live.tensors], signature))
     return AgreedSave(
         attempt=attempt,
         live=live,
@@ -179,21 +179,6 @@ def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
     return (
         (world_size(), rank()),
         *((tensor.key, tensor.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
-    )
-
-
-def entries_of(tensors: Sequence[LiveTensor]) -> tuple[Entry, ...]:
-    """Return which boxes of which tensors a rank holds; the offsets mean nothing."""
-    return tuple(
-        Entry(
-            key=tensor.key,
-            dtype=tensor.dtype,
-            global_shape=tensor.global_shape,
-            box=tensor.box,
-            byte_offset=0,
-            nbytes=tensor.data.numel() * tensor.data.element_size(),
-        )
-        for tensor in tensors
     )
 
 

@@ -22,18 +22,8 @@ def pack(tensors: Sequence[LiveTensor]) -> tuple[tuple[Entry, ...], int]:
     """Return the place of each tensor, and the size of all in bytes, with padding."""
     entries, offset = [], 0
     for tensor in tensors:
-        nbytes = tensor.data.numel() * tensor.data.element_size()
-        entries.append(
-            Entry(
-                key=tensor.key,
-                dtype=tensor.dtype,
-                global_shape=tensor.global_shape,
-                box=tensor.box,
-                byte_offset=offset,
-                nbytes=nbytes,
-            )
-        )
-        offset += round_up(nbytes, ALIGNMENT)
+        entries.append(tensor.entry(offset))
+        offset += round_up(entries[-1].nbytes, ALIGNMENT)
     return tuple(entries), offset
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Box, Json, overlapping
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, overlapping
 from keepstep.checkpoint.live.placement import local_box
 
 _NAMES: dict[torch.dtype, str] = {
@@ -66,6 +66,17 @@ class LiveTensor:
         return (
             self.owner is not None
             and offset_nbytes(self.data, self.owner) != self.owner_offset_nbytes
+        )
+
+    def entry(self, byte_offset: int = 0) -> Entry:
+        """Return what this rank holds of the tensor, as bytes that begin at this place."""
+        return Entry(
+            key=self.key,
+            dtype=self.dtype,
+            global_shape=self.global_shape,
+            box=self.box,
+            byte_offset=byte_offset,
+            nbytes=self.data.numel() * self.data.element_size(),
         )
 
     def clone(self) -> LiveTensor:
