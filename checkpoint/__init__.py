@@ -19,12 +19,15 @@ from keepstep.checkpoint.errors import (
     CheckpointExists,
     CheckpointMissing,
     CheckpointTooNew,
+    FormatUnsupported,
     LayoutMismatch,
     RankFailed,
+    RulesInvalid,
     SnapshotInvariantViolated,
     SnapshotUnavailable,
     StateChanged,
 )
+from keepstep.checkpoint.layout.descriptions import Average, Descriptions, Scale
 from keepstep.checkpoint.layout.part_table import Part, PartTable
 
 if TYPE_CHECKING:
@@ -32,18 +35,23 @@ if TYPE_CHECKING:
     from keepstep.checkpoint.live.flat_fragment import FlatFragment
 
 __all__ = [
+    "Average",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointMissing",
     "CheckpointTooNew",
+    "Descriptions",
     "FlatFragment",
+    "FormatUnsupported",
     "LayoutMismatch",
     "Part",
     "PartTable",
     "RankFailed",
+    "RulesInvalid",
     "SaveHandle",
     "Saver",
+    "Scale",
     "SnapshotInvariantViolated",
     "SnapshotUnavailable",
     "StateChanged",

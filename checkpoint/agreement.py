@@ -5,20 +5,73 @@ Every rank must make the same calls in the same order, as for `keepstep.checkpoi
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from keepstep.checkpoint.collective import all_gather_json, rank
-from keepstep.checkpoint.errors import CheckpointDamaged, RankFailed
+import numpy as np
+import torch
+
+from keepstep.checkpoint.collective import (
+    ByteExchange,
+    all_gather_json,
+    broadcast_bytes,
+    exchange_numbers,
+    is_so_on_any_rank,
+    on_group_device,
+    rank,
+    world_size,
+)
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMissing,
+    CheckpointTooNew,
+    FormatUnsupported,
+    LayoutMismatch,
+    RankFailed,
+)
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import list_steps, newest
 
 log = logging.getLogger("keepstep")
 
 Result = TypeVar("Result")
+
+
+_ERRORS = {
+    error.__name__: error
+    for error in (
+        CheckpointDamaged,
+        CheckpointMissing,
+        CheckpointTooNew,
+        FormatUnsupported,
+        LayoutMismatch,
+    )
+}
+"""Errors that concern all ranks, wherever they were found."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Outcome(Generic[Result]):
+    """What a function has returned or raised on this rank."""
+
+    result: Result | None
+    error: Exception | None
+
+    @classmethod
+    def of(cls, act: Callable[[], Result]) -> _Outcome[Result]:
+        try:
+            return cls(act(), None)
+        except Exception as error:  # noqa: BLE001 - other ranks wait for this one's outcome
+            return cls(None, error)
+
+    def get(self) -> Result:
+        if self.error is not None:
+            raise self.error
+        return cast(Result, self.result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +144,87 @@ def load_newest_intact(
 def on_all_ranks(act: Callable[[], Result]) -> Result:
     """Run a function on every rank; if it fails on any rank, all ranks raise, for the same reason.
 
-    See `on_all_ranks_gathering`.
+    Raises as `on_all_ranks_gathering` does.
     """
-    return on_all_ranks_gathering(act, lambda _: None)[0]
+    outcome = _Outcome.of(act)
+    # One number while nothing fails: only failures have reasons to gather.
+    if is_so_on_any_rank(outcome.error is not None):
+        return _on_all_ranks_for(outcome)
+    return outcome.get()
+
+
+def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[bytes]:
+    """Return on all ranks what a function returns on rank 0, where alone it is called.
+
+    Raises:
+        CheckpointError: it failed there. What is wrong with the checkpoint has the same class on
+            all ranks.
+    """
+    own = _Outcome.of(lambda: read() if rank() == 0 else ())
+    told: Json = None
+    if own.error is not None:
+        told = [type(own.error).__name__, str(own.error)]
+    failure, sizes = all_gather_json(
+        [told, [len(data) for data in own.get()] if told is None else []]
+    )[0]
+    if failure is not None:
+        if own.error is not None:
+            raise own.error
+        kind, text = failure
+        raise _ERRORS[kind](text) if kind in _ERRORS else RankFailed(f"rank 0: {text}")
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        content = (
+            torch.from_numpy(np.frombuffer(b"".join(own.get()), np.uint8).copy())
+            if rank() == 0
+            else torch.empty(sum(sizes), dtype=torch.uint8)
+        )
+        return content, on_group_device(content)
+
+    content, on_device = on_all_ranks(prepare)
+    broadcast_bytes(content, on_device)
+    ends = itertools.accumulate(sizes)
+    data = content.numpy().data
+    return on_all_ranks(
+        lambda: [bytes(data[end - n : end]) for end, n in zip(ends, sizes, strict=True)]
+    )
+
+
+def exchange(messages: Callable[[], Sequence[bytes]]) -> list[bytes]:
+    """Send message i to rank i, and return the messages that all ranks sent to this one.
+
+    Args:
+        messages: returns this rank's messages.
+
+    Raises:
+        CheckpointError: a rank could not make its messages, or has no memory for those to it; all
+            ranks raise as `on_all_ranks_gathering` does.
+    """
+    own = _Outcome.of(messages)
+    none = [b""] * world_size()
+    outgoing = none if own.error is not None else own.get()
+    rows = exchange_numbers([[len(data), own.error is not None] for data in outgoing])
+    if any(has_failed for _, has_failed in rows):
+        _on_all_ranks_for(own)
+    received_nbytes = [nbytes for nbytes, _ in rows]
+    byte_exchange = ByteExchange()
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        sent = torch.from_numpy(np.frombuffer(b"".join(outgoing), np.uint8).copy())
+        received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+        byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+        return sent, received
+
+    sent, received = on_all_ranks(prepare)
+    byte_exchange.run(sent, [len(data) for data in outgoing], received, received_nbytes)
+    ends = itertools.accumulate(received_nbytes)
+    content = received.numpy().data
+    return on_all_ranks(
+        lambda: [
+            bytes(content[end - nbytes : end])
+            for end, nbytes in zip(ends, received_nbytes, strict=True)
+        ]
+    )
 
 
 def on_all_ranks_gathering(
@@ -114,25 +245,27 @@ def on_all_ranks_gathering(
         RankFailed: the function failed on another rank; its message is that of the first such
             rank. A rank that failed in this way itself raises its own error.
     """
-    own_error: Exception | None = None
-    result: Result | None = None
-    outcome: dict[str, Json] = {}
-    try:
-        result = act()
-        outcome = {"shared": share(result)}
-    except Exception as error:  # noqa: BLE001 - other ranks wait for this one's outcome
-        own_error = error
-        outcome = {"error": str(error), "damaged": isinstance(error, CheckpointDamaged)}
-    outcomes = all_gather_json(outcome)
+    own = _Outcome.of(lambda: (result := act(), share(result)))
+    told: dict[str, Json] = {}
+    if own.error is None:
+        told = {"shared": own.get()[1]}
+    else:
+        told = {"error": str(own.error), "damaged": isinstance(own.error, CheckpointDamaged)}
+    outcomes = all_gather_json(told)
     failures = {failed: outcome for failed, outcome in enumerate(outcomes) if "error" in outcome}
     if not failures:
-        return cast(Result, result), [outcome["shared"] for outcome in outcomes]
+        return own.get()[0], [outcome["shared"] for outcome in outcomes]
     is_damage = all(failure["damaged"] for failure in failures.values())
-    if own_error is not None and isinstance(own_error, CheckpointDamaged) == is_damage:
-        raise own_error
+    if own.error is not None and isinstance(own.error, CheckpointDamaged) == is_damage:
+        raise own.error
     failed_rank, failure = next(
         (failed, failure) for failed, failure in failures.items() if failure["damaged"] == is_damage
     )
     raise (CheckpointDamaged if is_damage else RankFailed)(
         f"rank {failed_rank}: {failure['error']}"
-    ) from own_error
+    ) from own.error
+
+
+def _on_all_ranks_for(outcome: _Outcome[Result]) -> Result:
+    """Raise on all ranks: on one of them at least, the outcome is an error."""
+    return on_all_ranks_gathering(outcome.get, lambda _: None)[0]

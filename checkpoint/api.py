@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
     agreed_steps,
@@ -23,16 +23,21 @@ from keepstep.checkpoint.agreement import (
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.collective_plan import agree_on_save, boxes_reader, merge_documents
-from keepstep.checkpoint.layout.documents import PARTS
-from keepstep.checkpoint.layout.part_table import PartTable
+from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.foreign.opening import NamedForeign, format_before
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.layout.source import Source
+from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.part_slices import FusedTensors, check_parts
-from keepstep.checkpoint.live.restore import allocate, plan_fills
+from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
 from keepstep.checkpoint.saving.saver import Saver, told_failure
-from keepstep.checkpoint.shared_restore import fill_together
+from keepstep.checkpoint.shared_foreign import find_foreign_together, open_foreign_together
+from keepstep.checkpoint.shared_metadata import open_together
+from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.state_mapping import (
     VALUES,
     StateMapping,
@@ -40,12 +45,16 @@ from keepstep.checkpoint.state_mapping import (
     fill_values,
     modules_of,
 )
-from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.stored.chunking import Compression
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 log = logging.getLogger("keepstep")
+
+_Opened = TypeVar("_Opened", StoredCheckpoint, ForeignCheckpoint)
 
 __all__ = ["SaveHandle", "Saver", "load", "save"]
 
@@ -57,8 +66,9 @@ def save(
     *,
     step: int,
     generation: int = 0,
-    parts: Mapping[str, PartTable] | None = None,
-    parts_mesh_axis: str = "tp",
+    descriptions: Descriptions = NOT_DESCRIBED,
+    config: Json = None,
+    compression: Compression | None = None,
     block: Literal[True] = True,
 ) -> None: ...
 
@@ -70,8 +80,9 @@ def save(
     *,
     step: int,
     generation: int = 0,
-    parts: Mapping[str, PartTable] | None = None,
-    parts_mesh_axis: str = "tp",
+    descriptions: Descriptions = NOT_DESCRIBED,
+    config: Json = None,
+    compression: Compression | None = None,
     block: Literal[False],
 ) -> SaveHandle: ...
 
@@ -82,8 +93,9 @@ def save(
     *,
     step: int,
     generation: int = 0,
-    parts: Mapping[str, PartTable] | None = None,
-    parts_mesh_axis: str = "tp",
+    descriptions: Descriptions = NOT_DESCRIBED,
+    config: Json = None,
+    compression: Compression | None = None,
     block: bool = True,
 ) -> SaveHandle | None:
     """Store a checkpoint of `step` under `url`; it is complete and durable on return.
@@ -99,18 +111,19 @@ def save(
         url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`.
         state: a module, optimizers of its parameters, tensors (sharded or not), flat fragments of
             tensors, JSON values and mappings of these, by name. The module's tensors are stored as
-            `model/<name>` and its optimizers' as `optim/<name>/<slot>`.
+            `model/<name>` and its optimizers' as `optim/<name>/<slot>`. Names are those of the bare
+            module, also if it is wrapped by DDP, FSDP1, `torch.compile` or a checkpoint wrapper.
         step: number of completed steps.
         generation: distinguishes attempts at one step; `load` takes the greatest.
-        parts: the parts of fused tensors, such as q, k and v, by patterns of parameter names (or of
-            keys, for other tensors): `{"*.qkv.weight": PartTable(...)}`. Optimizer slots of the
-            parameter's shape have the same parts. They are stored in the order of the table,
-            whatever the number of ranks that slice them.
-        parts_mesh_axis: name of the device mesh's axis that slices every part; other axes split
-            rows.
+        descriptions: what tensors are, as far as names, shapes and placements do not tell: fused
+            parts, padding, scales, averages, masters.
+        config: the model's configuration, or whatever a reader needs to build it, as JSON.
+        compression: "zstd": compress tensors of 1 MiB or more, without loss; None: nothing. The
+            same on all ranks.
         block: return when the checkpoint is durable.
 
     Raises:
+        ValueError: there is no such compression.
         CheckpointExists: a checkpoint of this step and generation exists already.
         CheckpointError: a rank could not write; every rank raises. With `block=False` the handle
             has these errors, and only a state that cannot be stored raises (LayoutMismatch).
@@ -121,14 +134,16 @@ def save(
             state,
             step=step,
             generation=generation,
-            parts=parts,
-            parts_mesh_axis=parts_mesh_axis,
+            descriptions=descriptions,
+            config=config,
+            compression=compression,
         )
     saver = PROCESS_SAVER.current
     failure = None if saver is None else saver.finish()
-    fused = FusedTensors(parts or {}, parts_mesh_axis)
     storage, stored = on_all_ranks(lambda: (open_storage(url), StoredStep(step, generation)))
-    agreed = agree_on_save(lambda: capture(state, fused), failure, PROCESS_SAVER.plans)
+    agreed = agree_on_save(
+        lambda: capture(state, descriptions, config), failure, PROCESS_SAVER.plans, compression
+    )
     told_failure(agreed.failures)
     if saver is not None:
         saver.forget_failure()
@@ -162,27 +177,33 @@ def load(
     convert: bool = False,
     fallback: bool = False,
     resize: Collection[str] = (),
-    parts: Mapping[str, PartTable] | None = None,
-    parts_mesh_axis: str = "tp",
+    descriptions: Descriptions = NOT_DESCRIBED,
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
     With a process group all ranks call it. Each stored byte is then read by one rank, which hands
     it on. A line of the log "keepstep" says how many bytes were read, and for how many of tensors.
 
+    Where there is no checkpoint of keepstep, another tool's is read, in any format that `keepstep
+    ckpt convert` reads. Of several the latest is read, as rank 0 sees them; each rank reads what it
+    wants. What it has and keepstep does not carry is listed by a warning of the log.
+
     Args:
-        url: as for `save`.
+        url: as for `save`; of another tool's checkpoint, its format may come before it, as in
+            `deepspeed:/path`, if it cannot be told from its files.
         state: as for `save`; modules, optimizers and tensors are filled in place. Mutable mappings
             get their JSON values. A module without optimizers can be loaded, for inference.
-        step: the step to load; None for the newest.
+        step: the step to load; None for the newest. Another tool's checkpoint must have this step.
         strict: refuse a checkpoint whose names differ; otherwise fill what both have.
-        convert: convert tensors that were saved in another data type.
+        convert: convert tensors that were saved in another data type. A parameter that has the data
+            type of its stored master takes the master's values, also without this.
         fallback: if the checkpoint is damaged, log the reason and load the newest intact one.
-        resize: names of parameters that may be larger or smaller than in the checkpoint, such as
-            embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
-            The same holds for their optimizer state.
-        parts: as for `save`; only needed where the state to fill is sliced.
-        parts_mesh_axis: as for `save`.
+            Without effect on other tools' checkpoints.
+        resize: names of parameters that may be larger or smaller than in the checkpoint: the common
+            part is filled, the rest is zero. The same holds for their optimizer state.
+        descriptions: as for `save`; only needed where the state to fill is sliced by parts, or
+            padded. Where the padding differs, all but the padding is filled: in parameters and
+            their masters padding stays as it is, in other slots it becomes zero.
 
     Raises:
         CheckpointMissing: there is no such checkpoint.
@@ -190,18 +211,28 @@ def load(
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
-    fused = FusedTensors(parts or {}, parts_mesh_axis)
-    candidates = (
-        newest_first(url)
-        if step is None
-        else (stored for stored in agreed_steps(url) if stored.step == step)
-    )
+
+    def load_foreign(source: ForeignCheckpoint) -> int:
+        return _load_foreign(
+            source, state,
+            strict=strict, convert=convert, resize=frozenset(resize), descriptions=descriptions,
+        )  # fmt: skip
+
+    if named := format_before(url):
+        return load_foreign(open_foreign_together(named, step=step))
+    listed = newest_first(url) if step is None else iter(agreed_steps(url))
+    newest = next(listed, None)
+    if newest is None and (found := find_foreign_together(url)):
+        return load_foreign(open_foreign_together(NamedForeign(url, None), found, step=step))
+    all_steps = itertools.chain(() if newest is None else [newest], listed)
+    candidates = (stored for stored in all_steps if step in (None, stored.step))
     first = next(candidates, None)
 
     def load_one(step: int | None, generation: int | None) -> int:
         return _load(
             url, state, step, generation,
-            strict=strict, convert=convert, resize=frozenset(resize), fused=fused,
+            strict=strict, convert=convert, resize=frozenset(resize),
+            descriptions=descriptions,
         )  # fmt: skip
 
     if first is None:
@@ -219,61 +250,120 @@ def _load(
     strict: bool,
     convert: bool,
     resize: Collection[str],
-    fused: FusedTensors,
+    descriptions: Descriptions,
 ) -> int:
-    with ExitStack() as undo_allocations:
+    opened = open_together(url, step, generation)
 
-        def prepare() -> tuple[StoredCheckpoint, LiveState]:
-            source = StoredCheckpoint.open(url, step, generation)
-            for model, optimizers in modules_of(state):
-                undo = allocate(model, optimizers, source.slots, resize=resize, fused=fused)
-                undo_allocations.callback(undo)
-            live = capture(state, fused)
-            check_parts(source.documents.get(PARTS, {}), live.documents.get(PARTS, {}))
-            return source, live
+    def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
+        return fill_together(
+            lambda: plan_fills(
+                live,
+                source,
+                strict=strict,
+                convert=convert,
+                keys_of_other_ranks=others,
+                resize=resize,
+            ),
+            source,
+        )
 
-        source, live = on_all_ranks(prepare)
-        loaded_step = _fill(source, live, state, strict=strict, convert=convert, resize=resize)
-        # The load succeeded: the new slots stay.
-        undo_allocations.pop_all()
-        return loaded_step
+    return _fill_state(opened, url, state, descriptions, fill_tensors)
 
 
-def _fill(
-    source: StoredCheckpoint,
-    live: LiveState,
+def _load_foreign(
+    opened: ForeignCheckpoint,
     state: StateMapping,
     *,
     strict: bool,
     convert: bool,
     resize: Collection[str],
+    descriptions: Descriptions,
 ) -> int:
-    keys_of_other_ranks: set[str] = set()
+    """Fill a state from another tool's checkpoint, of which each rank reads what it wants."""
+
+    def fill_tensors(source: ForeignCheckpoint, live: LiveState, others: set[str]) -> str:
+        def fill_own() -> None:
+            fills = plan_fills(
+                live,
+                source,
+                strict=strict,
+                convert=convert,
+                keys_of_other_ranks=others,
+                resize=resize,
+            )
+            fill(fills, source)
+
+        on_all_ranks(fill_own)
+        return f"from {source.format_name}"
+
+    loaded_step = _fill_state(opened, opened.url, state, descriptions, fill_tensors)
+    if rank() == 0:
+        for left in opened.left_out:
+            log.warning("%s: left out %s: %s", opened.url, left.name, left.reason)
+    return loaded_step
+
+
+def _fill_state(
+    opened: _Opened,
+    url: str,
+    state: StateMapping,
+    descriptions: Descriptions,
+    fill_tensors: Callable[[_Opened, LiveState, set[str]], RestoreTraffic | str],
+) -> int:
+    """Fill a state from a checkpoint that all ranks have opened; return its step.
+
+    Args:
+        opened: the checkpoint.
+        url: where it is, for the log.
+        state: as for `load`.
+        descriptions: as for `load`.
+        fill_tensors: fills live tensors, given the keys of other ranks' tensors; returns what rank
+            0 logs of it.
+    """
+    names = _names_of_all_ranks(state)
+    with ExitStack() as undo_allocations:
+
+        def prepare() -> tuple[_Opened, LiveState]:
+            source = opened
+            for model, optimizers in modules_of(state):
+                source = source.named_for(names)
+                undo = allocate(model, optimizers, source, descriptions=descriptions)
+                undo_allocations.callback(undo)
+            return source, capture(state, descriptions)
+
+        source, live = on_all_ranks(prepare)
+        told = fill_tensors(source, live, _keys_of_other_ranks(source, live))
+
+        def fill_rest() -> None:
+            for model, optimizers in modules_of(state):
+                restore_options(model, optimizers, source.documents)
+            fill_values(state, source.documents.get(VALUES, {}))
+
+        on_all_ranks(fill_rest)
+        # The load succeeded: the new slots stay.
+        undo_allocations.pop_all()
+    if rank() == 0:
+        log.info("%s: loaded step %d: %s", url, source.step, told)
+    return source.step
+
+
+def _names_of_all_ranks(state: StateMapping) -> set[str]:
+    """Return the names of the models of all ranks, of which pipeline stages have their own.
+
+    So all ranks take the names in a checkpoint for the same.
+    """
+    own_names = on_all_ranks(
+        lambda: [
+            name for model, _ in modules_of(state) for name in ModelParameters(model).all_names()
+        ]
+    )
+    return {name for names_of_rank in all_gather_json(own_names) for name in names_of_rank}
+
+
+def _keys_of_other_ranks(source: Source, live: LiveState) -> set[str]:
+    """Return the keys of all ranks' tensors if one rank lacks some, as a pipeline stage does."""
     own_keys = {tensor.key for tensor in live.tensors}
     lacks_tensors = any(key not in own_keys for key in source.tensors if key.startswith("model/"))
-    # Ranks exchange their keys only if one lacks tensors, as the rank of a pipeline stage does.
-    if any(all_gather_json(lacks_tensors)):
-        keys_of_other_ranks = {key for keys in all_gather_json(sorted(own_keys)) for key in keys}
-
-    traffic = fill_together(
-        lambda: plan_fills(
-            live,
-            source,
-            strict=strict,
-            convert=convert,
-            keys_of_other_ranks=keys_of_other_ranks,
-            resize=resize,
-        ),
-        source,
-    )
-
-    def fill_rest() -> int:
-        for model, optimizers in modules_of(state):
-            restore_options(model, optimizers, source.documents)
-        fill_values(state, source.documents.get(VALUES, {}))
-        return source.step
-
-    loaded_step = on_all_ranks(fill_rest)
-    if rank() == 0:
-        log.info("%s: loaded step %d: %s", source.storage.url, loaded_step, traffic)
-    return loaded_step
+    if not any(all_gather_json(lacks_tensors)):
+        return set()
+    return {key for keys in all_gather_json(sorted(own_keys)) for key in keys}

@@ -6,7 +6,6 @@ Without a process group, the one process is rank 0.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 
@@ -64,6 +63,39 @@ def all_gather_json(message: Json) -> list[Json]:
     ]
 
 
+def is_so_on_any_rank(flag: bool) -> bool:
+    """Return whether the flag is set on any rank."""
+    if not _is_collective():
+        return flag
+    count = torch.tensor(int(flag), device=_device())
+    dist.all_reduce(count)
+    return bool(count.item())
+
+
+def on_group_device(content: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor of bytes where the back end takes it from: itself, or a copy.
+
+    `broadcast_bytes` needs it. So that memory is lacking is known before anybody waits for it.
+    """
+    if not _is_collective() or _device() == "cpu":
+        return content
+    return content.to(_device())
+
+
+def broadcast_bytes(content: torch.Tensor, on_device: torch.Tensor) -> None:
+    """Fill a CPU tensor of bytes on all ranks with rank 0's.
+
+    Args:
+        content: the tensor.
+        on_device: what `on_group_device` has returned for it; it is overwritten.
+    """
+    if not _is_collective():
+        return
+    dist.broadcast(on_device, src=0)
+    if on_device is not content:
+        content.copy_(on_device)
+
+
 def exchange_numbers(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     """Send row i to rank i, and return the rows that all ranks sent to this one, in their order.
 
@@ -77,41 +109,50 @@ def exchange_numbers(rows: Sequence[Sequence[int]]) -> list[list[int]]:
     return [list(map(int, row)) for row in received.tolist()]
 
 
-def exchange(messages: Sequence[bytes]) -> list[bytes]:
-    """Send message i to rank i, and return the messages that all ranks sent to this one."""
-    received_nbytes = [row[0] for row in exchange_numbers([[len(data)] for data in messages])]
-    sent = torch.from_numpy(np.frombuffer(b"".join(messages), np.uint8).copy())
-    received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
-    exchange_bytes(sent, [len(data) for data in messages], received, received_nbytes)
-    content = received.numpy().tobytes()
-    ends = itertools.accumulate(received_nbytes)
-    return [content[end - size : end] for end, size in zip(ends, received_nbytes, strict=True)]
+class ByteExchange:
+    """Exchanges bytes between all ranks, with memory that `reserve` takes beforehand.
 
-
-def exchange_bytes(
-    sent: torch.Tensor,
-    sent_nbytes: Sequence[int],
-    received: torch.Tensor,
-    received_nbytes: Sequence[int],
-) -> None:
-    """Send to each rank its part of a CPU tensor of bytes, and receive the parts for this one.
-
-    Args:
-        sent: the parts for all ranks, one after the other.
-        sent_nbytes: size of the part for each rank.
-        received: where the parts from all ranks go, one after the other.
-        received_nbytes: size of the part from each rank.
+    So that memory is lacking is known before anybody waits for the exchange. Only for back ends
+    that do not take the bytes from the CPU is any memory needed.
     """
-    if not _is_collective():
-        received.copy_(sent)
-        return
-    device = _device()
-    if device == "cpu":
-        dist.all_to_all_single(received, sent, list(received_nbytes), list(sent_nbytes))
-        return
-    incoming = torch.empty_like(received, device=device)
-    dist.all_to_all_single(incoming, sent.to(device), list(received_nbytes), list(sent_nbytes))
-    received.copy_(incoming)
+
+    def __init__(self) -> None:
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, *, sent_nbytes: int = 0, received_nbytes: int = 0) -> None:
+        """Take memory for `run` to send and to receive so many bytes in all."""
+        if not _is_collective() or _device() == "cpu":
+            return
+        if self._sent.numel() < sent_nbytes:
+            self._sent = torch.empty(sent_nbytes, dtype=torch.uint8, device=_device())
+        if self._received.numel() < received_nbytes:
+            self._received = torch.empty(received_nbytes, dtype=torch.uint8, device=_device())
+
+    def run(
+        self,
+        sent: torch.Tensor,
+        sent_nbytes: Sequence[int],
+        received: torch.Tensor,
+        received_nbytes: Sequence[int],
+    ) -> None:
+        """Send to each rank its part of a CPU tensor of bytes, and receive the parts for this one.
+
+        Args:
+            sent: the parts for all ranks, one after the other.
+            sent_nbytes: size of the part for each rank.
+            received: where the parts from all ranks go, one after the other.
+            received_nbytes: size of the part from each rank.
+        """
+        if not _is_collective():
+            received.copy_(sent)
+            return
+        if _device() == "cpu":
+            dist.all_to_all_single(received, sent, list(received_nbytes), list(sent_nbytes))
+            return
+        outgoing, incoming = self._sent[: sent.numel()], self._received[: received.numel()]
+        outgoing.copy_(sent)
+        dist.all_to_all_single(incoming, outgoing, list(received_nbytes), list(sent_nbytes))
+        received.copy_(incoming)
 
 
 def box_of(tensor: LiveTensor, box: Box) -> Bytes:

@@ -2,39 +2,45 @@
 
 Each rank sends its boxes to the planners of their tensors and gets back which chunks it writes
 (`keepstep.checkpoint.stored.shared_plan`), so that no rank looks at what all ranks hold. Rank 0,
-which publishes, gets the tensors and the documents; of documents that several ranks have alike, one
-rank sends its own. Then the ranks exchange the pieces of chunks that their writers do not hold.
+which publishes, gets the tensors and the documents, and adds where the state comes from; of
+documents that several ranks have alike, one rank sends its own. Then the ranks exchange the pieces
+of chunks that their writers do not hold.
 
-Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`.
+Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`. What
+fails on one rank is raised on all of them before the next message: none is left waiting.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import on_all_ranks, on_all_ranks_gathering
-from keepstep.checkpoint.collective import (
-    Bytes,
-    all_gather_json,
-    box_of,
-    exchange,
-    exchange_bytes,
-    rank,
-    world_size,
+from keepstep.checkpoint.agreement import exchange, on_all_ranks, on_all_ranks_gathering
+from keepstep.checkpoint.collective import ByteExchange, Bytes, box_of, rank, world_size
+from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.documents import (
+    PROVENANCE,
+    document_digests,
+    last_holders,
+    merged_documents,
 )
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json
-from keepstep.checkpoint.layout.documents import merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
-from keepstep.checkpoint.stored.chunking import PlannedChunk, check_storable
+from keepstep.checkpoint.stored.chunking import (
+    Compression,
+    PlannedChunk,
+    check_compression,
+    check_storable,
+)
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
     WriterPlan,
@@ -53,7 +59,10 @@ _ROUND_NBYTES = 64 * 2**20
 
 
 Signature = tuple[tuple[object, ...], ...]
-"""Of how many ranks which one it is, and its boxes: key, data type, global shape and box."""
+"""Of how many ranks which one it is, how cells are compressed, and the rank's boxes.
+
+A box has a key, a data type, a global shape and its place in that.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ class SharedPlan:
 
     Attributes:
         name: that of the attempt for which it was planned.
-        signature: this rank's boxes.
+        signature: this rank's boxes, and how cells are compressed.
         own: the chunks that this rank writes.
         tensors: all tensors on rank 0, which publishes them; none on the others.
         rounds: the exchange of pieces; each round has an entry for every rank.
@@ -127,13 +136,19 @@ class AgreedSave:
     failures: tuple[Json, ...]
 
 
-def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCache) -> AgreedSave:
+def agree_on_save(
+    capture: Callable[[], LiveState],
+    failure: Json,
+    cache: PlanCache,
+    compression: Compression | None = None,
+) -> AgreedSave:
     """Capture all ranks' states and plan a save of them.
 
     Args:
         capture: returns this rank's live state.
         failure: what this rank tells the others about its last save.
         cache: has the plan of the last save of the same ranks.
+        compression: as for `plan_chunks`.
 
     Raises:
         CheckpointError: a rank could not capture its state, or the ranks' states do not fit
@@ -141,8 +156,11 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
     """
 
     def prepare() -> tuple[LiveState, Signature]:
+        check_compression(compression)
         live = capture()
-        return live, signature_of(live.tensors)
+        if rank() == 0:
+            live = _with_provenance(live)
+        return live, signature_of(live.tensors, compression)
 
     # All ranks take the name that rank 0 gives the attempt.
     (live, signature), gathered = on_all_ranks_gathering(
@@ -150,7 +168,7 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
         lambda prepared: [
             uuid.uuid4().hex,
             cache.name_for(prepared[1]),
-            {name: _digest(content) for name, content in prepared[0].documents.items()},
+            document_digests(prepared[0].documents),
             failure,
         ],
     )
@@ -158,18 +176,32 @@ def agree_on_save(capture: Callable[[], LiveState], failure: Json, cache: PlanCa
     known = {name for _, name, _, _ in gathered}
     if len(known) > 1 or None in known:
         cache.keep(None)
-        cache.keep(_plan(attempt, [tensor.entry() for tensor in live.tensors], signature))
+        cache.keep(_plan(attempt, live.tensors, signature, compression))
+    digests = [digests for _, _, digests, _ in gathered]
+    holders = last_holders(digests)
     return AgreedSave(
         attempt=attempt,
         live=live,
         plan=cache.take(),
-        documents=_last_of(live.documents, [digests for _, _, digests, _ in gathered]),
+        documents={
+            name: content
+            for name, content in live.documents.items()
+            if holders[name, digests[rank()][name]] == rank()
+        },
         failures=tuple(failure for *_, failure in gathered),
     )
 
 
-def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
-    """Return the boxes that this rank holds; quick, for it is done at every save.
+def _with_provenance(live: LiveState) -> LiveState:
+    owners = (tensor.owner for tensor in live.tensors if tensor.owner is not None)
+    content = provenance(owners, world_size=world_size(), now=datetime.now(UTC))
+    return LiveState(live.tensors, {**live.documents, PROVENANCE: content})
+
+
+def signature_of(
+    tensors: Sequence[LiveTensor], compression: Compression | None = None
+) -> Signature:
+    """Return what this rank's plan depends on; quick, for it is done at every save.
 
     A process may become another rank in a new group: the plan is that of a rank.
 
@@ -177,13 +209,16 @@ def signature_of(tensors: Sequence[LiveTensor]) -> Signature:
         LayoutMismatch: a tensor's data type cannot be stored.
     """
     return (
-        (world_size(), rank()),
+        (world_size(), rank(), compression),
         *((tensor.key, tensor.dtype, tensor.global_shape, tensor.box) for tensor in tensors),
     )
 
 
 def boxes_reader(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> ReadBox:
-    """Return what reads the chunks that this rank writes, after the ranks have exchanged pieces."""
+    """Return what reads the chunks that this rank writes, after the ranks have exchanged pieces.
+
+    Raises as `gather_chunks` does.
+    """
     collected = gather_chunks(plan, tensors)
     held = _by_key(tensors)
 
@@ -199,36 +234,57 @@ def merge_documents(documents: Mapping[str, Json]) -> dict[str, Json]:
     Args:
         documents: `AgreedSave.documents`.
     """
-    received = _exchange_json({0: documents})
-    return merged_documents(received[holder] for holder in sorted(received))
+    received = _exchange_json(lambda: {0: documents})
+    return on_all_ranks(
+        lambda: merged_documents(json.loads(received[holder]) for holder in sorted(received))
+    )
 
 
-def _plan(name: str, entries: Sequence[Entry], signature: Signature) -> SharedPlan:
+def _plan(
+    name: str, held: Sequence[LiveTensor], signature: Signature, compression: Compression | None
+) -> SharedPlan:
     """Plan together what each rank writes, and which pieces it gets from which rank."""
     ranks = world_size()
     planners = planner_count(ranks)
-    split = entries_by_planner(entries, planners)
-    held = _exchange_json({planner_rank(number): part for number, part in enumerate(split)})
+
+    def boxes_for_planners() -> dict[int, Json]:
+        split = entries_by_planner([tensor.entry() for tensor in held], planners)
+        return {planner_rank(number): part for number, part in enumerate(split)}
+
+    boxes = _exchange_json(boxes_for_planners)
 
     def plan_own_share() -> dict[int, Json]:
         number, is_planner = divmod(rank(), planner_rank(1))
         if is_planner != 0:
             return {}
-        plans, tensors = plan_share([held[holder] for holder in range(ranks)], number)
+        held_boxes = [json.loads(boxes[holder]) for holder in range(ranks)]
+        plans, tensors = plan_share(held_boxes, number, compression)
         answers = {writer: [plan.to_json(), None] for writer, plan in plans.items()}
         answers[0] = [answers.get(0, [None])[0], tensors.to_json()]
         return answers
 
-    answers = _exchange_json(on_all_ranks(plan_own_share)).values()
-    own = merged_writer_plan(WriterPlan.from_json(plan) for plan, _ in answers if plan is not None)
-    tensors = merged_tensor_plan(
-        TensorPlan.from_json(tensors) for _, tensors in answers if tensors is not None
-    )
-    # Each planner has seen its own tensors only.
-    on_all_ranks(lambda: check_storable(tensors.tensors))
+    answers = _exchange_json(plan_own_share)
+
+    def merge() -> tuple[WriterPlan, TensorPlan]:
+        shares = [json.loads(answer) for answer in answers.values()]
+        own = merged_writer_plan(
+            WriterPlan.from_json(plan) for plan, _ in shares if plan is not None
+        )
+        tensors = merged_tensor_plan(
+            TensorPlan.from_json(tensors) for _, tensors in shares if tensors is not None
+        )
+        # Each planner has seen its own tensors only.
+        check_storable(tensors.tensors)
+        return own, tensors
+
+    own, tensors = on_all_ranks(merge)
     return SharedPlan(
         name=name, signature=signature, own=own, tensors=tensors, rounds=_agree_on_rounds(own)
     )
+
+
+_Pieces = Sequence[Mapping[int, Sequence[tuple[PlannedChunk, Box]]]]
+"""For each round, the pieces that a rank wants, by the rank that holds them."""
 
 
 def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[Round, ...], ...]:
@@ -236,7 +292,14 @@ def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[Round, ...], ...]:
 
     Each round has an entry for every rank. All ranks have the same number of rounds.
     """
-    ranks = world_size()
+    wanted, counts = on_all_ranks_gathering(lambda: _wanted_by_round(own), len)
+    if max(counts) == 0:
+        return ()
+    requests = _exchange_json(lambda: _requests_of(wanted))
+    return on_all_ranks(lambda: _rounds(wanted, requests, max(counts)))
+
+
+def _wanted_by_round(own: WriterPlan) -> _Pieces:
     wanted: list[dict[int, list[tuple[PlannedChunk, Box]]]] = []
     nbytes = _ROUND_NBYTES
     for holder, pieces in sorted(pieces_by_holder(own).items()):
@@ -246,58 +309,102 @@ def _agree_on_rounds(own: WriterPlan) -> tuple[tuple[Round, ...], ...]:
                 nbytes = 0
             wanted[-1][holder].append((chunk, box))
             nbytes += box.size * numpy_dtype(own.tensors[chunk.key].dtype).itemsize
+    return wanted
+
+
+def _requests_of(wanted: _Pieces) -> dict[int, Json]:
+    """Return the messages that ask holders for pieces, each with the number of its round."""
     requests: dict[int, Json] = defaultdict(list)
     for number, pieces_of_round in enumerate(wanted):
         for holder, pieces in pieces_of_round.items():
             requests[holder] += [
                 [number, chunk.key, list(box.offset), list(box.shape)] for chunk, box in pieces
             ]
-    count = max(all_gather_json(len(wanted)))
-    if count == 0:
-        return ()
+    return requests
+
+
+def _rounds(
+    wanted: _Pieces, requests: Mapping[int, bytes], count: int
+) -> tuple[tuple[Round, ...], ...]:
     asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
-    for asker, pieces_asked in _exchange_json(requests).items():
-        for number, key, offset, shape in pieces_asked:
+    for asker, data in requests.items():
+        for number, key, offset, shape in json.loads(data):
             asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
-    wanted += [defaultdict(list) for _ in range(count - len(wanted))]
     return tuple(
         tuple(
-            Round(tuple(pieces_of_round.get(peer, ())), tuple(asked_of_round.get(peer, ())))
-            for peer in range(ranks)
+            Round(
+                tuple(wanted[number].get(peer, ())) if number < len(wanted) else (),
+                tuple(asked_of_round.get(peer, ())),
+            )
+            for peer in range(world_size())
         )
-        for pieces_of_round, asked_of_round in zip(wanted, asked, strict=True)
+        for number, asked_of_round in enumerate(asked)
     )
 
 
 def gather_chunks(plan: SharedPlan, tensors: Sequence[LiveTensor]) -> dict[tuple[str, Box], Bytes]:
-    """Return the chunks that this rank writes but holds only in part, by tensor key and box."""
+    """Return the chunks that this rank writes but holds only in part, by tensor key and box.
+
+    Raises:
+        Exception: what failed on this rank, such as lack of memory.
+        CheckpointError: another rank failed.
+    """
     held = _by_key(tensors)
-    itemsizes = {
-        key: numpy_dtype(tensor.dtype).itemsize for key, tensor in plan.own.tensors.items()
-    }
     collected: dict[tuple[str, Box], Bytes] = {}
+    byte_exchange = ByteExchange()
     for peers in plan.rounds:
-        pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
-        sent_nbytes = [
-            sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
-            for peer in peers
-        ]
-        received_nbytes = [
-            sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
-        ]
-        sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
-        received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
-        exchange_bytes(sent, sent_nbytes, received, received_nbytes)
-        data, start = received.numpy(), 0
+        buffers = on_all_ranks(
+            partial(_prepare_round, plan.own, peers, held, collected, byte_exchange)
+        )
+        byte_exchange.run(
+            buffers.sent, buffers.sent_nbytes, buffers.received, buffers.received_nbytes
+        )
+        # From here to the next round nothing takes memory that may be lacking.
+        data, start = buffers.received.numpy(), 0
         for chunk, box in (piece for peer in peers for piece in peer.wanted):
-            itemsize = itemsizes[chunk.key]
-            whole = collected.setdefault(
-                (chunk.key, chunk.box), np.empty((*chunk.box.shape, itemsize), np.uint8)
-            )
+            whole = collected[chunk.key, chunk.box]
+            itemsize = whole.shape[-1]
             end = start + box.size * itemsize
             whole[box.within(chunk.box).slices] = data[start:end].reshape(*box.shape, itemsize)
             start = end
     return collected
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RoundBuffers:
+    """What a rank sends and where it receives in a round; the sizes are by rank."""
+
+    sent: torch.Tensor
+    sent_nbytes: Sequence[int]
+    received: torch.Tensor
+    received_nbytes: Sequence[int]
+
+
+def _prepare_round(
+    own: WriterPlan,
+    peers: Sequence[Round],
+    held: Mapping[str, Sequence[LiveTensor]],
+    collected: dict[tuple[str, Box], Bytes],
+    byte_exchange: ByteExchange,
+) -> _RoundBuffers:
+    """Take all memory that a round needs, and fill in what this rank sends."""
+    itemsizes = {key: numpy_dtype(tensor.dtype).itemsize for key, tensor in own.tensors.items()}
+    pieces = [_box_of(held[key], box).reshape(-1) for peer in peers for key, box in peer.asked]
+    sent_nbytes = [
+        sum(box.size * held[key][0].data.element_size() for key, box in peer.asked)
+        for peer in peers
+    ]
+    received_nbytes = [
+        sum(box.size * itemsizes[chunk.key] for chunk, box in peer.wanted) for peer in peers
+    ]
+    for chunk in (chunk for peer in peers for chunk, _ in peer.wanted):
+        place = chunk.key, chunk.box
+        if place not in collected:
+            collected[place] = np.empty((*chunk.box.shape, itemsizes[chunk.key]), np.uint8)
+    sent = torch.from_numpy(np.concatenate([np.empty(0, np.uint8), *pieces]))
+    received = torch.empty(sum(received_nbytes), dtype=torch.uint8)
+    byte_exchange.reserve(sent_nbytes=sent.numel(), received_nbytes=received.numel())
+    return _RoundBuffers(sent, sent_nbytes, received, received_nbytes)
 
 
 def _by_key(tensors: Sequence[LiveTensor]) -> dict[str, list[LiveTensor]]:
@@ -312,36 +419,21 @@ def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     return box_of(next(tensor for tensor in tensors if box.intersect(tensor.box) == box), box)
 
 
-def _last_of(own: Mapping[str, Json], digests: Sequence[Mapping[str, str]]) -> dict[str, Json]:
-    """Return those of this rank's documents that no rank after it has alike.
-
-    The last rank's count, as where a snapshot server merges all of them.
+def _exchange_json(messages: Callable[[], Mapping[int, Json]]) -> dict[int, bytes]:
+    """Send each rank its message, if there is one; return the messages to this rank, by sender.
 
     Args:
-        own: this rank's documents.
-        digests: the digests of all ranks' documents, by name.
+        messages: returns this rank's messages. If it fails on one rank, all raise.
+
+    Returns:
+        The messages as JSON, not decoded.
     """
-    last = {
-        (name, digest): holder
-        for holder, digests_of_rank in enumerate(digests)
-        for name, digest in digests_of_rank.items()
-    }
-    return {
-        name: content
-        for name, content in own.items()
-        if last[name, digests[rank()][name]] == rank()
-    }
 
+    def encoded() -> list[bytes]:
+        by_rank = messages()
+        return [
+            json.dumps(by_rank[peer]).encode() if peer in by_rank else b""
+            for peer in range(world_size())
+        ]
 
-def _exchange_json(messages: Mapping[int, Json]) -> dict[int, Json]:
-    """Send each rank its message, if there is one; return the messages to this rank, by sender."""
-    encoded = [
-        json.dumps(messages[peer]).encode() if peer in messages else b""
-        for peer in range(world_size())
-    ]
-    received = exchange(encoded)
-    return {peer: json.loads(data) for peer, data in enumerate(received) if data}
-
-
-def _digest(content: Json) -> str:
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+    return {peer: data for peer, data in enumerate(exchange(encoded)) if data}

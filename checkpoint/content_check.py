@@ -6,6 +6,8 @@ is what memory held, and that reading puts it back in the same places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import crc32c
 import numpy as np
 
@@ -18,7 +20,7 @@ from keepstep.checkpoint.layout.content_digest import (
     sum_of,
 )
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.layout.source import BoxRequest, Source
 from keepstep.checkpoint.stored.chunking import Chunk, chunks_over
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
@@ -40,9 +42,9 @@ def check_content(source: StoredCheckpoint) -> bool:
             batch.append(chunk)
             nbytes += chunk.box.size * numpy_dtype(tensor.dtype).itemsize
             if nbytes >= _BATCH_NBYTES:
-                total = sum_of((total, _content_of(source, batch)))
+                total = sum_of((total, content_of(source, batch)))
                 batch, nbytes = [], 0
-    total = sum_of((total, _content_of(source, batch)))
+    total = sum_of((total, content_of(source, batch)))
     if digest_document(total) != expected:
         raise CheckpointDamaged(
             f"{source.storage.url}/{source.directory}: its tensors are not what was in memory when "
@@ -52,11 +54,11 @@ def check_content(source: StoredCheckpoint) -> bool:
     return True
 
 
-def _content_of(source: StoredCheckpoint, chunks: list[Chunk]) -> int:
-    """Read chunks, and return the sum of their hashes."""
+def content_of(source: Source, chunks: Sequence[Chunk]) -> int:
+    """Read chunks at once, and return the sum of their hashes."""
     requests = []
     for chunk in chunks:
-        itemsize = numpy_dtype(source.stored_tensors[chunk.key].dtype).itemsize
+        itemsize = numpy_dtype(source.tensors[chunk.key].dtype).itemsize
         memory = np.empty(chunk.box.size * itemsize, np.uint8)
         requests.append(BoxRequest(chunk.key, chunk.box, memory.data))
     source.read(requests)

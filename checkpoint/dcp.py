@@ -19,6 +19,7 @@ import os
 import uuid
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -47,8 +48,10 @@ from torch.futures import Future
 
 from keepstep.checkpoint.errors import CheckpointError, LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.optimizer_options import is_json
+from keepstep.checkpoint.live.provenance import provenance
 from keepstep.checkpoint.live.tensors import (
     as_bytes,
     copyable,
@@ -57,8 +60,15 @@ from keepstep.checkpoint.live.tensors import (
     plain,
     torch_dtype,
 )
-from keepstep.checkpoint.stored.chunking import ChunkPlan, StoredTensor, plan_chunks
-from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.stored.chunking import (
+    ChunkPlan,
+    Compression,
+    StoredTensor,
+    check_compression,
+    plan_chunks,
+)
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
@@ -84,10 +94,23 @@ class Writer(StorageWriter):
         url: as for `checkpoint.save`. DCP's `checkpoint_id` replaces it, if given.
         step: number of completed steps.
         generation: distinguishes attempts at one step.
+        compression: as for `checkpoint.save`.
+
+    Raises:
+        ValueError: there is no such compression.
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, step: int, generation: int = 0) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        step: int,
+        generation: int = 0,
+        compression: Compression | None = None,
+    ) -> None:
         super().__init__()
+        check_compression(compression)
+        self._compression = compression
         self._url = os.fspath(url)
         self._stored = StoredStep(step, generation)
         self._tensors: dict[str, StoredTensor] = {}
@@ -119,7 +142,7 @@ class Writer(StorageWriter):
             ShardIndex(0, tuple(_entry(i) for i in plan.items if i.type != Kind.BYTE_IO), {})
             for plan in plans
         ]
-        chunk_plan = plan_chunks(indexes, within_shards=True)
+        chunk_plan = plan_chunks(indexes, within_shards=True, compression=self._compression)
         self._tensors, self._chunk_parts = chunk_plan.tensors, chunk_plan.chunk_parts()
         self._attempt = Attempt(self._stored, uuid.uuid4().hex)
         rank_plans = []
@@ -196,7 +219,11 @@ class Writer(StorageWriter):
             parts,
             self._tensors,
             self._chunk_parts,
-            {_VALUES: values, _PATHS: paths},
+            {
+                _VALUES: values,
+                _PATHS: paths,
+                PROVENANCE: provenance((), world_size=len(results), now=datetime.now(UTC)),
+            },
         )
 
     @classmethod

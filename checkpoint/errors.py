@@ -22,6 +22,10 @@ class CheckpointTooNew(CheckpointError):
     """The checkpoint has a newer format than this keepstep reads; it may well be intact."""
 
 
+class FormatUnsupported(CheckpointError):
+    """Files are in no format that keepstep reads, or use something of one that it does not read."""
+
+
 class CheckpointExists(CheckpointError):
     """The step is committed already; committed steps are never overwritten."""
 
@@ -32,6 +36,10 @@ class RankFailed(CheckpointError):
 
 class LayoutMismatch(CheckpointError):
     """The state to fill and the state to read differ in names, shapes or dtypes."""
+
+
+class RulesInvalid(CheckpointError):
+    """A rule file cannot be used, or contradicts the configuration or tensors it is applied to."""
 
 
 class StateChanged(CheckpointError):

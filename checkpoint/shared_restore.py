@@ -11,8 +11,8 @@ accepted. So memory is bounded whatever the layouts are: a batch of `_BATCH_NBYT
 `_MESSAGE_NBYTES` each to send and to receive, or the size of one piece if that is larger. A piece
 has `UNIT_NBYTES` at most where cells are not larger. With NCCL alone, the same again on the device.
 
-Every rank goes through the same rounds. A rank that fails goes on to take part: it says so in the
-next round, which is the last one, and all ranks raise.
+Every rank goes through the same rounds. A rank that fails in one goes on to take part: it says so
+in the next one, which is the last, and all ranks raise.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from urllib.parse import urlparse
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import on_all_ranks_gathering
+from keepstep.checkpoint.agreement import exchange, on_all_ranks, on_all_ranks_gathering
 from keepstep.checkpoint.collective import (
+    ByteExchange,
     Bytes,
-    exchange,
-    exchange_bytes,
     exchange_numbers,
     rank,
     world_size,
@@ -53,6 +52,7 @@ from keepstep.checkpoint.layout.hand_on import (
 from keepstep.checkpoint.layout.integers import round_up
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.restore import Fill, fill
+from keepstep.checkpoint.shared_metadata import SharedListings
 from keepstep.checkpoint.stored.chunking import chunks_over
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
@@ -128,12 +128,7 @@ def fill_together(plan: Callable[[], Sequence[Fill]], source: StoredCheckpoint) 
 
 def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
     """Yield what this rank wants of each unit; a want's number is its position in `fills`."""
-    # Where packed tensors lie, all at once: this reads the listings that have them in parallel.
-    source.locate([
-        (item.tensor.key, item.box)
-        for item in fills
-        if item.box is not None and source.stored_tensors[item.tensor.key].is_packed
-    ])  # fmt: skip
+    source.locate(_packed_boxes(fills, source))
     for number, item in enumerate(fills):
         if item.box is None:
             continue
@@ -141,6 +136,15 @@ def _wants(fills: Sequence[Fill], source: StoredCheckpoint) -> Iterator[Want]:
             wanted = unit.box.intersect(item.box)
             if wanted is not None:
                 yield Want(unit, number, wanted)
+
+
+def _packed_boxes(fills: Sequence[Fill], source: StoredCheckpoint) -> list[tuple[str, Box]]:
+    """Return the boxes of tensors of which only a listing tells in which objects they lie."""
+    return [
+        (item.tensor.key, item.box)
+        for item in fills
+        if item.box is not None and source.stored_tensors[item.tensor.key].is_packed
+    ]
 
 
 def _units(key: str, box: Box, source: StoredCheckpoint) -> Iterator[ReadUnit]:
@@ -245,38 +249,42 @@ class _Participant:
         self.tensor_nbytes = 0
         """Bytes of the tensors' elements that ranks want of the units that this rank plans."""
         self._staging, self._sending, self._receiving = _Memory(), _Memory(), _Memory()
+        self._byte_exchange = ByteExchange()
 
     def take_part(self, plan: Callable[[], Sequence[Fill]]) -> None:
-        """Do all that the ranks do together. No error of this rank is raised: see `check`."""
+        """Do all that the ranks do together.
+
+        Raises:
+            Exception: planning failed, on some rank; then all ranks raise. An error after that is
+                not raised here: see `check`.
+        """
         tasks = self._plan_together(plan)
-        if self._has_any_failed:
-            return
         self._attempt(lambda: self._prepare(tasks), None)
         for number in itertools.count():
             if not self._take_part_in_round(number):
                 return
 
-    def _plan_together(self, plan: Callable[[], Sequence[Fill]]) -> list[bytes]:
-        """Return what planners tell this rank to read.
+    def _plan_together(self, plan: Callable[[], Sequence[Fill]]) -> list[ReadTask]:
+        """Return what this rank is to read.
 
-        If a rank has failed, all of them know it before anything is read.
+        If a rank fails, all of them raise before anything of tensors is read.
         """
-        nothing = [b""] * self._world_size
-        no_groups: list[ReadGroup] = []
-        told = exchange(self._attempt(lambda: self._tell_planners(plan), nothing))
-        groups = self._attempt(lambda: self._groups(told), no_groups)
-        has_failed = self._error is not None
-        rows = exchange_numbers([[len(groups), has_failed]] * self._world_size)
-        self._has_any_failed = any(row[1] for row in rows)
-        if self._has_any_failed:
-            return []
-        first = sum(row[0] for row in rows[: self._rank])
-        return exchange(self._attempt(lambda: self._tell_readers(groups, first), nothing))
-
-    def _tell_planners(self, plan: Callable[[], Sequence[Fill]]) -> list[bytes]:
-        """Return the messages with what this rank wants, for each planner."""
-        self._fills = plan()
+        listings = SharedListings(self._source)
+        self._fills = on_all_ranks(plan)
         self._missing = [item.box.size if item.box else 0 for item in self._fills]
+        listings.get(lambda: _packed_boxes(self._fills, self._source))
+        told = exchange(self._tell_planners)
+        groups, counts = on_all_ranks_gathering(lambda: self._groups(told), len)
+        first = sum(counts[: self._rank])
+        told = exchange(lambda: self._tell_readers(groups, first))
+        tasks = on_all_ranks(
+            lambda: [ReadTask.from_json(item) for data in told if data for item in json.loads(data)]
+        )
+        listings.get(lambda: [(task.unit.key, task.unit.box) for task in tasks])
+        return tasks
+
+    def _tell_planners(self) -> list[bytes]:
+        """Return the messages with what this rank wants, for each planner."""
         wants: list[list[Want]] = [[] for _ in range(self._world_size)]
         for want in _wants(self._fills, self._source):
             wants[planner_of(want.unit.group, self._world_size)].append(want)
@@ -298,11 +306,10 @@ class _Participant:
         """Return the messages with what is to be read, for each reader."""
         return [_encode(tasks) for tasks in assign_readers(groups, self._world_size, first)]
 
-    def _prepare(self, told: Sequence[bytes]) -> None:
+    def _prepare(self, tasks: Sequence[ReadTask]) -> None:
         """Note what this rank reads, and make its tensors and memory ready for it."""
         is_cuda = any(item.tensor.data.is_cuda for item in self._fills)
         self._staging.is_pinned = self._receiving.is_pinned = is_cuda
-        tasks = [ReadTask.from_json(task) for data in told if data for task in json.loads(data)]
         self._batches.extend(_batches([_Read.of(t, self._fills, self._rank) for t in tasks]))
         for item in self._fills:
             item.zero_rest()
@@ -339,9 +346,12 @@ class _Participant:
         accepted = {peer: pieces for peer, pieces in offers.items() if answers[peer][0]}
         sent_nbytes = [_message_nbytes(accepted.get(p, [])) for p in range(self._world_size)]
         sent = self._sending.of_size(sum(sent_nbytes))
-        self._pack(accepted, sent.numpy())
         received = self._receiving.of_size(sum(received_nbytes))
-        exchange_bytes(sent, sent_nbytes, received, received_nbytes)
+        self._attempt(lambda: self._pack(accepted, sent.numpy()), None)
+        if self._error is not None:
+            # Messages of no pieces: whoever gets them learns of the error in the next round.
+            sent.zero_()
+        self._byte_exchange.run(sent, sent_nbytes, received, received_nbytes)
         self._attempt(lambda: self._unpack(received.numpy(), received_nbytes), None)
         return True
 
@@ -373,6 +383,7 @@ class _Participant:
                 total += _message_nbytes(pieces)
         # Memory that is lacking is noticed before anybody counts on the message.
         self._sending.of_size(total)
+        self._byte_exchange.reserve(sent_nbytes=total)
         return offers
 
     def _accept(self, number: int, offered_nbytes: Sequence[int]) -> list[int]:
@@ -385,6 +396,7 @@ class _Participant:
                 accepted[peer] = offered_nbytes[peer]
                 total += offered_nbytes[peer]
         self._receiving.of_size(total)
+        self._byte_exchange.reserve(received_nbytes=total)
         return accepted
 
     def _read(self, reads: Sequence[_Read]) -> None:

@@ -13,12 +13,24 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import PARTS
+from keepstep.checkpoint.layout.descriptions import (
+    NOT_DESCRIBED,
+    Descriptions,
+    describing_documents,
+)
+from keepstep.checkpoint.layout.documents import CONFIG
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.flat_fragment import FlatFragment
 from keepstep.checkpoint.live.optimizer_options import is_json
 from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, check_disjoint
+from keepstep.checkpoint.live.provenance import checked_config
+from keepstep.checkpoint.live.tensors import (
+    LiveState,
+    LiveTensor,
+    check_disjoint,
+    is_one_of_several,
+    specs_of,
+)
 
 VALUES = "values"
 """The document that holds the state's JSON values, by name."""
@@ -46,30 +58,35 @@ def modules_of(state: StateMapping) -> list[tuple[nn.Module, list[Optimizer]]]:
     return [(modules[0], optimizers)] if modules else []
 
 
-def capture(state: StateMapping, fused: FusedTensors) -> LiveState:
+def capture(
+    state: StateMapping, descriptions: Descriptions = NOT_DESCRIBED, config: Json = None
+) -> LiveState:
     """Return the live tensors and the documents of a state.
 
     Args:
         state: the state.
-        fused: which of its tensors have fused parts.
+        descriptions: what its tensors are.
+        config: the model's configuration, as JSON; None for none.
 
     Raises:
         LayoutMismatch: part of the state cannot be stored; the message names it.
     """
+    modules = modules_of(state)
     tensors: list[LiveTensor] = []
     values: dict[str, Json] = {}
+    _walk(state, "", FusedTensors(descriptions), tensors, values)
     documents: dict[str, Json] = {}
-    for model, optimizers in modules_of(state):
-        captured = LiveStateReader(model, optimizers, fused).capture()
-        tensors += captured.tensors
+    for model, optimizers in modules:
+        captured = LiveStateReader(model, optimizers, descriptions).capture(beside=tensors)
+        tensors = [*captured.tensors, *tensors]
         documents.update(captured.documents)
-    captured_count = len(tensors)
-    _walk(state, "", fused, tensors, values)
     check_disjoint(tensors)
-    others = (tensor.key for tensor in tensors[captured_count:])
-    parts = {**documents.get(PARTS, {}), **fused.document(others)}
-    if parts:
-        documents[PARTS] = parts
+    if not modules:
+        documents.update(
+            describing_documents(descriptions, specs_of(tensors), is_whole=not is_one_of_several())
+        )
+    if config is not None:
+        documents[CONFIG] = checked_config(config)
     return LiveState(tuple(tensors), {**documents, VALUES: values})
 
 
@@ -93,7 +110,7 @@ def _walk(
     for name, value in state.items():
         key = f"{prefix}{name}"
         if isinstance(value, torch.Tensor):
-            tensors += fused.describe(key, key, value)
+            tensors += fused.describe(key, value)
         elif isinstance(value, FlatFragment):
             tensors += value.describe(key)
         elif isinstance(value, Mapping):

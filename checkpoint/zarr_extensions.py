@@ -23,14 +23,10 @@ from zarr.core.dtype.wrapper import ZDType
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
 from keepstep.checkpoint.stored.cell_index import CellIndex
-from keepstep.checkpoint.stored.format import (
-    MANIFEST,
-    ROOT,
-    Manifest,
-    decode_part,
-    parse_listings,
-    parse_root,
-)
+from keepstep.checkpoint.stored.listings import decode_part
+from keepstep.checkpoint.stored.manifest import Manifest
+from keepstep.checkpoint.stored.object_names import MANIFEST, ROOT
+from keepstep.checkpoint.stored.zarr_metadata import parse_listings, parse_root
 
 _CACHE_SIZE = 4
 

@@ -26,6 +26,12 @@ from keepstep.elastic.store.credentials import coordinator_secret
 from keepstep.elastic.store.embedded import EmbeddedEtcd
 from keepstep.elastic.store.etcd import EtcdStore
 
+_QUIET_S = 1.0
+
+
+class JobOver(Exception):
+    """What was waited for cannot happen any more: every agent has ended."""
+
 
 class LocalCluster:
     """A coordinator and any number of agents of one job; the end of the context kills them all.
@@ -149,25 +155,43 @@ class LocalCluster:
 
         Raises:
             TimeoutError: it did not hold in time; the message has the agents' last output.
+            JobOver: it did not hold while there was a job; likewise.
         """
-
-        async def follow() -> View:
-            client = await EtcdStore.connect(parse_address(self.url))
-            try:
-                async with asyncio.timeout(timeout_s):
-                    async for view in views(client, Keys(self.job)):
-                        if condition(view):
-                            return view
-            finally:
-                await client.close()
-            raise AssertionError("a watch does not end by itself")
-
         try:
-            return asyncio.run(follow())
+            return asyncio.run(self._follow(condition, timeout_s))
         except TimeoutError:
             raise TimeoutError(
                 f"not within {timeout_s:.0f} s; output of the agents:\n{self.output()}"
             ) from None
+
+    async def _follow(self, condition: Callable[[View], bool], timeout_s: float) -> View:
+        client = await EtcdStore.connect(parse_address(self.url))
+        following = views(client, Keys(self.job))
+        next_view = asyncio.ensure_future(anext(following))
+        view: View | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    # Before the pause in which nothing changes any more.
+                    is_over = self._have_all_ended() and view is not None and not view.nodes
+                    if (await asyncio.wait({next_view}, timeout=_QUIET_S))[0]:
+                        view = next_view.result()
+                        if condition(view):
+                            return view
+                        next_view = asyncio.ensure_future(anext(following))
+                    elif is_over:
+                        raise JobOver(
+                            f"all agents have ended, and what was waited for has not come or was "
+                            f"missed; their output:\n{self.output()}"
+                        )
+        finally:
+            next_view.cancel()
+            await asyncio.wait({next_view})
+            await client.close()
+
+    def _have_all_ended(self) -> bool:
+        """Whether agents were started, and none of those that were not killed lives."""
+        return bool(self.agents) and all(agent.poll() is not None for agent in self.agents.values())
 
     def output(self) -> str:
         """Return the end of every agent's output."""

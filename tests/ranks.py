@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 multiprocessing.set_forkserver_preload([
@@ -34,3 +36,24 @@ def _run_rank(
     os.environ.clear()
     os.environ.update(environment)
     function(rank, *args)
+
+
+def act_in_groups(rank: int, root: str, *phases: tuple[int, Callable[[], None]]) -> None:
+    """Act in one process group of gloo after the other, then end this process.
+
+    Args:
+        rank: this process's rank in each group that it is in.
+        root: a directory for the groups' stores.
+        phases: the size of each group, and what its ranks do.
+    """
+    torch.set_num_threads(1)
+    for number, (world, act) in enumerate(phases):
+        if rank < world:
+            store = dist.FileStore(f"{root}/group-{number}", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            act()
+            dist.barrier()
+            dist.destroy_process_group()
+    # Models still refer to gloo's groups, whose threads may abort an interpreter that exits
+    # normally.
+    os._exit(0)

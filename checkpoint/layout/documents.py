@@ -5,7 +5,9 @@ Pure, and without torch: snapshot servers use it too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 from keepstep.checkpoint.layout.boxes import Json
 
@@ -13,23 +15,57 @@ GROUPS = "optim/groups"
 SCALARS = "optim/scalars"
 TIED = "model/tied"
 PARTS = "parts"
+PADDING = "padding"
+MASTERS = "masters"
+AVERAGES = "averages"
+SCALES = "scales"
+PROVENANCE = "provenance"
+CONFIG = "config"
+
+_BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
+"""Documents with an entry for each tensor that they are about: ranks have different ones."""
 
 
 def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
-    """Return the documents of all ranks as one mapping.
+    """Return the documents of all ranks, in their order, as one mapping.
 
-    Pipeline stages have different parameters, and each rank knows those of its own stage only.
+    Pipeline stages have different parameters, and each rank knows those of its own stage only. Of
+    other documents the last rank's count, of the provenance the first's.
     """
     merged: dict[str, Json] = {}
     grouped: set[str] = set()
     for documents in documents_of_ranks:
         for name, content in documents.items():
-            if name in (SCALARS, TIED, PARTS):
+            if name in _BY_TENSOR:
                 merged[name] = {**merged.get(name, {}), **content}
             elif name == GROUPS:
                 added = [group for group in content if not grouped.issuperset(group["parameters"])]
                 grouped.update(parameter for group in added for parameter in group["parameters"])
                 merged[name] = [*merged.get(name, []), *added]
-            else:
+            elif name != PROVENANCE or name not in merged:
                 merged[name] = content
     return merged
+
+
+def document_digests(documents: Mapping[str, Json]) -> dict[str, str]:
+    """Return the digest of each document, by name."""
+    return {
+        name: hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        for name, content in documents.items()
+    }
+
+
+def last_holders(digests_of_ranks: Sequence[Mapping[str, str]]) -> dict[tuple[str, str], int]:
+    """Return the last rank that has each document, by the document's name and digest.
+
+    What these ranks have is all that `merged_documents` needs: of values that differ the last
+    rank's count.
+
+    Args:
+        digests_of_ranks: what `document_digests` returned on each rank.
+    """
+    return {
+        (name, digest): rank
+        for rank, digests in enumerate(digests_of_ranks)
+        for name, digest in digests.items()
+    }

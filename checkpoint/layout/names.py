@@ -1,4 +1,4 @@
-"""Check of tensor names: a key becomes a path of groups, directories and objects.
+"""Names of tensors: what a key says, and which can be a path of groups, directories and objects.
 
 Pure. Writers refuse a bad name before any byte is written; readers refuse it before any path is
 built from it.
@@ -7,6 +7,9 @@ built from it.
 from __future__ import annotations
 
 from collections.abc import Collection
+
+MODEL_PREFIX = "model/"
+OPTIMIZER_PREFIX = "optim/"
 
 _RESERVED_ROOTS = frozenset(
     {
@@ -21,6 +24,13 @@ _RESERVED_ROOTS = frozenset(
 )
 # File systems allow 255 bytes in a name, and a file being written carries a suffix.
 _MAX_NBYTES = 200
+
+
+def parameter_of(key: str) -> str:
+    """Return the key of the parameter that an optimizer slot belongs to; any other key itself."""
+    if not key.startswith(OPTIMIZER_PREFIX):
+        return key
+    return f"{MODEL_PREFIX}{key.removeprefix(OPTIMIZER_PREFIX).rpartition('/')[0]}"
 
 
 def check_keys(keys: Collection[str]) -> None:

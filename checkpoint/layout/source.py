@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.names import OPTIMIZER_PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,8 @@ def slots_in(
     """Return the optimizer slots of these parameters among tensors, by parameter and slot."""
     slots: dict[str, dict[str, TensorSpec]] = {}
     for key, spec in tensors.items():
-        name, _, slot = key.removeprefix("optim/").rpartition("/")
-        if key.startswith("optim/") and name in parameters:
+        name, _, slot = key.removeprefix(OPTIMIZER_PREFIX).rpartition("/")
+        if key.startswith(OPTIMIZER_PREFIX) and name in parameters:
             slots.setdefault(name, {})[slot] = spec
     return slots
 

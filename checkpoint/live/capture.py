@@ -7,8 +7,9 @@ still in place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,18 +19,32 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import GROUPS, PARTS, SCALARS, TIED
+from keepstep.checkpoint.layout.descriptions import (
+    NOT_DESCRIBED,
+    Descriptions,
+    describing_documents,
+)
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.live.averages import averages_in, stored_averages
 from keepstep.checkpoint.live.flat_parameters import unmanaged_containers
-from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
+from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import (
     as_json_value,
     options_of,
 )
 from keepstep.checkpoint.live.optimizer_state import slots_of
-from keepstep.checkpoint.live.part_slices import FusedTensors
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, local_of
+from keepstep.checkpoint.live.tensors import (
+    LiveState,
+    LiveTensor,
+    is_one_of_several,
+    local_of,
+    specs_of,
+)
 
 _LOCAL = operator.attrgetter("_local_tensor")
+
+_Specs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,41 +109,80 @@ class LiveStateReader:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[Optimizer], fused: FusedTensors = NOT_FUSED
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        descriptions: Descriptions = NOT_DESCRIBED,
     ) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)
-        self._parameters = ModelParameters(model, fused)
-        self._tied: dict[str, str] = {}
-        self._parts: dict[str, Json] = {}
+        self._descriptions = descriptions
+        self._averages = averages_in(model)
+        self._parameters = ModelParameters(model, descriptions)
+        self._tied: dict[str, Json] = {}
+        self._described: tuple[_ScannedState, _Specs, dict[str, Json]] | None = None
         self._scanned: _ScannedState | None = None
 
-    def capture(self) -> LiveState:
+    def capture(self, beside: Iterable[LiveTensor] = ()) -> LiveState:
         """Return the current state. Its tensors are the live memory, which the next step changes.
 
+        Args:
+            beside: tensors of the state that are not the module's or an optimizer's. They are not
+                in the result, but what is said of them, or of others with them, is.
+
         Raises:
-            LayoutMismatch: part of the state cannot be stored; the message names it.
+            LayoutMismatch: part of the state cannot be stored, or a description contradicts it;
+                the message names it.
         """
-        scanned = self._scanned
-        if scanned is None or not scanned.is_current:
-            scanned = self._scanned = self._scan()
+        scanned = self._current()
         scalars = {key: as_json_value(key, slots[slot]) for key, slots, slot in scanned.scalars}
         groups = [
             {"parameters": names, "options": options_of(group)} for group, names in scanned.groups
         ]
-        documents = {GROUPS: groups, SCALARS: scalars, TIED: self._tied}
-        return LiveState(scanned.live, documents | ({PARTS: self._parts} if self._parts else {}))
+        return LiveState(
+            scanned.live,
+            {
+                GROUPS: groups,
+                SCALARS: scalars,
+                TIED: self._tied,
+                **self._describing(scanned, specs_of(beside)),
+            },
+        )
+
+    def tensors(self) -> tuple[LiveTensor, ...]:
+        """Return the tensors of the current state. Raises as `capture` does."""
+        return self._current().live
 
     def invalidate_if_moved(self) -> None:
         """Repeat the walk at the next capture if any tensor has been given other memory."""
         if self._scanned is not None and self._scanned.has_moved:
             self._scanned = None
 
+    def _current(self) -> _ScannedState:
+        """Return the last walk over the state if it is still valid, otherwise that of a new one."""
+        if self._scanned is None or not self._scanned.is_current:
+            self._scanned = self._scan()
+        return self._scanned
+
+    def _describing(self, scanned: _ScannedState, beside: _Specs) -> dict[str, Json]:
+        """Return the documents on all tensors, made again only where these are others."""
+        if self._described is not None:
+            described, others, documents = self._described
+            if described is scanned and others == beside:
+                return documents
+        specs = {**specs_of(scanned.live), **beside}
+        # Names of the caller's count more than what is found.
+        averages = {**stored_averages(self._averages, specs), **self._descriptions.averages}
+        documents = describing_documents(
+            replace(self._descriptions, averages=averages), specs, is_whole=not is_one_of_several()
+        )
+        self._described = (scanned, beside, documents)
+        return documents
+
     def _scan(self) -> _ScannedState:
         parameters = self._parameters
         state, containers = self._model_state()
         self._tied = _tied_names(state)
-        self._parts = parameters.part_tables(state)
         live: list[LiveTensor] = []
         places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         scalars: list[tuple[str, Mapping[str, Any], str]] = []
@@ -193,25 +247,38 @@ class LiveStateReader:
         if self._parameters.units:
             containers = unmanaged_containers(self._model, self._parameters.units)
             return {name: holder[leaf] for name, (holder, leaf) in containers.items()}, containers
+        clean = self._parameters.clean
         # Calling this first also makes FSDP2 put its sharded parameters back in place.
         state = self._model.state_dict(keep_vars=True)
-        return state, _containers_by_name(self._model)
+        cleaned = {clean(name): value for name, value in state.items()}
+        if len(cleaned) < len(state):
+            taken = Counter(map(clean, state)).most_common(1)[0][0]
+            raise LayoutMismatch(
+                f"model/{taken}: a wrapper has a tensor of the same name as the module that it "
+                "wraps; rename one of them"
+            )
+        return cleaned, _containers_by_name(self._model, clean)
 
 
-def _containers_by_name(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+def _containers_by_name(
+    model: nn.Module, clean: Callable[[str], str]
+) -> dict[str, tuple[dict[str, Any], str]]:
     """Return the module dictionary and the key in it of each parameter and buffer, by full name."""
     return {
-        f"{path}.{leaf}" if path else leaf: (holder, leaf)
+        clean(f"{path}.{leaf}" if path else leaf): (holder, leaf)
         for path, module in model.named_modules(remove_duplicate=False)
         for holder in (module._parameters, module._buffers)
         for leaf in holder
     }
 
 
-def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Map every further name of shared memory to its first name; memory decides, not identity."""
+def _tied_names(state: Mapping[str, Any]) -> dict[str, Json]:
+    """Map every further name of shared memory to its first name; memory decides, not identity.
+
+    A name of a matrix that is the transpose of an earlier one is mapped to an object that says so.
+    """
     first: dict[object, str] = {}
-    tied = {}
+    tied: dict[str, Json] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -219,7 +286,17 @@ def _tied_names(state: Mapping[str, Any]) -> dict[str, str]:
         # A tensor without memory (empty, or on the meta device) can only be compared by identity.
         memory: object = id(value)
         if local.data_ptr():
-            memory = (local.data_ptr(), value.shape, local.stride(), local.dtype, local.device)
+            memory = _memory_of(value.shape, local)
+        # Sharding cuts a matrix and its transpose into different shards.
+        if memory not in first and value.dim() == 2 and local is value and local.data_ptr():
+            transposed = _memory_of(value.shape[::-1], local.t())
+            if transposed in first:
+                tied[name] = {"name": first[transposed], "transposed": True}
+                continue
         if first.setdefault(memory, name) != name:
             tied[name] = first[memory]
     return tied
+
+
+def _memory_of(shape: Sequence[int], local: torch.Tensor) -> object:
+    return (local.data_ptr(), tuple(shape), local.stride(), local.dtype, local.device)

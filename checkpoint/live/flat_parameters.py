@@ -17,11 +17,10 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.layout.wrapper_names import without_wrappers
 from keepstep.checkpoint.live.flat_fragment import describe_range
 from keepstep.checkpoint.live.tensors import LiveTensor, local_of
 
-# FSDP1 and torch's checkpoint wrapper leave them out of the names in a `state_dict`, too.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _FLAT_PARAMETER = "_flat_param"
 
 
@@ -111,7 +110,7 @@ def flat_units(model: nn.Module) -> tuple[FlatUnit, ...]:
     if fsdp is None:
         return ()
     return tuple(
-        _unit(without_wrappers(f"{path}." if path else ""), module._handle)
+        _unit(_prefix(without_wrappers(path)), module._handle)
         for path, module in model.named_modules()
         if isinstance(module, fsdp.FullyShardedDataParallel) and module._handle is not None
     )
@@ -159,11 +158,8 @@ def unmanaged_containers(
     return containers
 
 
-def without_wrappers(name: str) -> str:
-    """Return a name as it is in a `state_dict`: without the names of modules that only wrap."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
 
 
 def _unit(prefix: str, handle: Any) -> FlatUnit:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.live.flat_parameters import (
-    FlatUnit,
-    HeldRange,
-    flat_units,
-    without_wrappers,
-)
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
+from keepstep.checkpoint.live.flat_parameters import FlatUnit, HeldRange, flat_units
 from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.tensors import LiveTensor, describe, local_of
 
-NOT_FUSED = FusedTensors()
+
+def name_cleaner(model: nn.Module) -> Callable[[str], str]:
+    """Return what takes the names of modules that only wrap another one out of a name.
+
+    Such are those of data parallelism, FSDP1, `torch.compile` and activation checkpointing.
+
+    Args:
+        model: the model, whose tensors' and modules' names are cleaned.
+    """
+    parallel = frozenset(
+        without_wrappers(f"{path}.{PARALLEL}" if path else PARALLEL)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, DistributedDataParallel | DataParallel)
+    )
+    return lambda name: without_wrappers(name, parallel)
 
 
 class ModelParameters:
@@ -29,25 +41,33 @@ class ModelParameters:
 
     Args:
         model: names the parameters; a shared parameter has its first name.
-        fused: which parameters have fused parts.
+        descriptions: which parameters have fused parts.
 
     Raises:
         LayoutMismatch: the model has a parameter in a form that cannot be stored.
 
     Attributes:
         units: the model's FSDP1 units.
+        clean: returns a name in the model without those of wrappers.
     """
 
-    def __init__(self, model: nn.Module, fused: FusedTensors = NOT_FUSED) -> None:
+    def __init__(self, model: nn.Module, descriptions: Descriptions = NOT_DESCRIBED) -> None:
         self.units: tuple[FlatUnit, ...] = flat_units(model)
-        self._fused = fused
+        self._fused = FusedTensors(descriptions)
+        self.clean = name_cleaner(model)
         self._names = {
-            id(parameter): without_wrappers(name) if self.units else name
+            id(parameter): self.clean(name)
             for name, parameter in reversed(list(model.named_parameters()))
         }
         self._ranges: dict[int, tuple[HeldRange, ...]] = {
             id(parameter): ranges for unit in self.units for parameter, ranges in unit.holders()
         }
+
+    def all_names(self) -> set[str]:
+        """Return the names of all parameters, as the bare model has them."""
+        ranges = (held.name for held in itertools.chain(*self._ranges.values()))
+        others = (name for held, name in self._names.items() if held not in self._ranges)
+        return {*ranges, *others}
 
     def names(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Return the names of the parameters that an optimizer's parameter has elements of.
@@ -77,20 +97,22 @@ class ModelParameters:
         if id(parameter) in self._ranges:
             return {held.name: held.shape for held in self._ranges[id(parameter)] if held.count}
         (name,) = self.names(parameter)
-        return {name: self._fused.shape(name, parameter)}
+        return {name: self._fused.shape(f"model/{name}", parameter)}
 
     def new_slot(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a slot of zeros, sharded or flattened as the parameter is."""
-        like = local_of(parameter).detach() if id(parameter) in self._ranges else parameter
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
+        return torch.zeros_like(self._like(parameter), dtype=dtype, requires_grad=False)
+
+    def new_master(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a slot of the parameter's values, sharded or flattened as the parameter is."""
+        return self._like(parameter).detach().to(dtype, copy=True)
+
+    def _like(self, parameter: torch.Tensor) -> torch.Tensor:
+        return local_of(parameter).detach() if id(parameter) in self._ranges else parameter
 
     def describe(self, name: str, tensor: torch.Tensor) -> tuple[LiveTensor, ...]:
         """Return this rank's boxes of a parameter or buffer that belongs to no FSDP1 unit."""
-        return self._fused.describe(name, f"model/{name}", tensor)
-
-    def part_tables(self, names: Iterable[str]) -> dict[str, Json]:
-        """Return the fused parts of those of these parameters that have any, as JSON by name."""
-        return self._fused.document(names)
+        return self._fused.describe(f"model/{name}", tensor)
 
     def describe_units(self) -> Iterator[LiveTensor]:
         """Yield this rank's boxes of the parameters of FSDP1 units."""
@@ -112,8 +134,8 @@ class ModelParameters:
             ((name, _),) = shapes.items()
             key = f"optim/{name}/{slot}"
             if tensor.shape == parameter.shape:
-                return self._fused.describe(name, key, tensor)
-            return (describe(key, tensor),)
+                return self._fused.describe(key, tensor, parameter=f"model/{name}")
+            return self._fused.describe_slot(f"model/{name}", key, parameter, tensor)
         if tensor.numel() == 1 and (slot == "step" or tensor.dim() == 0):
             return tuple(describe(f"optim/{name}/{slot}", tensor) for name in shapes)
         if tensor.shape != local_of(parameter).shape:

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import GROUPS, SCALARS
+from keepstep.checkpoint.layout.described import stored_parameter
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS, TIED
+from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
 
@@ -66,10 +68,25 @@ def restore_options(
         for group in documents.get(GROUPS, [])
         for name in group["parameters"]
     }
+    own_names = {
+        name
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for name in parameters.names(parameter)
+    }
+    tied = {
+        name: tie.key.removeprefix(MODEL_PREFIX)
+        for name in own_names
+        if name not in stored and (tie := stored_parameter(documents.get(TIED), name, own_names))
+    }
+    stored.update({name: stored[first] for name, first in tied.items() if first in stored})
     scalars: dict[str, dict[str, Json]] = {}
     for key, value in documents.get(SCALARS, {}).items():
         name, _, slot = key.rpartition("/")
         scalars.setdefault(name, {})[slot] = value
+    for name, first in tied.items():
+        scalars.setdefault(name, scalars.get(first, {}))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             known = [

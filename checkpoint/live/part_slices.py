@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.described import part_table_of
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions, matching
 from keepstep.checkpoint.layout.part_table import PartTable
 from keepstep.checkpoint.live.flat_fragment import empty_box
 from keepstep.checkpoint.live.placement import local_boxes_of_parts
@@ -22,39 +23,29 @@ class FusedTensors:
     """Which tensors have fused parts that tensor parallelism slices one by one.
 
     Args:
-        tables: the parts of the tensors whose names match a pattern, such as `*.qkv.weight`; the
-            first pattern that matches counts. A parameter's name is that in the module; any other
-            tensor's is its key.
-        mesh_axis: name of the device mesh's axis that slices the parts. Other axes, such as FSDP's,
-            split whatever rows they find.
+        descriptions: its members `parts` and `parts_mesh_axis`.
     """
 
-    tables: Mapping[str, PartTable] = field(default_factory=dict)
-    mesh_axis: str = "tp"
+    descriptions: Descriptions = NOT_DESCRIBED
 
-    def table(self, name: str) -> PartTable | None:
-        """Return the parts of the tensor of this name; None if it has none."""
-        return next(
-            (table for pattern, table in self.tables.items() if fnmatchcase(name, pattern)), None
-        )
+    def table(self, key: str) -> PartTable | None:
+        """Return the parts of the tensor of this key; None if it has none."""
+        return matching(self.descriptions.parts, key)
 
-    def document(self, names: Iterable[str]) -> dict[str, Json]:
-        """Return the parts of those of these tensors that have any, by name, as JSON."""
-        tables = ((name, self.table(name)) for name in names)
-        return {name: table.to_json() for name, table in tables if table is not None}
-
-    def describe(self, name: str, key: str, tensor: torch.Tensor) -> tuple[LiveTensor, ...]:
+    def describe(
+        self, key: str, tensor: torch.Tensor, *, parameter: str | None = None
+    ) -> tuple[LiveTensor, ...]:
         """Return this rank's boxes of a tensor; one, unless it has fused parts that are sliced.
 
         Args:
-            name: the name to look for among the patterns.
             key: the tensor's key.
             tensor: the tensor.
+            parameter: the key of the parameter whose parts a slot has too; None for its own.
 
         Raises:
             LayoutMismatch: the tensor contradicts its part table, or cannot be stored.
         """
-        table = self.table(name)
+        table = self.table(parameter or key)
         if table is None:
             return (describe(key, tensor),)
         if table.axis >= tensor.dim():
@@ -73,14 +64,58 @@ class FusedTensors:
         assert isinstance(tensor, DTensor)
         return _describe_slices(key, tensor, table, mesh_axis)
 
-    def shape(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+    def describe_slot(
+        self, parameter_key: str, key: str, parameter: torch.Tensor, slot: torch.Tensor
+    ) -> tuple[LiveTensor, ...]:
+        """Return this rank's boxes of an optimizer slot of a parameter.
+
+        A slot that is sliced along the parameter's fused dimension has the parameter's parts, such
+        as statistics of rows.
+
+        Args:
+            parameter_key: the parameter's key.
+            key: the slot's key.
+            parameter: the parameter.
+            slot: the slot, which may have another shape.
+
+        Raises:
+            LayoutMismatch: nobody can tell which elements this rank's slice of the slot is.
+        """
+        table = self.table(parameter_key)
+        sliced = self._sliced_dimension(slot)
+        if table is None or sliced is None or self._slicing_axis(key, parameter, table) is None:
+            return (describe(key, slot),)
+        if sliced != table.axis or slot.shape[sliced] != parameter.shape[table.axis]:
+            raise LayoutMismatch(
+                f"{key}: tensor parallelism slices dimension {sliced} of this slot of shape "
+                f"{tuple(slot.shape)}, and the fused parts of {parameter_key} are slices of "
+                f"dimension {table.axis}, of {parameter.shape[table.axis]} elements; which of them "
+                "the slot's are is not known. Replicate the slot, or leave the optimizer out"
+            )
+        return self.describe(key, slot, parameter=parameter_key)
+
+    def shape(self, key: str, tensor: torch.Tensor) -> tuple[int, ...]:
         """Return a tensor's shape without sharding."""
         shape = list(tensor.shape)
-        table = self.table(name)
+        table = self.table(key)
         if table is not None and table.axis < len(shape):
             # Ranks that hold copies of a part are counted several times in torch's shape.
             shape[table.axis] = table.extent
         return tuple(shape)
+
+    def _sliced_dimension(self, tensor: torch.Tensor) -> int | None:
+        """Return which dimension of a tensor the axis that slices parts splits; None for none."""
+        names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+        if (
+            not isinstance(tensor, DTensor)
+            or not names
+            or self.descriptions.parts_mesh_axis not in names
+        ):
+            return None
+        dimension = getattr(
+            tensor.placements[names.index(self.descriptions.parts_mesh_axis)], "dim", None
+        )
+        return None if dimension is None else int(dimension) % tensor.dim()
 
     def _slicing_axis(self, key: str, tensor: torch.Tensor, table: PartTable) -> int | None:
         """Return which axis of its mesh slices a tensor's parts; None if none does."""
@@ -91,31 +126,32 @@ class FusedTensors:
             for axis, placement in enumerate(tensor.placements)
             if getattr(placement, "dim", None) in (table.axis, table.axis - tensor.dim())
         ]
-        names = tensor.device_mesh.mesh_dim_names
+        names, mesh_axis = tensor.device_mesh.mesh_dim_names, self.descriptions.parts_mesh_axis
         if splitting and not names:
             raise LayoutMismatch(
                 f"{key}: has fused parts, and whether its mesh slices them or cuts rows as FSDP "
-                f"does is told by the name of the axis, {self.mesh_axis!r}; make the mesh with "
+                f"does is told by the name of the axis, {mesh_axis!r}; make the mesh with "
                 "mesh_dim_names=(...)"
             )
-        return next((axis for axis in splitting if names and names[axis] == self.mesh_axis), None)
+        return next((axis for axis in splitting if names and names[axis] == mesh_axis), None)
 
 
-def check_parts(stored: Mapping[str, Json], live: Mapping[str, Json]) -> None:
+def check_parts(stored: Json, live: Mapping[str, Json]) -> None:
     """Check that tensors are loaded in the order of parts in which they were saved.
 
     Args:
-        stored: the document of the checkpoint.
-        live: that of the state to load into, as `FusedTensors.document` returns it.
+        stored: the document of the checkpoint; None if it has none.
+        live: that of the state to load into, by key.
 
     Raises:
         LayoutMismatch: a tensor's parts are others.
     """
-    for name in sorted(stored.keys() & live.keys()):
-        if _order(stored[name]) != _order(live[name]):
+    for key in sorted(live):
+        table = part_table_of(stored, key)
+        if table is not None and _order(table) != _order(live[key]):
             raise LayoutMismatch(
-                f"{name}: is stored with the parts {_order(stored[name])}, and is to be loaded "
-                f"with {_order(live[name])}; pass the part table that it was saved with"
+                f"{key}: is stored with the parts {_order(table)}, and is to be loaded "
+                f"with {_order(live[key])}; pass the part table that it was saved with"
             )
 
 

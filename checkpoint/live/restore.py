@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,17 @@ from torch.optim import Optimizer
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.described import Tie, master_of, stored_parameter
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
+from keepstep.checkpoint.layout.documents import MASTERS, PARTS, TIED
 from keepstep.checkpoint.layout.dtypes import is_in_zarr, numpy_dtype
+from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.live.flat_parameters import reshard
-from keepstep.checkpoint.live.model_parameters import NOT_FUSED, ModelParameters
+from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_state import local_groups, slots_of
-from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.part_slices import check_parts
+from keepstep.checkpoint.live.source_match import Origin, SourceMatcher
 from keepstep.checkpoint.live.tensors import (
     LiveState,
     LiveTensor,
@@ -36,9 +41,6 @@ from keepstep.checkpoint.live.tensors import (
 
 Bytes = npt.NDArray[np.uint8]
 
-FindSlots = Callable[[Collection[str]], Mapping[str, Mapping[str, TensorSpec]]]
-"""Returns the optimizer slots of parameters, by the parameters' names and the slots'."""
-
 # Elements that a slot may have whatever its parameter's shape, such as tables for quantization.
 _SMALL_SLOT = 2**16
 
@@ -48,23 +50,23 @@ _STAGING_NBYTES = 256 * 2**20
 def allocate(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
-    find_slots: FindSlots,
+    source: Source,
     *,
-    resize: Collection[str] = (),
-    fused: FusedTensors = NOT_FUSED,
+    descriptions: Descriptions = NOT_DESCRIBED,
 ) -> Callable[[], None]:
     """Create the optimizer slots that the source has and a new optimizer lacks.
 
-    A slot of the parameter's shape is sharded like the parameter; any other slot is complete on
-    every rank. `step` is where torch's own optimizers keep it: on the CPU, unless the group is
-    fused or capturable. Units of FSDP1 free what they have gathered, for it is about to change.
+    A slot of the parameter's shape in the source is sharded like the parameter, and has its shape
+    here; any other slot is complete on every rank. A master begins as its parameter's values, and
+    is not made where the parameter has its data type. `step` is where torch's own optimizers keep
+    it: on the CPU, unless the group is fused or capturable. Units of FSDP1 free what they have
+    gathered, for it is about to change.
 
     Args:
         model: names the parameters.
         optimizers: the optimizers to complete.
-        find_slots: returns the source's slots of parameters, as `Source.slots` does.
-        resize: as for `plan_fills`.
-        fused: which parameters have fused parts.
+        source: the state to read.
+        descriptions: which parameters have fused parts, and which slots may be masters.
 
     Returns:
         An undo for a load that fails. It restores the slots that every parameter had before, also
@@ -79,7 +81,7 @@ def allocate(
     reshard(model)
     undo = _make_undo(optimizers)
     try:
-        _allocate(ModelParameters(model, fused), optimizers, find_slots, resize)
+        _allocate(ModelParameters(model, descriptions), optimizers, source, descriptions)
     except BaseException:
         undo()
         raise
@@ -127,8 +129,8 @@ def _make_undo(optimizers: Sequence[Optimizer]) -> Callable[[], None]:
 def _allocate(
     parameters: ModelParameters,
     optimizers: Sequence[Optimizer],
-    find_slots: FindSlots,
-    resize: Collection[str],
+    source: Source,
+    descriptions: Descriptions,
 ) -> None:
     own_names = {
         name
@@ -137,7 +139,9 @@ def _allocate(
         for parameter in group["params"]
         for name in parameters.shapes(parameter)
     }
-    slots = find_slots(own_names)
+    slots = dict(source.slots(own_names))
+    ties = _ties(own_names, slots, source)
+    slots.update(source.slots({_name_of(tie) for tie in ties.values()}) if ties else {})
     for optimizer in optimizers:
         state, groups = slots_of(optimizer), local_groups(optimizer)
         total = sum(p.numel() for group in groups for p in group["params"])
@@ -145,15 +149,25 @@ def _allocate(
             for parameter in group["params"]:
                 on_device = group.get("fused") or group.get("capturable")
                 for name, shape in parameters.shapes(parameter).items():
-                    for slot, spec in slots.get(name, {}).items():
+                    tie = ties.get(name)
+                    stored_name = name if tie is None else _name_of(tie)
+                    for slot, stored_spec in slots.get(stored_name, {}).items():
                         if slot in state[parameter]:
                             continue
+                        spec = stored_spec
+                        if tie is not None and tie.is_transposed:
+                            spec = replace(spec, shape=spec.shape[::-1])
                         dtype = torch_dtype(spec.dtype)
-                        has_parameter_shape = spec.shape == shape or (
-                            name in resize and len(spec.shape) == len(shape)
+                        is_master = slot in descriptions.master_slots and _is_master(
+                            stored_name, slot, source
                         )
-                        if has_parameter_shape and slot != "step":
-                            created = parameters.new_slot(parameter, dtype)
+                        if is_master and dtype == parameter.dtype:
+                            continue
+                        if slot != "step" and _has_parameter_shape(
+                            stored_name, shape, spec, source
+                        ):
+                            new = parameters.new_master if is_master else parameters.new_slot
+                            created = new(parameter, dtype)
                         else:
                             _check_slot_size(name, slot, spec, shape, total)
                             on_cpu = slot == "step" and not on_device
@@ -165,17 +179,52 @@ def _allocate(
                         state[parameter][slot] = created
 
 
+def _ties(
+    own_names: Collection[str], slots: Mapping[str, Mapping[str, TensorSpec]], source: Source
+) -> dict[str, Tie]:
+    """Return the parameters whose state that of others is in a source, where it is tied to them."""
+    lacking = [name for name in own_names if name not in slots]
+    document = source.documents.get(TIED) if lacking else None
+    ties = ((name, stored_parameter(document, name, own_names)) for name in lacking)
+    return {name: tie for name, tie in ties if tie is not None}
+
+
+def _name_of(tie: Tie) -> str:
+    return tie.key.removeprefix(MODEL_PREFIX)
+
+
+def _has_parameter_shape(
+    name: str, shape: tuple[int, ...], spec: TensorSpec, source: Source
+) -> bool:
+    """Return whether a slot has its parameter's shape, in the source's padding or in this one's."""
+    if spec.shape == shape:
+        return True
+    if len(spec.shape) != len(shape):
+        return False
+    stored = source.tensors.get(f"{MODEL_PREFIX}{name}")
+    return stored is not None and stored.shape == spec.shape
+
+
+def _is_master(name: str, slot: str, source: Source) -> bool:
+    """Return whether a source says that a slot is the parameter in a wider data type."""
+    key = f"{MODEL_PREFIX}{name}"
+    master = master_of(source.documents.get(MASTERS), key)
+    return master is not None and master.key == f"optim/{name}/{slot}"
+
+
 @dataclass(frozen=True, slots=True)
 class Fill:
     """A live tensor to fill from a source's tensor of this data type.
 
-    `box` is the part of the live tensor's box that the source has: all of it, or, for a tensor that
-    is larger than in the source, a part; the rest is zeroed. It is None if there is no such part.
+    `tensor` has the key, and if need be the order of dimensions, of the source's. `box` is the part
+    of its box that the source has: all of it, or, for a tensor that is larger than in the source or
+    padded otherwise, a part; the rest is zeroed or kept. It is None if there is no such part.
     """
 
     tensor: LiveTensor
     dtype: str
     box: Box | None
+    zeroes_rest: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -222,8 +271,8 @@ class Fill:
             part.copy_(copyable(values.reshape(box.shape)))
 
     def zero_rest(self) -> None:
-        """Zero a tensor of which the source has only a part, before that is filled."""
-        if self.box != self.tensor.box:
+        """Zero a tensor of which the source has only a part, before that is filled, if asked to."""
+        if self.zeroes_rest and self.box != self.tensor.box:
             with torch.no_grad():
                 copyable(self.tensor.data).zero_()
 
@@ -253,55 +302,74 @@ def plan_fills(
         convert: convert tensors whose data type in the source is another; not those whose elements
             are two values, such as `torch.float4_e2m1fn_x2`.
         keys_of_other_ranks: tensors that other ranks fill, such as those of other pipeline stages.
-        resize: names of parameters that may be larger or smaller than in the source, such as
-            embeddings whose vocabulary was padded: the common part is filled, the rest is zero.
-            The same holds for their optimizer state.
+        resize: names of parameters that may be larger or smaller than in the source: the common
+            part is filled, the rest is zero. The same holds for their optimizer state.
 
     Raises:
-        LayoutMismatch: names, shapes or dtypes do not fit; the message lists them.
+        LayoutMismatch: names, shapes, dtypes or parts do not fit; the message lists them.
     """
+    if PARTS in state.documents:
+        check_parts(source.documents.get(PARTS), state.documents[PARTS])
     # Boxes of one tensor agree in all that is checked here.
     by_key = {tensor.key: tensor for tensor in state.tensors}
+    matcher = SourceMatcher(state, source, resize)
+    origins = {key: matcher.find(tensor) for key, tensor in by_key.items()}
     problems = [
-        f"{key}: the source holds {spec.dtype} {spec.shape}, "
-        f"the model expects {tensor.dtype} {tensor.global_shape}"
-        for key, tensor in by_key.items()
-        if (spec := source.tensors.get(key)) is not None
-        and not (
-            _fits(tensor, spec, resize)
-            and (
-                spec.dtype == tensor.dtype
-                or (convert and is_in_zarr(spec.dtype) and is_in_zarr(tensor.dtype))
-            )
-        )
+        problem
+        for key, origin in origins.items()
+        if origin is not None and (problem := _problem(by_key[key], origin, convert)) is not None
     ]
     if strict:
-        problems += [f"{key}: missing in the source" for key in by_key if key not in source.tensors]
+        problems += [f"{key}: missing in the source" for key in by_key if origins[key] is None]
         problems += [
             f"{key}: in the source, but not in the model"
             for key in source.known_keys()
-            if key not in by_key and key not in keys_of_other_ranks and key.startswith("model/")
+            if key not in by_key
+            and key not in keys_of_other_ranks
+            and key.startswith("model/")
+            # Other tools store a tied tensor under each of its names.
+            and key.removeprefix("model/") not in state.documents.get(TIED, {})
         ]
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise LayoutMismatch(
             f"step {source.step} does not fit the model: {'; '.join(problems[:8])}{more}. "
             "Pass strict=False to fill only the tensors that both have, convert=True to convert "
-            "data types, but for float4_e2m1fn_x2; shapes must agree, except for parameters named "
-            "in resize=[...], such as embeddings whose vocabulary was padded"
+            "data types, but for float4_e2m1fn_x2. Shapes must agree, except for the padding of "
+            "tensors whose logical shape is the same, see Descriptions(padding=...), and for "
+            "parameters named in resize=[...]"
         )
     _check_shared_numbers(state.tensors, source)
     fills: list[Fill] = []
     for tensor in state.tensors:
-        if tensor.key not in source.tensors or tensor.box.size == 0:
+        origin = origins[tensor.key]
+        if origin is None or tensor.box.size == 0:
             continue
         if tensor.data.device.type == "meta":
             raise LayoutMismatch(
                 f"{tensor.key} is on the meta device and cannot be filled; call to_empty() first"
             )
-        spec = source.tensors[tensor.key]
-        fills.append(Fill(tensor, spec.dtype, tensor.box.intersect(Box.whole(spec.shape))))
+        assert origin.common is not None, "what does not fit was refused"
+        filled = origin.in_its_terms(tensor)
+        box = filled.box.intersect(origin.common)
+        fills.append(Fill(filled, origin.spec.dtype, box, origin.zeroes_rest))
     return fills
+
+
+def _problem(tensor: LiveTensor, origin: Origin, convert: bool) -> str | None:
+    """Return why a live tensor cannot be filled from its origin, in words; None if it can."""
+    spec = origin.spec
+    if origin.contradiction is not None:
+        return f"{tensor.key}: {origin.contradiction}"
+    if origin.common is not None and (
+        spec.dtype == tensor.dtype
+        or (convert and is_in_zarr(spec.dtype) and is_in_zarr(tensor.dtype))
+    ):
+        return None
+    return (
+        f"{tensor.key}: the source holds {spec.dtype} {spec.shape}, "
+        f"the model expects {tensor.dtype} {tensor.global_shape}"
+    )
 
 
 def fill(fills: Sequence[Fill], source: Source) -> None:
@@ -356,28 +424,22 @@ def _check_shared_numbers(tensors: Sequence[LiveTensor], source: Source) -> None
     for first, *others in keys_by_memory.values():
         if not others:
             continue
-        dtype = torch_dtype(source.tensors[first].dtype)
-        numbers = torch.empty(1 + len(others), dtype=dtype)
+        numbers = {
+            key: torch.empty((), dtype=torch_dtype(source.tensors[key].dtype))
+            for key in (first, *others)
+        }
         source.read([
-            BoxRequest(key, Box((), ()), as_bytes(number))
-            for key, number in zip((first, *others), numbers, strict=True)
+            BoxRequest(key, Box((), ()), as_bytes(number)) for key, number in numbers.items()
         ])  # fmt: skip
-        for key, number in zip(others, numbers[1:], strict=True):
-            if as_bytes(number) != as_bytes(numbers[0]):
+        values = {key: number.item() for key, number in numbers.items()}
+        for key in others:
+            # NaN, which does not equal itself, is one number, too.
+            if values[key] != values[first] and repr(values[key]) != repr(values[first]):
                 raise LayoutMismatch(
                     f"{first} and {key} are one number in this optimizer, because its model was "
-                    f"wrapped with use_orig_params=False, but {numbers[0].item()} and "
-                    f"{number.item()} in the source; pass use_orig_params=True"
+                    f"wrapped with use_orig_params=False, but {values[first]} and {values[key]} "
+                    "in the source; pass use_orig_params=True"
                 )
-
-
-def _fits(tensor: LiveTensor, spec: TensorSpec, resize: Collection[str]) -> bool:
-    """Return whether a tensor can be filled from a source's tensor of this shape."""
-    if spec.shape == tensor.global_shape:
-        return True
-    kind, _, name = tensor.key.partition("/")
-    parameter = name.rpartition("/")[0] if kind == "optim" else name
-    return parameter in resize and len(spec.shape) == len(tensor.global_shape)
 
 
 def _batches(fills: Sequence[Fill]) -> Iterator[list[Fill]]:

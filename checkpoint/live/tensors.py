@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, overlapping
+from keepstep.checkpoint.layout.source import TensorSpec
 from keepstep.checkpoint.live.placement import local_box
 
 _NAMES: dict[torch.dtype, str] = {
@@ -102,6 +104,24 @@ class LiveState:
 
     tensors: tuple[LiveTensor, ...]
     documents: Mapping[str, Json]
+
+
+def is_one_of_several() -> bool:
+    """Return whether other ranks may hold tensors of the state that this one has not."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def specs_of(tensors: Iterable[LiveTensor]) -> dict[str, TensorSpec]:
+    """Return the data types and global shapes of live tensors, by key.
+
+    A data type that the format cannot store has torch's name.
+    """
+    return {
+        tensor.key: TensorSpec(
+            _NAMES.get(tensor.data.dtype, str(tensor.data.dtype)), tensor.global_shape
+        )
+        for tensor in tensors
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

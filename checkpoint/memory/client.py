@@ -18,12 +18,19 @@ from keepstep.checkpoint.memory.messages import (
     Begun,
     BoxBytes,
     ClientRequest,
+    DocumentBytes,
+    DocumentDigests,
     Holdings,
     IndexBytes,
     IndexPending,
     ListHoldings,
     Opened,
     OpenShard,
+    PlanBytes,
+    PlanInputBytes,
+    PlanPending,
+    PlanReply,
+    PlanRequest,
     ReadBoxes,
     ReadIndex,
     Refused,
@@ -31,6 +38,8 @@ from keepstep.checkpoint.memory.messages import (
     Sealed,
     ServerReply,
     ShardBox,
+    TensorPlanBytes,
+    Unchanged,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Identity, TransportError, connect
@@ -126,18 +135,24 @@ class SnapshotClient:
 
     def index(self, snapshot: SnapshotId, rank: int, *, wait: bool = False) -> ShardIndex:
         """Return what a sealed shard holds; with `wait`, once it has been rebuilt there."""
-        encoded = bytearray()
-
-        def allocate(nbytes: int) -> Sequence[memoryview]:
-            if nbytes > MAX_INDEX_NBYTES:
-                return ()
-            encoded.extend(bytes(nbytes))
-            return (memoryview(encoded),)
-
         request = ReadIndex(snapshot=snapshot, rank=rank, wait=wait)
-        while isinstance(self._ask(request, IndexBytes, IndexPending, into=allocate), IndexPending):
-            pass
+        reply: ServerReply = IndexPending()
+        while isinstance(reply, IndexPending):
+            reply, encoded = self._ask_with_payload(request, IndexBytes, IndexPending)
         return decode_index(encoded, rank)
+
+    def answer_plan(self, request: PlanRequest) -> tuple[PlanReply, bytes | bytearray]:
+        """Return the server's reply to what it is asked to plan a checkpoint, and its payload."""
+        return self._ask_with_payload(
+            request,
+            PlanInputBytes,
+            PlanBytes,
+            TensorPlanBytes,
+            PlanPending,
+            Unchanged,
+            DocumentDigests,
+            DocumentBytes,
+        )
 
     def open(self, snapshot: SnapshotId, rank: int) -> Arena:
         """Map a sealed shard for reading (only beside the server). The caller closes it."""
@@ -170,6 +185,20 @@ class SnapshotClient:
         with translated_transport_errors():
             descriptor = self._connection.take_descriptor()
         return Arena.map(descriptor, capacity, writable=writable)
+
+    def _ask_with_payload(
+        self, request: ClientRequest, *expected: type[ReplyT]
+    ) -> tuple[ReplyT, bytearray]:
+        """Send a request and return its reply and payload."""
+        payload = bytearray()
+
+        def allocate(nbytes: int) -> Sequence[memoryview]:
+            if nbytes > MAX_INDEX_NBYTES:
+                return ()
+            payload.extend(bytes(nbytes))
+            return (memoryview(payload),)
+
+        return self._ask(request, *expected, into=allocate), payload
 
     def _ask(
         self,

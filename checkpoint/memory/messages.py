@@ -10,8 +10,11 @@ events between the replies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
 
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.memory.erasure_group import Count, ErasureGroup, ShardTable
@@ -19,9 +22,13 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.transport import Codec, Message, Protocol, VersionRange
 
 MAX_INDEX_NBYTES = 2**28
-"""The largest shard index that a client accepts; the documents in it are of any size."""
+"""The largest shard index, or part of one, that a client accepts; documents are of any size."""
 
 _MAX_REQUEST_NBYTES = 2**28  # A restore into another layout may ask for very many boxes at once.
+
+
+PlannerCount = Annotated[int, msgspec.Meta(gt=0, le=2**16)]
+"""How many planners share a checkpoint (`checkpoint.stored.shared_plan`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +182,112 @@ class Table(Message, frozen=True, kw_only=True):
     table: ShardTable
 
 
+class ReadPlanInput(Message, frozen=True, kw_only=True):
+    """Asks for ranks' boxes of the tensors that fall to one of so many planners.
+
+    Replied to by `PlanInputBytes`; by `Unchanged` if its digest would be `known`.
+    """
+
+    snapshot: SnapshotId
+    ranks: tuple[Count, ...]
+    planner: Count
+    planners: PlannerCount
+    known: str | None
+
+
+class PlanInputBytes(Message, frozen=True, kw_only=True):
+    """Carries each rank's boxes, as `shared_plan.entries_by_planner` returns them, as JSON."""
+
+    digest: str
+
+
+class ReadPlan(Message, frozen=True, kw_only=True):
+    """Asks a planner which chunks ranks write in an attempt.
+
+    Replied to by `PlanBytes`; by `Unchanged` if its digest would be `known`; by `PlanPending`.
+    """
+
+    attempt: str
+    planner: Count
+    ranks: tuple[Count, ...]
+    known: str | None
+
+
+class PlanBytes(Message, frozen=True, kw_only=True):
+    """Carries each rank's `shared_plan.WriterPlan`, or null, as JSON."""
+
+    digest: str
+
+
+class ReadTensorPlan(Message, frozen=True, kw_only=True):
+    """Asks a planner for its tensors. Replied to by `TensorPlanBytes` or `PlanPending`."""
+
+    attempt: str
+    planner: Count
+
+
+class TensorPlanBytes(Message, frozen=True, kw_only=True):
+    """Carries a `shared_plan.TensorPlan` as JSON."""
+
+
+class PlanPending(Message, frozen=True, kw_only=True):
+    """The planner has not begun the attempt yet, or is at work on it; ask again."""
+
+
+class Unchanged(Message, frozen=True, kw_only=True):
+    """What was asked for has the digest that the client knows."""
+
+
+class ReadDocumentDigests(Message, frozen=True, kw_only=True):
+    """Asks for the digests of ranks' documents. Replied to by `DocumentDigests`."""
+
+    snapshot: SnapshotId
+    ranks: tuple[Count, ...]
+
+
+class DocumentDigests(Message, frozen=True, kw_only=True):
+    """For each rank that was asked for, the digest of each of its documents, by name."""
+
+    digests: tuple[Mapping[str, str], ...]
+
+
+class ReadDocuments(Message, frozen=True, kw_only=True):
+    """Asks for documents of one rank. Replied to by `DocumentBytes`."""
+
+    snapshot: SnapshotId
+    rank: Count
+    names: tuple[str, ...]
+
+
+class DocumentBytes(Message, frozen=True, kw_only=True):
+    """Carries documents by name, as JSON."""
+
+
+PlanRequest: TypeAlias = (
+    ReadPlanInput | ReadPlan | ReadTensorPlan | ReadDocumentDigests | ReadDocuments
+)
+"""What servers ask each other to plan a checkpoint."""
+
+PlanReply: TypeAlias = (
+    PlanInputBytes
+    | PlanBytes
+    | TensorPlanBytes
+    | PlanPending
+    | Unchanged
+    | DocumentDigests
+    | DocumentBytes
+)
+
 ClientRequest: TypeAlias = (
-    Begin | Seal | ListHoldings | ReadIndex | OpenShard | ReadBoxes | ReadStripe | ReadTable
+    Begin
+    | Seal
+    | ListHoldings
+    | ReadIndex
+    | OpenShard
+    | ReadBoxes
+    | ReadStripe
+    | ReadTable
+    | PlanRequest
 )
 ServerReply: TypeAlias = (
     Refused
@@ -189,13 +300,26 @@ ServerReply: TypeAlias = (
     | BoxBytes
     | StripeBytes
     | Table
+    | PlanReply
 )
 
 SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
     name="snapshot",
     versions=VersionRange(1, 1),
     requests=Codec[ClientRequest](
-        Begin, Seal, ListHoldings, ReadIndex, OpenShard, ReadBoxes, ReadStripe, ReadTable
+        Begin,
+        Seal,
+        ListHoldings,
+        ReadIndex,
+        OpenShard,
+        ReadBoxes,
+        ReadStripe,
+        ReadTable,
+        ReadPlanInput,
+        ReadPlan,
+        ReadTensorPlan,
+        ReadDocumentDigests,
+        ReadDocuments,
     ),
     replies=Codec[ServerReply](
         Refused,
@@ -208,6 +332,13 @@ SNAPSHOT_PROTOCOL: Protocol[ClientRequest, ServerReply] = Protocol(
         BoxBytes,
         StripeBytes,
         Table,
+        PlanInputBytes,
+        PlanBytes,
+        TensorPlanBytes,
+        PlanPending,
+        Unchanged,
+        DocumentDigests,
+        DocumentBytes,
     ),
     max_body_nbytes=_MAX_REQUEST_NBYTES,
 )
@@ -226,7 +357,8 @@ class PersistTask:
     """A snapshot to be written to the storage at a URL, and who holds its shards.
 
     `generation` is the one that the checkpoint has in storage. `attempt` names this attempt to
-    write it; no other attempt ever has the name (FORMAT.md).
+    write it; no other attempt ever has the name (FORMAT.md). `compression` is as for
+    `checkpoint.save`.
     """
 
     url: str
@@ -234,6 +366,7 @@ class PersistTask:
     generation: Count
     attempt: str
     holders: tuple[RankHolder, ...]
+    compression: Literal["zstd"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

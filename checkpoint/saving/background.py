@@ -6,9 +6,10 @@ ranks, and passes on what it gets as bytes.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,7 +18,13 @@ from torch.distributed.distributed_c10d import Store
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.saving.commit_round import CommitRound
 from keepstep.checkpoint.saving.messages import PartReport, WritePart, encode_publication
+from keepstep.checkpoint.saving.store_calls import StoreCalls
 from keepstep.checkpoint.saving.writer_process import WriterProcess
+
+log = logging.getLogger("keepstep")
+
+_END_S = 10.0
+"""How long a save that was given up may take to end, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +35,24 @@ class BufferFile:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """The end of a copy: the buffer that it is in, or why it is not good."""
+
+    buffer: BufferFile | None
+    error: CheckpointError | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTask:
-    """One save on one rank, after the copy.
+    """One save on one rank.
 
     Attributes:
         part: what to write.
-        buffer: where the copy is; None if there is none.
+        copied: is set when the copy has ended; until then signs of life are given.
         plan: the encoded `PartPlan`; the same object while it has not changed.
         documents: the rank's documents, as JSON.
         sends_documents: there are any, and the rank is not rank 0.
-        copy_error: why the copy is not good.
         rank: this rank.
         world_size: the number of ranks.
         store: the job's; None if there is one rank.
@@ -46,11 +60,10 @@ class SaveTask:
     """
 
     part: WritePart
-    buffer: BufferFile | None
+    copied: Future[Copied]
     plan: bytes
     documents: bytes
     sends_documents: bool
-    copy_error: CheckpointError | None
     rank: int
     world_size: int
     store: Store | None
@@ -61,7 +74,7 @@ class BackgroundSaver:
     """Owns the thread and the process; `start` starts both, `close` ends both.
 
     Args:
-        peer_timeout_s: how long to wait for a rank that gives no sign of life.
+        peer_timeout_s: how long to wait for a rank, or a store, that gives no sign of life.
     """
 
     def __init__(self, peer_timeout_s: float) -> None:
@@ -69,6 +82,8 @@ class BackgroundSaver:
         self._tasks: queue.SimpleQueue[SaveTask | None] = queue.SimpleQueue()
         self._is_idle = threading.Event()
         self._given_up = threading.Event()
+        self._calls = StoreCalls(peer_timeout_s, self._given_up)
+        self._current: SaveTask | None = None
         self._has_started = threading.Event()
         self._thread: threading.Thread | None = None
         self._process: WriterProcess | None = None
@@ -96,6 +111,11 @@ class BackgroundSaver:
     def submit(self, task: SaveTask) -> None:
         """Carry out a save; the one before is over."""
         assert self._is_idle.is_set(), "one save is in progress at most"
+        if task.store is not None and not self._calls.is_running:
+            # A store that did not answer may have been another process group's.
+            self._calls.close()
+            self._calls = StoreCalls(self._peer_timeout_s, self._given_up)
+            self._calls.start()
         self._is_idle.clear()
         self._tasks.put(task)
 
@@ -113,7 +133,12 @@ class BackgroundSaver:
             self._given_up.set()
             if self._process is not None:
                 self._process.kill()
-        self._thread.join()
+            self._thread.join(_END_S)
+        if self._thread.is_alive():
+            log.warning("a save that was given up does not end; it is left to the process's end")
+            if (task := self._current) is not None:
+                _settle(task.outcome, CheckpointError("the save was given up, and does not end"))
+        self._calls.close()
         self._thread = None
 
     def _run(self) -> None:
@@ -123,8 +148,10 @@ class BackgroundSaver:
             finally:
                 self._has_started.set()
             while (task := self._tasks.get()) is not None:
+                self._current = task
                 self._perform(task)
                 # It has the process group's store, which the group's end is to free.
+                self._current = None
                 del task
                 self._is_idle.set()
         finally:
@@ -151,15 +178,15 @@ class BackgroundSaver:
                 task.world_size,
                 task.part.attempt,
                 self._peer_timeout_s,
-                self._given_up,
+                self._calls,
             )
             commit_round.tick()
             self._write_and_commit(task, commit_round)
-            task.outcome.set_result(None)
+            _settle(task.outcome, None)
         except CheckpointError as error:
-            task.outcome.set_result(error)
+            _settle(task.outcome, error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: somebody may wait
-            task.outcome.set_result(CheckpointError(f"the save failed: {error!r}"))
+            _settle(task.outcome, CheckpointError(f"the save failed: {error!r}"))
         finally:
             if commit_round is not None and task.rank == 0:
                 commit_round.await_others()
@@ -191,13 +218,16 @@ class BackgroundSaver:
             raise failure
 
     def _write(self, task: SaveTask, commit_round: CommitRound) -> bytes:
-        """Have this rank's part written; return the report of it."""
-        if task.copy_error is not None:
-            raise task.copy_error
+        """Have this rank's part written, once it is copied; return the report of it."""
+        while not wait([task.copied], commit_round.tick_s).done:
+            commit_round.tick()
+        copied = task.copied.result()
+        if copied.error is not None:
+            raise copied.error
         process = self._running_process()
-        if task.buffer is not None and task.buffer is not self._sent_buffer:
-            process.use_buffer(task.buffer.descriptor, task.buffer.nbytes)
-            self._sent_buffer = task.buffer
+        if copied.buffer is not None and copied.buffer is not self._sent_buffer:
+            process.use_buffer(copied.buffer.descriptor, copied.buffer.nbytes)
+            self._sent_buffer = copied.buffer
         if task.plan is not self._sent_plan:
             process.use_plan(task.plan)
             self._sent_plan = task.plan
@@ -217,3 +247,9 @@ class BackgroundSaver:
                 raise error
         assert self._process is not None, "it was started"
         return self._process
+
+
+def _settle(outcome: Future[CheckpointError | None], error: CheckpointError | None) -> None:
+    """Set the outcome of a save, unless it was given up before."""
+    with suppress(InvalidStateError):
+        outcome.set_result(error)

@@ -10,6 +10,9 @@ another to find later. Its client serves one call at a time, and training may wa
 round uses a connection of its own. It looks for a key now and then, at most once a second after a
 while: a store's own wait that ends without the key prints warnings.
 
+A store's answer is waited for as long as a rank's sign of life (`store_calls`): the host that
+serves it may be gone, too.
+
 A store does not tell that a rank is gone. So each rank counts up a number of its own while the
 round lasts. Whoever waits for a rank whose number stands still for `peer_timeout_s` gives up: rank
 0 for others, the others for rank 0. Only rank 0 publishes, and it needs all parts: a save that a
@@ -19,7 +22,6 @@ rank died in is not committed. If rank 0 gives no sign of life, whether it publi
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -29,6 +31,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
+from keepstep.checkpoint.saving.store_calls import StoreCalls
 
 _FAILED = b"!"
 """Begins the report of a rank whose part was not written; any other is JSON."""
@@ -48,7 +51,7 @@ class CommitRound:
         world_size: the number of ranks.
         name: of the attempt; the same on all ranks, and never used again.
         peer_timeout_s: how long to wait for a rank that gives no sign of life.
-        given_up: once set, nothing is waited for any more.
+        calls: makes the calls of the store; once they are given up, nothing is waited for any more.
     """
 
     def __init__(
@@ -58,9 +61,10 @@ class CommitRound:
         world_size: int,
         name: str,
         peer_timeout_s: float,
-        given_up: threading.Event,
+        calls: StoreCalls,
     ) -> None:
-        self._given_up = given_up
+        self._calls = calls
+        self._given_up = calls.given_up
         self._rank = rank
         self._world_size = world_size
         self._peer_timeout_s = peer_timeout_s
@@ -220,10 +224,9 @@ class CommitRound:
                     f"checkpoint was stored{unknown}"
                 )
 
-    @staticmethod
-    def _call(call: Callable[[], _Result]) -> _Result:
+    def _call(self, call: Callable[[], _Result]) -> _Result:
         try:
-            return call()
+            return self._calls.call(call)
         except RuntimeError as error:
             raise _store_is_gone(error) from error
 

@@ -14,28 +14,29 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Self
 
 import torch
 
-from keepstep.checkpoint.collective import Bytes, default_store, rank, world_size
+from keepstep.checkpoint.agreement import on_all_ranks
+from keepstep.checkpoint.collective import default_store, rank, world_size
 from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, gather_chunks
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
-from keepstep.checkpoint.layout.boxes import Box, Json
-from keepstep.checkpoint.layout.part_table import PartTable
-from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.live.shared_buffer import SharedBuffer
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.live.versions import WatchedTensors
-from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, SaveTask
+from keepstep.checkpoint.saving.background import BackgroundSaver, BufferFile, Copied, SaveTask
 from keepstep.checkpoint.saving.commit_round import as_told_by
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.messages import WritePart
 from keepstep.checkpoint.saving.save_plan import SavePlan, plan_save
 from keepstep.checkpoint.server.memory_budget import available_nbytes
 from keepstep.checkpoint.state_mapping import StateMapping, capture
+from keepstep.checkpoint.stored.chunking import Compression
 
 log = logging.getLogger("keepstep")
 
@@ -49,7 +50,8 @@ class Saver:
             handle = saver.save(url, state, step=step)
 
     Args:
-        peer_timeout_s: a save fails if a rank gives no sign of life for so long.
+        peer_timeout_s: a save fails if a rank gives no sign of life for so long, or the store of
+            the process group no answer.
         close_timeout_s: how long `close` waits for the save in progress.
     """
 
@@ -75,8 +77,9 @@ class Saver:
         *,
         step: int,
         generation: int = 0,
-        parts: Mapping[str, PartTable] | None = None,
-        parts_mesh_axis: str = "tp",
+        descriptions: Descriptions = NOT_DESCRIBED,
+        config: Json = None,
+        compression: Compression | None = None,
     ) -> SaveHandle:
         """Copy the state and return; the checkpoint is written and committed in the background.
 
@@ -92,19 +95,29 @@ class Saver:
         # The process starts while the first copy's memory is prepared.
         self._background.start()
         failure = self.finish()
-        fused = FusedTensors(parts or {}, parts_mesh_axis)
-        agreed = agree_on_save(lambda: capture(state, fused), failure, self._plans)
+        agreed = agree_on_save(
+            lambda: capture(state, descriptions, config), failure, self._plans, compression
+        )
         self._last = None
         previous_error = told_failure(agreed.failures)
         tensors = agreed.live.tensors
-        plan = self._plan
-        if plan is None or plan.shared is not agreed.plan:
-            plan = self._plan = plan_save(rank(), tensors, agreed.plan)
-        watched = WatchedTensors.of(tensors)
-        versions = watched.versions()
-        collected = gather_chunks(agreed.plan, tensors)
-        copy_error = self._copy(plan, tensors, collected, watched, versions, step)
+
+        def prepare() -> tuple[SavePlan, WatchedTensors, list[int], bytes]:
+            plan = self._plan
+            if plan is None or plan.shared is not agreed.plan:
+                plan = self._plan = plan_save(rank(), tensors, agreed.plan)
+            watched = WatchedTensors.of(tensors)
+            documents = json.dumps(dict(agreed.documents)).encode()
+            return plan, watched, list(watched.versions()), documents
+
+        plan, watched, versions, documents = on_all_ranks(prepare)
         outcome: Future[CheckpointError | None] = Future()
+        copied: Future[Copied] = Future()
+        keys = [tensor.key for tensor in watched.tensors]
+        self._last = SaveHandle(
+            url, step, generation, dict(zip(keys, versions, strict=True)), previous_error, outcome
+        )
+        # Other ranks may have copied long before this one, and wait for its signs of life.
         self._background.submit(
             SaveTask(
                 part=WritePart(
@@ -114,21 +127,21 @@ class Saver:
                     generation=generation,
                     attempt=agreed.attempt,
                 ),
-                buffer=self._buffer_file,
+                copied=copied,
                 plan=plan.encoded,
-                documents=json.dumps(dict(agreed.documents)).encode(),
+                documents=documents,
                 sends_documents=rank() != 0 and bool(agreed.documents),
-                copy_error=copy_error,
                 rank=rank(),
                 world_size=world_size(),
                 store=default_store() if world_size() > 1 else None,
                 outcome=outcome,
             )
         )
-        keys = [tensor.key for tensor in watched.tensors]
-        self._last = SaveHandle(
-            url, step, generation, dict(zip(keys, versions, strict=True)), previous_error, outcome
-        )
+        copy_error: CheckpointError | None = CheckpointError("the copy was interrupted")
+        try:
+            copy_error = self._copy(plan, tensors, watched, versions, step)
+        finally:
+            copied.set_result(Copied(self._buffer_file, copy_error))
         return self._last
 
     def finish(self) -> Json:
@@ -163,13 +176,18 @@ class Saver:
         self,
         plan: SavePlan,
         tensors: Sequence[LiveTensor],
-        collected: Mapping[tuple[str, Box], Bytes],
         watched: WatchedTensors,
         versions: Sequence[int],
         step: int,
     ) -> CheckpointError | None:
         """Copy what this rank writes into the shared buffer; return why the copy is not good."""
         copied = [tensors[i] for i in plan.copied]
+        try:
+            collected = gather_chunks(plan.shared, tensors)
+        except CheckpointError as error:
+            return error
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            return CheckpointError(f"step {step}: no memory to exchange pieces with ranks: {error}")
         try:
             if self._buffer.reserve(plan.nbytes, _device_of(copied), available_nbytes):
                 self._buffer_file = BufferFile(self._buffer.descriptor, self._buffer.nbytes)

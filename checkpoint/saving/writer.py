@@ -45,7 +45,8 @@ from keepstep.checkpoint.saving.messages import (
     Written,
 )
 from keepstep.checkpoint.server.priority import yield_to_training
-from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.processes import die_with_parent

@@ -21,8 +21,8 @@ from keepstep.checkpoint.memory.arena import Bytes, box_bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import ShardBox
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.plan_exchange import NodePlan
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
-from keepstep.checkpoint.stored.chunking import ChunkPlan, Piece
 
 # What is read from other nodes at once. Each writing thread may be in another batch.
 _BATCH_NBYTES = 16 * 2**20
@@ -56,9 +56,7 @@ class ChunkPieces:
         memory: holds the node's shards.
         snapshot: the snapshot that is stored.
         addresses: where each rank's shard is; None in this node's memory.
-        plan: the chunks of all writers.
-        ranks: the ranks that the plan's positions stand for.
-        writers: the positions of the writers whose chunks will be asked for, in order.
+        plan: what this node writes.
         connect: connects to a snapshot server.
     """
 
@@ -67,9 +65,7 @@ class ChunkPieces:
         memory: SnapshotMemory,
         snapshot: SnapshotId,
         addresses: Mapping[int, str | None],
-        plan: ChunkPlan,
-        ranks: Sequence[int],
-        writers: Sequence[int],
+        plan: NodePlan,
         connect: Callable[[str], SnapshotClient],
     ) -> None:
         self._memory = memory
@@ -79,14 +75,14 @@ class ChunkPieces:
         self._pieces: dict[tuple[str, Box], Sequence[_Piece]] = {}
         self._batches: dict[tuple[str, Box], _Batch] = {}
         batch = _Batch()
-        for writer in writers:
-            for chunk in plan.chunks[writer]:
+        for writer, chunks in zip(plan.own, plan.chunks.chunks, strict=True):
+            for chunk in chunks:
                 name = (chunk.key, chunk.box)
-                itemsize = numpy_dtype(plan.tensors[chunk.key].dtype).itemsize
+                itemsize = numpy_dtype(plan.chunks.tensors[chunk.key].dtype).itemsize
                 pieces = [
-                    _Piece(ranks[piece.holder], chunk.key, piece.box, itemsize)
-                    for piece in chunk.pieces or (Piece(writer, chunk.box),)
-                ]
+                    _Piece(plan.ranks[piece.holder], chunk.key, piece.box, itemsize)
+                    for piece in chunk.pieces
+                ] or [_Piece(writer, chunk.key, chunk.box, itemsize)]
                 self._pieces[name] = pieces
                 remote = [piece for piece in pieces if addresses[piece.rank] is not None]
                 if remote:

@@ -20,9 +20,14 @@ from keepstep.checkpoint.memory.messages import (
     Opened,
     OpenShard,
     ReadBoxes,
+    ReadDocumentDigests,
+    ReadDocuments,
     ReadIndex,
+    ReadPlan,
+    ReadPlanInput,
     ReadStripe,
     ReadTable,
+    ReadTensorPlan,
     Refused,
     Seal,
     Sealed,
@@ -31,6 +36,7 @@ from keepstep.checkpoint.memory.messages import (
     Table,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, FileRange, MalformedMessage
@@ -48,6 +54,7 @@ class ClientSession:
         client: the connection.
         memory: the node's snapshots.
         protection: their parity.
+        plan_answers: answers what is asked to plan a checkpoint.
         on_sealed: called when the client has sealed a shard of a snapshot.
         background_rate: returns the bytes per second that this connection may send beside the
             training; 0 is no limit.
@@ -58,12 +65,14 @@ class ClientSession:
         client: Connection[ServerReply, ClientRequest],
         memory: SnapshotMemory,
         protection: Protection,
+        plan_answers: PlanAnswers,
         on_sealed: Callable[[SnapshotId], None],
         background_rate: Callable[[], int],
     ) -> None:
         self._client = client
         self._memory = memory
         self._protection = protection
+        self._plan_answers = plan_answers
         self._on_sealed = on_sealed
         self._background_rate = background_rate
         self._unsealed: set[tuple[SnapshotId, int]] = set()
@@ -120,6 +129,15 @@ class ClientSession:
                     self._client.send_files(StripeBytes(table=table), ranges)
             case ReadTable(snapshot=snapshot, position=position):
                 self._client.send(Table(table=self._protection.table(snapshot, position)))
+            case (
+                ReadPlanInput()
+                | ReadPlan()
+                | ReadTensorPlan()
+                | ReadDocumentDigests()
+                | ReadDocuments()
+            ):
+                reply, payload = self._plan_answers.answer_plan(request)
+                self._client.send(reply, [payload])
 
     def _begin(self, request: Begin) -> None:
         granted = self._memory.begin(

@@ -1,22 +1,21 @@
 """Writes a committed snapshot from the memory of its holders to storage, without the workers.
 
-Runs in the snapshot servers, on one thread of each. Every holder writes the chunks whose writers
-are its ranks, and reads pieces of chunks that only other nodes hold from those. One server then
-publishes the manifest. An attempt ends with its generation.
+Runs in the snapshot servers, on one thread of each. The holders plan together (`plan_exchange`).
+Every holder writes the chunks whose writers are its ranks, and reads pieces of chunks that only
+other nodes hold from those. One server then publishes the manifest. An attempt ends with its
+generation.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists
-from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
-from keepstep.checkpoint.layout.documents import merged_documents
+from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.memory.arena import Bytes
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.messages import (
@@ -27,39 +26,21 @@ from keepstep.checkpoint.memory.messages import (
     PersistTask,
     Published,
     PublishFailed,
-    RankHolder,
     ServerEvent,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server.chunk_pieces import ChunkPieces
 from keepstep.checkpoint.server.limits import RateLimiter
+from keepstep.checkpoint.server.plan_answers import PlanAnswers
+from keepstep.checkpoint.server.plan_exchange import PlanExchange
 from keepstep.checkpoint.server.priority import yield_to_training
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
-from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.stored.format import Attempt, StoredObject, StoredStep
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.writer import publish, write_part
 from keepstep.transport import Identity
-
-_Layout = tuple[tuple[int, ...], tuple[tuple[Entry, ...], ...]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PersistPlan:
-    """Everything about a snapshot but its bytes.
-
-    Args:
-        snapshot: which one.
-        ranks: whose shards make it up, in ascending order.
-        chunks: who writes which chunks.
-        documents: everything that is no tensor.
-    """
-
-    snapshot: SnapshotId
-    ranks: tuple[int, ...]
-    chunks: ChunkPlan
-    documents: Mapping[str, Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +59,7 @@ class Persistence:
 
     Args:
         memory: holds the node's shards.
+        plan_answers: answers other servers, with which this one plans.
         identity: this node, as other servers see it.
         bytes_per_s: how fast to write; 0 is as fast as it goes.
         send_event: sends an event to the agent.
@@ -86,6 +68,7 @@ class Persistence:
     def __init__(
         self,
         memory: SnapshotMemory,
+        plan_answers: PlanAnswers,
         identity: Identity,
         bytes_per_s: int,
         send_event: Callable[[ServerEvent], None],
@@ -97,10 +80,10 @@ class Persistence:
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-persist", initializer=yield_to_training
         )
+        self._plan_answers = plan_answers
+        self._plan_exchange = PlanExchange(plan_answers, self._connect)
         self._attempt: _Attempt | None = None
-        self._plan: _PersistPlan | None = None
-        # The plan of the last checkpoint; the next one has it too if the layout is unchanged.
-        self._cached_plan: tuple[_Layout, ChunkPlan] | None = None
+        self._is_closing = threading.Event()
 
     def start(self, task: PersistTask, part: int) -> None:
         """Begin to write this server's part, numbered `part`; the attempt before is given up.
@@ -117,6 +100,7 @@ class Persistence:
         self._memory.pin(task.snapshot)
         self._memory.pin(task.snapshot)
         self._attempt = _Attempt(task.attempt, task.snapshot, threading.Event())
+        self._plan_answers.shares.begin(task.attempt)
         self._pool.submit(self._write, task, part, self._attempt.stop)
 
     def end(self, attempt: str) -> None:
@@ -141,19 +125,16 @@ class Persistence:
     def close(self) -> None:
         """Give up and end."""
         self.stop()
+        self._is_closing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _write(self, task: PersistTask, part: int, stop: threading.Event) -> None:
         snapshot = task.snapshot
         event: ServerEvent
         try:
-            plan = self._make_plan(task)
+            plan = self._plan_exchange.plan(task, stop.is_set)
             addresses = {rank: holder.address for holder in task.holders for rank in holder.ranks}
-            local = [i for i, rank in enumerate(plan.ranks) if addresses[rank] is None]
-
-            pieces = ChunkPieces(
-                self._memory, snapshot, addresses, plan.chunks, plan.ranks, local, self._connect
-            )
+            pieces = ChunkPieces(self._memory, snapshot, addresses, plan, self._connect)
 
             def read_box(key: str, box: Box) -> Bytes:
                 data = pieces.read(key, box)
@@ -164,7 +145,7 @@ class Persistence:
                 open_storage(task.url),
                 _attempt_of(task),
                 plan.chunks,
-                local,
+                range(len(plan.own)),
                 read_box,
                 name=part,
                 stop=stop.is_set,
@@ -188,18 +169,14 @@ class Persistence:
         snapshot = task.snapshot
         event: ServerEvent
         try:
-            plan = self._make_plan(task)
-            # A holder's part has the chunks of all its ranks, and the holder's number.
-            parts = {
-                rank: part for part, holder in enumerate(task.holders) for rank in holder.ranks
-            }
+            content = self._plan_exchange.content(task, self._is_closing.is_set)
             publish(
                 open_storage(task.url),
                 _attempt_of(task),
                 [StoredObject(part.name, part.nbytes, part.crc32c) for part in listings],
-                plan.chunks.tensors,
-                plan.chunks.chunk_parts([parts[rank] for rank in plan.ranks]),
-                plan.documents,
+                content.tensors,
+                content.chunk_parts,
+                content.documents,
             )
             event = Published(snapshot=snapshot)
         except CheckpointExists as error:
@@ -210,35 +187,6 @@ class Persistence:
         except Exception as error:  # noqa: BLE001 - as above
             event = PublishFailed(snapshot=snapshot, reason=_reason(error))
         self._send_event(event)
-
-    def _make_plan(self, task: PersistTask) -> _PersistPlan:
-        """Return the plan of a snapshot, made the first time: publishing needs it after writing."""
-        if self._plan is not None and self._plan.snapshot == task.snapshot:
-            return self._plan
-        indexes_by_rank = dict(
-            sorted(
-                (rank, index)
-                for holder in task.holders
-                for rank, index in self._read_indexes(task.snapshot, holder).items()
-            )
-        )
-        ranks, indexes = tuple(indexes_by_rank), tuple(indexes_by_rank.values())
-        layout = (ranks, tuple(index.entries for index in indexes))
-        if self._cached_plan is None or self._cached_plan[0] != layout:
-            self._cached_plan = (layout, plan_chunks(indexes))
-        self._plan = _PersistPlan(
-            snapshot=task.snapshot,
-            ranks=ranks,
-            chunks=self._cached_plan[1],
-            documents=merged_documents(index.documents for index in indexes),
-        )
-        return self._plan
-
-    def _read_indexes(self, snapshot: SnapshotId, holder: RankHolder) -> dict[int, ShardIndex]:
-        if holder.address is None:
-            return {rank: self._memory.index(snapshot, rank) for rank in holder.ranks}
-        with closing(self._connect(holder.address)) as client:
-            return {rank: client.index(snapshot, rank) for rank in holder.ranks}
 
     def _connect(self, address: str) -> SnapshotClient:
         return SnapshotClient(address, self._identity.secret, node=self._identity.node)

@@ -34,6 +34,7 @@ from keepstep.checkpoint.server.client_session import ClientSession
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.persistence import Persistence
+from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.rebuilding import Rebuilder
 from keepstep.checkpoint.server.restore_check import RestoreCheck
@@ -72,8 +73,9 @@ class SnapshotServer:
         self._protection = Protection(self._memory, identity, budget, self._report_protected)
         self._restore_check = RestoreCheck(self._memory, self._agent.send)
         self._rebuilder = Rebuilder(self._memory, identity, self._protection.mark_unprotected)
+        self._plan_answers = PlanAnswers(self._memory)
         self._persistence = Persistence(
-            self._memory, identity, config.limits.storage, self._agent.send
+            self._memory, self._plan_answers, identity, config.limits.storage, self._agent.send
         )
         self._commands = AgentCommands(
             self._memory,
@@ -102,8 +104,9 @@ class SnapshotServer:
         self._persistence.close()
         self._rebuilder.close()
         self._restore_check.close()
-        # Sessions that wait for the memory or for protection end; then nothing uses their buffers.
+        # Sessions that wait for memory, a plan or protection end; then nothing uses their buffers.
         self._memory.stop()
+        self._plan_answers.close()
         self._protection.stop()
         self._listener.close()
         self._protection.close()
@@ -112,7 +115,12 @@ class SnapshotServer:
 
     def _serve(self, client: Connection[ServerReply, ClientRequest]) -> None:
         ClientSession(
-            client, self._memory, self._protection, self._protect, self._background_rate
+            client,
+            self._memory,
+            self._protection,
+            self._plan_answers,
+            self._protect,
+            self._background_rate,
         ).run()
 
     def _protect(self, snapshot: SnapshotId) -> None:

@@ -6,6 +6,7 @@ a reader of a few tensors needs the listings of their writers only.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import crc32c
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.integers import ceil_div
+from keepstep.checkpoint.stored.cell_codec import BLOSC_HEADER_NBYTES, CHECKSUM_NBYTES
 from keepstep.checkpoint.stored.chunking import (
     Cell,
     Chunk,
@@ -24,13 +26,10 @@ from keepstep.checkpoint.stored.chunking import (
     chunk_at,
     chunks_over,
 )
-from keepstep.checkpoint.stored.format import (
-    ChunkObject,
-    DataObject,
-    Pack,
+from keepstep.checkpoint.stored.listings import ChunkObject, DataObject, Pack, decode_numbers
+from keepstep.checkpoint.stored.object_names import chunk_name
+from keepstep.checkpoint.stored.zarr_metadata import (
     cells_per_chunk,
-    chunk_name,
-    decode_checksums,
     shard_index,
     shard_index_nbytes,
 )
@@ -42,8 +41,9 @@ _RUN_NBYTES = 2 * 2**20
 class Span:
     """Cells of a tensor that lie in an object one after the other, each followed by its crc32c.
 
-    `offset` is in bytes. `places` are the cells' places in the grid of the tensor's cells. `tail`
-    is the chunk's index, which follows the chunk's last cell; otherwise it is empty.
+    `offset` is in bytes. `places` are the cells' places in the grid of the tensor's cells, `sizes`
+    their sizes in bytes, with the checksum. `tail` is the chunk's index, which follows the chunk's
+    last cell; otherwise it is empty.
     """
 
     key: str
@@ -51,33 +51,38 @@ class Span:
     offset: int
     places: tuple[tuple[int, ...], ...]
     checksums: tuple[int, ...]
-    payload_nbytes: int
+    sizes: tuple[int, ...]
     tail: bytes
 
     @property
     def nbytes(self) -> int:
         """Size of the cells with their checksums, and of the tail."""
-        return len(self.checksums) * (self.payload_nbytes + 4) + len(self.tail)
+        return sum(self.sizes) + len(self.tail)
 
     def is_intact(self, data: memoryview) -> bool:
         """Return whether these bytes match the checksums and the tail."""
         start = 0
-        for crc in self.checksums:
-            end = start + self.payload_nbytes
-            is_payload_intact = crc32c.crc32c(data[start:end]) == crc
-            if not is_payload_intact or data[end : end + 4] != crc.to_bytes(4, "little"):
+        for crc, size in zip(self.checksums, self.sizes, strict=True):
+            end = start + size
+            stored = data[end - CHECKSUM_NBYTES : end]
+            is_payload_intact = crc32c.crc32c(data[start : end - CHECKSUM_NBYTES]) == crc
+            if not is_payload_intact or stored != crc.to_bytes(CHECKSUM_NBYTES, "little"):
                 return False
-            start = end + 4
+            start = end
         return data[start:] == self.tail
 
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """A chunk where it is stored: object, offset of its first cell in bytes, cells' checksums."""
+    """A chunk where it is stored: object, offset of its first cell in bytes, cells' checksums.
+
+    `sizes` are those of the cells, as in `ChunkObject`.
+    """
 
     object_name: str
     offset: int
     checksums: bytes
+    sizes: bytes
 
 
 class CellIndex:
@@ -105,8 +110,8 @@ class CellIndex:
 
         Raises:
             CheckpointDamaged: a pack has chunks of a tensor that is not packed or does not exist, a
-                chunk has more or fewer cells than its tensor's shape gives it, or an object has
-                another size than its cells.
+                chunk has more or fewer cells than its tensor's shape gives it, cells have sizes
+                that they cannot have, or an object has another size than its cells.
         """
         for item in objects:
             if isinstance(item, Pack):
@@ -114,8 +119,9 @@ class CellIndex:
                 for chunk in item.chunks:
                     tensor = self._packed_tensor(item, chunk.key)
                     self._check_cells(item.name, chunk.key, chunk.place, chunk.checksums)
-                    self._locate(chunk.key, chunk.place, item.name, offset, chunk.checksums)
-                    offset += len(chunk.checksums) // 4 * (tensor.cell_nbytes + 4)
+                    located = _Located(item.name, offset, chunk.checksums, b"")
+                    self._locate(chunk.key, chunk.place, located)
+                    offset += sum(_cell_sizes(tensor, located))
                 self._check_size(item, offset)
             else:
                 self._add_chunk_object(item)
@@ -127,9 +133,11 @@ class CellIndex:
             return  # It belongs to no tensor, so nobody reads it; `spans_of_object` refuses it.
         place = self._place(item)
         self._check_cells(item.name, item.key, place, item.checksums)
+        self._check_cell_sizes(item, tensor)
+        located = _Located(item.name, 0, item.checksums, item.sizes)
         tail_nbytes = shard_index_nbytes(cells_per_chunk(tensor))
-        self._check_size(item, len(item.checksums) // 4 * (tensor.cell_nbytes + 4) + tail_nbytes)
-        self._locate(item.key, place, item.name, 0, item.checksums)
+        self._check_size(item, sum(_cell_sizes(tensor, located)) + tail_nbytes)
+        self._locate(item.key, place, located)
 
     def check_listed(self, key: str) -> None:
         """Check that the listings have as many chunks as a tensor needs, before they are gone over.
@@ -225,14 +233,13 @@ class CellIndex:
                 )
             yield key, place
 
-    def _locate(
-        self, key: str, place: tuple[int, ...], name: str, offset: int, checksums: bytes
-    ) -> None:
+    def _locate(self, key: str, place: tuple[int, ...], located: _Located) -> None:
         if (key, place) in self._chunks:
             raise CheckpointDamaged(
-                f"{self.where}{name}: chunk {place} of {key} is listed twice; load an older step"
+                f"{self.where}{located.object_name}: chunk {place} of {key} is listed twice; load "
+                "an older step"
             )
-        self._chunks[key, place] = _Located(name, offset, checksums)
+        self._chunks[key, place] = located
         self._listed[key] += 1
 
     def _packed_tensor(self, pack: Pack, key: str) -> StoredTensor:
@@ -264,6 +271,26 @@ class CellIndex:
             raise CheckpointDamaged(
                 f"{self.where}{name} is listed with {listed} cells, chunk {place} of {key} has "
                 f"{expected}; load an older step"
+            )
+
+    def _check_cell_sizes(self, item: ChunkObject, tensor: StoredTensor) -> None:
+        """Check that compressed cells are listed with sizes that they can have, others with none.
+
+        Raises:
+            CheckpointDamaged: they are not.
+        """
+        if tensor.compression is None:
+            is_possible = not item.sizes
+        else:
+            least = BLOSC_HEADER_NBYTES + CHECKSUM_NBYTES
+            is_possible = len(item.sizes) == len(item.checksums) and all(
+                least <= size <= least + tensor.cell_nbytes for size in decode_numbers(item.sizes)
+            )
+        if not is_possible:
+            raise CheckpointDamaged(
+                f"{self.where}{item.name} is listed with sizes that its cells cannot have: cells "
+                f"of {tensor.cell_nbytes} bytes, compression {tensor.compression}; load an older "
+                "step"
             )
 
     def _check_size(self, item: DataObject, nbytes: int) -> None:
@@ -320,6 +347,13 @@ def _present_cells(tensor: StoredTensor, place: Sequence[int]) -> Sequence[int]:
     return numbers
 
 
+def _cell_sizes(tensor: StoredTensor, located: _Located) -> Sequence[int]:
+    """Return the size of each of a chunk's cells, with its checksum."""
+    if tensor.compression is not None:
+        return decode_numbers(located.sizes)
+    return (tensor.cell_nbytes + CHECKSUM_NBYTES,) * (len(located.checksums) // 4)
+
+
 def _spans(
     key: str,
     tensor: StoredTensor,
@@ -338,22 +372,26 @@ def _spans(
         positions: the position of each of them among these.
         cells: the cells that are wanted, of those.
     """
-    size = tensor.cell_nbytes + 4
-    max_count = max(1, _RUN_NBYTES // size)
+    sizes = _cell_sizes(tensor, located)
+    offsets = tuple(itertools.accumulate(sizes, initial=located.offset))
     begin = 0
     for end in range(1, len(cells) + 1):
         first, last = positions[cells[begin].number], positions[cells[end - 1].number]
-        has_room = end < len(cells) and end - begin < max_count
-        if has_room and positions[cells[end].number] == last + 1:
-            continue
+        if end < len(cells) and positions[cells[end].number] == last + 1:
+            has_room = offsets[last + 2] - offsets[first] <= _RUN_NBYTES
+            if has_room:
+                continue
         is_last = last == len(present) - 1
+        tail = b""
+        if is_last and not tensor.is_packed:
+            tail = shard_index(tensor, present, sizes)
         yield Span(
             key=key,
             object_name=located.object_name,
-            offset=located.offset + first * size,
+            offset=offsets[first],
             places=tuple(cell.place for cell in cells[begin:end]),
-            checksums=decode_checksums(located.checksums[4 * first : 4 * last + 4]),
-            payload_nbytes=tensor.cell_nbytes,
-            tail=shard_index(tensor, present) if is_last and not tensor.is_packed else b"",
+            checksums=decode_numbers(located.checksums[4 * first : 4 * last + 4]),
+            sizes=tuple(sizes[first : last + 1]),
+            tail=tail,
         )
         begin = end

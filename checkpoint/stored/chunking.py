@@ -23,7 +23,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
@@ -43,6 +43,15 @@ PACK_NBYTES = 64 * 2**20
 
 CELL_NBYTES = (32 * 2**10, 2**20)
 """The smallest and the largest size of a cell, where the chunk's extents have such divisors."""
+
+Compression: TypeAlias = Literal["zstd"]
+"""How cells may be compressed."""
+
+COMPRESSED_CELL_NBYTES = 64 * 2**20
+"""The largest size of a cell that is compressed: readers need memory for all of it at once."""
+
+_COMPRESSED_AT_ONCE = 128 * 2**10
+"""What zstd finds one code for. The bytes of a cell that tell the exponents should fill it."""
 
 _CELLS_PER_CHUNK = 32
 
@@ -64,6 +73,7 @@ class StoredTensor:
 
     The cells of a chunk lie one after the other: in an object of its own, or in a pack.
     `attributes` are those of the array's metadata, which tell what the tensor means (FORMAT.md).
+    `compression` is that of the cells; None: they are not compressed.
     """
 
     dtype: str
@@ -72,6 +82,7 @@ class StoredTensor:
     cell: tuple[int, ...]
     is_packed: bool
     attributes: Mapping[str, Json] = field(default_factory=dict)
+    compression: Compression | None = None
 
     @property
     def cell_nbytes(self) -> int:
@@ -129,22 +140,21 @@ class ChunkPlan:
     tensors: dict[str, StoredTensor]
     chunks: tuple[tuple[PlannedChunk, ...], ...]
 
-    def chunk_parts(self, parts: Sequence[int] | None = None) -> dict[str, list[int]]:
-        """Return, for each tensor, the number of the part that lists each chunk, in C order.
-
-        Args:
-            parts: the number of the part of each writer; None if each has its own.
-        """
+    def chunk_parts(self) -> dict[str, list[int]]:
+        """Return, for each tensor, the number of each chunk's writer, in C order."""
         numbers = {key: [0] * math.prod(tensor.grid) for key, tensor in self.tensors.items()}
         for writer, chunks in enumerate(self.chunks):
-            part = writer if parts is None else parts[writer]
             for chunk in chunks:
-                numbers[chunk.key][self.tensors[chunk.key].position_of(chunk.place)] = part
+                numbers[chunk.key][self.tensors[chunk.key].position_of(chunk.place)] = writer
         return numbers
 
 
 def plan_chunks(
-    indexes: Sequence[ShardIndex], *, within_shards: bool = False, first_writer: int = 0
+    indexes: Sequence[ShardIndex],
+    *,
+    within_shards: bool = False,
+    first_writer: int = 0,
+    compression: Compression | None = None,
 ) -> ChunkPlan:
     """Plan how the state that these ranks hold together is stored. Deterministic.
 
@@ -153,6 +163,7 @@ def plan_chunks(
         within_shards: cut chunks, however small, so that none needs the pieces of two ranks; for
             ranks that cannot exchange pieces.
         first_writer: which rank is taken first where several could write a chunk as well.
+        compression: how cells are compressed, except those in packs; None: not at all.
 
     Raises:
         LayoutMismatch: ranks disagree about a tensor, no rank holds part of one, or a name cannot
@@ -174,7 +185,7 @@ def plan_chunks(
         grid = chunk_shape(
             shape, [entry.box for _, entry in shards], itemsize, within_shards=within_shards
         )
-        tensors[key] = stored_tensor(dtype, shape, grid)
+        tensors[key] = stored_tensor(dtype, shape, grid, compression)
         held = _held_by_chunk(shape, grid, shards)
         for chunk in chunks_over(key, shape, grid, Box.whole(shape)):
             parts = held.get(chunk.place, ())
@@ -208,21 +219,45 @@ def check_storable(keys: Collection[str]) -> None:
         raise LayoutMismatch(f"{error}; rename it in the state to save") from error
 
 
-def stored_tensor(dtype: str, shape: tuple[int, ...], chunk: tuple[int, ...]) -> StoredTensor:
-    """Return how a tensor with chunks of this shape is stored."""
+def check_compression(compression: str | None) -> None:
+    """Check that cells can be compressed so.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if compression is not None and compression not in get_args(Compression):
+        choices = ", ".join(map(repr, get_args(Compression)))
+        raise ValueError(f"compression={compression!r}: give {choices}, or None")
+
+
+def stored_tensor(
+    dtype: str,
+    shape: tuple[int, ...],
+    chunk: tuple[int, ...],
+    compression: Compression | None = None,
+) -> StoredTensor:
+    """Return how a tensor with chunks of this shape is stored.
+
+    Small cells gain little by compression, and packs are read without knowing their cells' sizes.
+    """
     itemsize = numpy_dtype(dtype).itemsize
     # A tensor without elements has no chunk that would be an object.
     is_packed = math.prod(chunk) * itemsize < PACKED_NBYTES or 0 in shape
+    cell = cell_shape(chunk, itemsize, is_compressed=compression is not None)
+    is_compressed = not is_packed and math.prod(cell) * itemsize <= COMPRESSED_CELL_NBYTES
     return StoredTensor(
         dtype=dtype,
         shape=shape,
         chunk=chunk,
-        cell=cell_shape(chunk, itemsize),
+        cell=cell,
         is_packed=is_packed,
+        compression=compression if is_compressed else None,
     )
 
 
-def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
+def cell_shape(
+    chunk: Sequence[int], itemsize: int, *, is_compressed: bool = False
+) -> tuple[int, ...]:
     """Return the shape of a chunk's cells, which divide it evenly.
 
     The last dimension (a row) is cut into up to `_COLUMN_CUTS` pieces, of no less than
@@ -234,8 +269,11 @@ def cell_shape(chunk: Sequence[int], itemsize: int) -> tuple[int, ...]:
     Args:
         chunk: shape of the chunk, in elements.
         itemsize: bytes of an element.
+        is_compressed: the cells are compressed; small ones would hardly shrink.
     """
     least, most = CELL_NBYTES
+    if is_compressed:
+        least = min(_COMPRESSED_AT_ONCE * itemsize, most)
     nbytes = math.prod(chunk) * itemsize
     wanted = min(max(nbytes // _CELLS_PER_CHUNK, least), most)
     cell = list(chunk)

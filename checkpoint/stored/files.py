@@ -158,6 +158,11 @@ class FileStorage:
         with self._translate_errors(f"look for {name}"):
             return (self.root / name).is_file()
 
+    def size(self, name: str) -> int:
+        """See `Storage.size`."""
+        with self._translate_errors(f"look for {name}"), _open_file(self.root / name) as file:
+            return os.fstat(file.fileno()).st_size
+
     def names(self, prefix: str = "") -> Sequence[str]:
         """See `Storage.names`."""
         files = self._files(prefix.rpartition("/")[0])
@@ -170,7 +175,8 @@ class FileStorage:
     def directories_with(self, leaf: str, after: str = "") -> Sequence[str]:
         """See `Storage.directories_with`."""
         with self._translate_errors("list"):
-            if not self.root.exists():
+            # A file, such as a checkpoint of another tool, has no directories in it.
+            if not self.root.is_dir():
                 return []
             return [
                 path.name

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import crc32c
 import numpy as np
@@ -24,28 +25,27 @@ from keepstep.checkpoint.errors import (
     CheckpointMissing,
 )
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.stored.chunking import StoredTensor
-from keepstep.checkpoint.stored.format import (
+from keepstep.checkpoint.stored.listings import DataObject, encode_part
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.stored.object_names import (
     MANIFEST,
     NEWEST,
     REMOVED,
     ROOT,
     Attempt,
-    DataObject,
-    Manifest,
-    StoredObject,
     StoredStep,
-    array_metadata,
-    encode,
-    encode_part,
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, noted_newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 from keepstep.checkpoint.stored.writer import commit, contents, manifest_of
+from keepstep.checkpoint.stored.zarr_metadata import array_metadata, required_features
 
 _PARALLEL_COPIES = 8
 _COMPARED_NBYTES = 64 * 2**20
@@ -111,7 +111,9 @@ def remove(url: str, stored: StoredStep, *, now: float) -> None:
 
 
 def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[str, ...]:
-    """Delete attempts that no manifest names, and removed checkpoints; return their directories.
+    """Delete attempts that no manifest names, and removed checkpoints.
+
+    It also deletes what writers that died have left beside the checkpoints.
 
     A writer may be at work on an attempt. So the first call that finds it notes the time; a later
     one closes it, if nothing was added for `grace_s` seconds; another one deletes it, as long after
@@ -122,38 +124,91 @@ def collect_garbage(url: str, *, now: float, grace_s: float = GRACE_S) -> tuple[
         url: the URL to clean up.
         now: wall-clock seconds.
         grace_s: how long readers and writers may take to finish.
+
+    Returns:
+        The directories, and the names of what lay beside them.
     """
     storage = open_storage(url)
+    names, unfinished = storage.names(), storage.unfinished()
     by_step: dict[StoredStep, list[str]] = defaultdict(list)
-    for name in (*storage.names(), *storage.unfinished()):
+    for name in (*names, *unfinished):
         stored = StoredStep.parse(name.partition("/")[0])
         if stored is not None:
             by_step[stored].append(name)
     deleted: list[str] = []
-    for stored, names in sorted(by_step.items(), key=lambda item: item[0].directory):
-        for directory, objects in sorted(_objects_of_directories(stored, names).items()):
-            if _is_named(storage, stored, directory):
-                continue
-            note_name = f"{directory}/{REMOVED}"
-            note = _read_note(storage, note_name) if note_name in objects else None
-            others = [name for name in objects if name != note_name]
-            match dispose(others, note, now=now, grace_s=grace_s):
-                case Disposal.DELETE | Disposal.EMPTY as disposal:
-                    # Looked at again: the attempt may have been committed since.
-                    if _is_named(storage, stored, directory):
-                        continue
-                    _delete(storage, stored, directory, objects)
-                    if disposal is Disposal.EMPTY:
-                        storage.write(note_name, [Note(now, names_crc(()), True).encode()])
-                    if others:
-                        deleted.append(directory)
-                case Disposal.NOTE | Disposal.CLOSE as disposal:
-                    is_closed = disposal is Disposal.CLOSE or (note is not None and note.is_closed)
-                    content = Note(now, names_crc(others), is_closed).encode()
-                    storage.write(note_name, [content])
-                case Disposal.KEEP:
-                    pass
+    for stored, objects_of_step in sorted(by_step.items(), key=lambda item: item[0].directory):
+        by_directory = _objects_of_directories(stored, objects_of_step)
+        for directory, objects in sorted(by_directory.items()):
+            has_deleted = _collect(
+                storage,
+                f"{directory}/{REMOVED}",
+                objects,
+                is_kept=partial(_is_named, storage, stored, directory),
+                delete=partial(_delete, storage, stored, directory, objects),
+                now=now,
+                grace_s=grace_s,
+            )
+            deleted += [directory] if has_deleted else []
+    beside = [name for name in unfinished if "/" not in name]
+    noted = [REMOVED] if REMOVED in names else []
+
+    def delete_beside() -> None:
+        for name in (*beside, *noted):
+            storage.delete(name)
+
+    if (beside or noted) and _collect(
+        storage,
+        REMOVED,
+        [*beside, *noted],
+        is_kept=lambda: False,
+        delete=delete_beside,
+        now=now,
+        grace_s=grace_s,
+    ):
+        deleted += beside
     return tuple(deleted)
+
+
+def _collect(
+    storage: Storage,
+    note_name: str,
+    objects: Sequence[str],
+    *,
+    is_kept: Callable[[], bool],
+    delete: Callable[[], None],
+    now: float,
+    grace_s: float,
+) -> bool:
+    """Note, close, or delete objects that belong together; return whether any were deleted.
+
+    Args:
+        storage: where they are.
+        note_name: the name of the note about them.
+        objects: their names; the note's as well, if there is one.
+        is_kept: whether they may be of use.
+        delete: deletes all of them.
+        now: wall-clock seconds.
+        grace_s: as for `collect_garbage`.
+    """
+    if is_kept():
+        return False
+    note = _read_note(storage, note_name) if note_name in objects else None
+    others = [name for name in objects if name != note_name]
+    match dispose(others, note, now=now, grace_s=grace_s):
+        case Disposal.DELETE | Disposal.EMPTY as disposal:
+            # Looked at again: the attempt may have been committed since.
+            if is_kept():
+                return False
+            delete()
+            if disposal is Disposal.EMPTY:
+                storage.write(note_name, [Note(now, names_crc(()), True).encode()])
+            return bool(others)
+        case Disposal.NOTE | Disposal.CLOSE as disposal:
+            is_closed = disposal is Disposal.CLOSE or (note is not None and note.is_closed)
+            storage.write(note_name, [Note(now, names_crc(others), is_closed).encode()])
+        case Disposal.KEEP:
+            pass
+    return False
 
 
 def _objects_of_directories(stored: StoredStep, names: Iterable[str]) -> dict[str, list[str]]:
@@ -243,10 +298,11 @@ def copy(
     others = contents(
         source.stored, parts, source.stored_tensors, chunk_parts, _strict_documents(source)
     )
+    required = required_features(source.stored_tensors)
     committed = f"{source.stored.directory}/{MANIFEST}"
     if target.exists(committed):
         existing = Manifest.decode(target.read(committed), f"{url}/{committed}")
-        if existing.objects == manifest_of(attempt, parts, others).objects:
+        if existing.objects == manifest_of(attempt, parts, others, required).objects:
             return source.stored
         raise CheckpointExists(
             f"{url}: {source.stored.directory} exists already, with other content, and is never "
@@ -270,7 +326,7 @@ def copy(
     for name, content in documents.items():
         target.write(f"{attempt.directory}/{name}", [content])
     target.flush([f"{attempt.directory}/{name}" for name in (*names, *documents)])
-    commit(target, attempt, parts, others)
+    commit(target, attempt, parts, others, required)
     return source.stored
 
 
@@ -284,13 +340,14 @@ def _chunk_parts(
     """
     tensors, index = source.stored_tensors, source.cell_index
     for key in tensors:
+        # So that each number below is set: places are unique, and within the grid.
         index.check_listed(key)
     numbers = {key: [0] * math.prod(tensor.grid) for key, tensor in tensors.items()}
-    entries = {entry.name: entry for entry in source.manifest.objects if entry.is_part}
+    writers = {name: writer for writer, name in source.manifest.part_names().items()}
     for name, objects in listings.items():
         for item in objects:
             for key, place in index.places_of_object(item):
-                numbers[key][tensors[key].position_of(place)] = entries[name].part_number
+                numbers[key][tensors[key].position_of(place)] = writers[name]
     return numbers
 
 
@@ -325,7 +382,7 @@ class Difference:
     """The differences between two checkpoints.
 
     `changed` maps the tensors that both have, with other contents, to a description of the change;
-    `documents` are the names of documents that differ.
+    `documents` are the names of documents that differ, other than the provenance.
     """
 
     only_first: tuple[str, ...]
@@ -338,7 +395,7 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
     """Compare two checkpoints tensor by tensor.
 
     Tensors that both store in the same chunks and cells are compared by checksums, others by
-    values.
+    values; compressed ones by both, for the same values may be compressed to other bytes.
     """
     before, after = first.stored_tensors, second.stored_tensors
     changed: dict[str, str] = {}
@@ -348,7 +405,8 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
             changed[key] = f"{old.dtype} {list(old.shape)} -> {new.dtype} {list(new.shape)}"
         elif not _is_equal(key, first, second):
             changed[key] = "values"
-    names = first.documents.keys() | second.documents.keys()
+    # Of equal states each says for itself where it comes from.
+    names = (first.documents.keys() | second.documents.keys()) - {PROVENANCE}
     # As JSON: NaN, the loss of a diverged run, does not equal itself.
     documents = sorted(
         name
@@ -367,7 +425,9 @@ def compare(first: StoredCheckpoint, second: StoredCheckpoint) -> Difference:
 def _is_equal(key: str, first: StoredCheckpoint, second: StoredCheckpoint) -> bool:
     tensor = first.stored_tensors[key]
     if tensor == second.stored_tensors[key]:
-        return _checksums(first, key) == _checksums(second, key)
+        is_same = _checksums(first, key) == _checksums(second, key)
+        if is_same or tensor.compression is None:
+            return is_same
     return all(_values(first, key, box) == _values(second, key, box) for box in _slabs(tensor))
 
 

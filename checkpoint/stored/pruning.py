@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import crc32c
 
-from keepstep.checkpoint.stored.format import StoredStep, encode
+from keepstep.checkpoint.stored.object_names import StoredStep
+from keepstep.checkpoint.stored.stored_json import encode
 
 GRACE_S = 3600.0
 _CLOSED_GRACES = 24

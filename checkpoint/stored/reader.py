@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import crc32c
@@ -27,27 +27,27 @@ from keepstep.checkpoint.errors import (
     LayoutMismatch,
 )
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.described import check_described
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
+from keepstep.checkpoint.layout.wrapper_names import StoredNames
+from keepstep.checkpoint.stored.cell_codec import CHECKSUM_NBYTES, decompress
 from keepstep.checkpoint.stored.cell_index import CellIndex, Span, runs
 from keepstep.checkpoint.stored.chunking import Cell, Chunk, StoredTensor, cells_over, chunks_over
-from keepstep.checkpoint.stored.format import (
+from keepstep.checkpoint.stored.listings import DataObject, decode_chunk_parts, decode_part
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
     MANIFEST,
     NEWEST,
     ROOT,
-    DataObject,
-    Manifest,
     StoredStep,
-    decode,
-    decode_chunk_parts,
-    decode_part,
-    encode,
-    parse_root,
 )
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import from_strict_json
+from keepstep.checkpoint.stored.zarr_metadata import parse_root, required_features
 
 # Threads mostly wait for storage; many small tensors need many concurrent reads.
 _PARALLEL_READS = 8
@@ -76,17 +76,25 @@ class _Target:
         self.values[tuple(target)] = cell[tuple(source)]
 
 
-class _ReadBuffers(threading.local):
-    """One buffer per thread, which all its reads reuse: new memory is mapped page by page."""
+class _Buffer:
+    """Memory that is reused: new memory is mapped page by page."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
     def of_size(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return this thread's buffer, cut to this size; the thread's next call returns it too."""
+        """Return the memory, cut to this size; the next call returns it too."""
         if self._memory.size < nbytes:
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory[:nbytes]
+
+
+class _ReadBuffers(threading.local):
+    """What each thread reads into, and what it decompresses a cell into."""
+
+    def __init__(self) -> None:
+        self.read = _Buffer()
+        self.decompressed = _Buffer()
 
 
 class _ReadCount:
@@ -180,11 +188,24 @@ class _Listings:
         Raises:
             CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
         """
-        if self._chunk_parts is None:
-            index = self.index_of(self.numbers)
-            for key in {key for key, _ in boxes}:
+        index = self.index_of(self.numbers_for(boxes))
+        for key in {key for key, _ in boxes}:
+            if self._chunk_parts is None or isinstance(self._chunk_parts.get(key), int):
                 index.check_listed(key)
-            return index
+        return index
+
+    def missing_for(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
+        """Return the numbers of the listings that `index_for` would read. Raises as it does."""
+        return self._missing(self.numbers_for(boxes))
+
+    def numbers_for(self, boxes: Sequence[tuple[str, Box]]) -> Collection[int]:
+        """Return the numbers of the listings that have the chunks that overlap these boxes.
+
+        Raises:
+            CheckpointDamaged: it is not known which listing has one of the chunks.
+        """
+        if self._chunk_parts is None:
+            return self.numbers
         needed: set[int] = set()
         for key, box in boxes:
             tensor = self._index.tensors[key]
@@ -201,10 +222,7 @@ class _Listings:
             for chunk in chunks_over(key, tensor.shape, tensor.chunk, box):
                 assert numbers is not None, "a tensor with chunks has numbers, checked above"
                 needed.add(numbers[tensor.position_of(chunk.place)])
-        index = self.index_of(needed)
-        for key in {key for key, _ in boxes if isinstance(self._chunk_parts.get(key), int)}:
-            index.check_listed(key)
-        return index
+        return needed
 
     def index_of(self, numbers: Collection[int]) -> CellIndex:
         """Return an index that has the listings of these numbers.
@@ -213,12 +231,7 @@ class _Listings:
             CheckpointDamaged: a listing is missing, or is not what was written.
         """
         with self._lock:
-            missing = sorted(set(numbers) - self._added)
-            if unknown := [number for number in missing if number not in self._names]:
-                raise CheckpointDamaged(
-                    f"{self._index.where}{CHUNKS} names part {unknown[0]}, which the manifest does "
-                    "not have; load an older step"
-                )
+            missing = self._missing(numbers)
             with ThreadPoolExecutor(_PARALLEL_READS) as pool:
                 listings = pool.map(lambda number: self._read(self._names[number]), missing)
                 for number, objects in zip(missing, listings, strict=True):
@@ -226,10 +239,70 @@ class _Listings:
                     self._added.add(number)
             return self._index
 
+    def _missing(self, numbers: Collection[int]) -> list[int]:
+        missing = sorted(set(numbers) - self._added)
+        if unknown := [number for number in missing if number not in self._names]:
+            raise CheckpointDamaged(
+                f"{self._index.where}{CHUNKS} names part {unknown[0]}, which the manifest does "
+                "not have; load an older step"
+            )
+        return missing
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMetadata:
+    """The objects of a checkpoint that say which tensors and documents it has.
+
+    Attributes:
+        stored: the checkpoint.
+        manifest: its manifest, as it is stored.
+        objects: contents of objects that the manifest lists, by name; they match their checksums.
+    """
+
+    stored: StoredStep
+    manifest: bytes
+    objects: Mapping[str, bytes]
+
+    @classmethod
+    def read(
+        cls,
+        url: str,
+        step: int | None = None,
+        generation: int | None = None,
+        *,
+        has_chunks: bool = False,
+    ) -> StoredMetadata:
+        """Read what `StoredCheckpoint.of` needs.
+
+        Args:
+            url: as for `StoredCheckpoint.open`.
+            step: as for `StoredCheckpoint.open`.
+            generation: as for `StoredCheckpoint.open`.
+            has_chunks: read what is needed to find chunks as well, if the format has it.
+
+        Raises:
+            CheckpointMissing: there is no such checkpoint.
+            CheckpointDamaged: its metadata is not what was written.
+            CheckpointTooNew: it has a newer format than this release reads.
+        """
+        storage = open_storage(url)
+        chosen = _choose(url, step, generation)
+        try:
+            content = storage.read(f"{chosen.directory}/{MANIFEST}")
+        except CheckpointMissing:
+            raise _missing(url, step) from None
+        manifest = _decode_manifest(url, chosen, content)
+        names = [ROOT, DOCUMENTS]
+        if has_chunks and manifest.find(CHUNKS) is not None:
+            names.append(CHUNKS)
+        with ThreadPoolExecutor(len(names)) as pool:
+            contents = pool.map(lambda name: _verified(storage, manifest, name), names)
+            return cls(chosen, content, dict(zip(names, contents, strict=True)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """One committed checkpoint, as a `Source`. Made by `open`."""
+    """One committed checkpoint, as a `Source`. Made by `open`, or by `of` from what was read."""
 
     storage: Storage
     stored: StoredStep
@@ -237,6 +310,8 @@ class StoredCheckpoint:
     stored_tensors: Mapping[str, StoredTensor]
     documents: Mapping[str, Json]
     _read_count: _ReadCount = field(default_factory=_ReadCount, compare=False, repr=False)
+    _stored_keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    _held: dict[str, bytes] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def open(
@@ -254,22 +329,20 @@ class StoredCheckpoint:
             CheckpointDamaged: its metadata is not what was written.
             CheckpointTooNew: it has a newer format than this release reads.
         """
-        storage = open_storage(url)
-        chosen = _choose(url, step, generation)
-        where = f"{url}/{chosen.directory}"
-        try:
-            content = storage.read(f"{chosen.directory}/{MANIFEST}")
-        except CheckpointMissing:
-            raise _missing(url, step) from None
-        manifest = Manifest.decode(content, f"{where}/{MANIFEST}")
-        if (manifest.step, manifest.generation) != (chosen.step, chosen.generation):
-            raise CheckpointDamaged(
-                f"{where}/{MANIFEST} belongs to step {manifest.step}, "
-                f"generation {manifest.generation}; was it copied here? load an older step"
-            )
+        return cls.of(url, StoredMetadata.read(url, step, generation))
+
+    @classmethod
+    def of(cls, url: str, metadata: StoredMetadata) -> StoredCheckpoint:
+        """Return the checkpoint that has this metadata. Raises as `open` does."""
+        manifest = _decode_manifest(url, metadata.stored, metadata.manifest)
         where = f"{url}/{manifest.directory}"
-        tensors = parse_root(_verified(storage, manifest, ROOT), f"{where}/{ROOT}")
-        documents = decode(_verified(storage, manifest, DOCUMENTS), f"{where}/{DOCUMENTS}")
+        tensors = parse_root(metadata.objects[ROOT], f"{where}/{ROOT}")
+        if unnamed := set(required_features(tensors)) - set(manifest.required):
+            raise CheckpointDamaged(
+                f"{where}/{ROOT} needs {', '.join(sorted(unnamed))}, which the manifest does not "
+                "require; load an older step"
+            )
+        documents = decode(metadata.objects[DOCUMENTS], f"{where}/{DOCUMENTS}")
         try:
             if manifest.attempt is not None:
                 documents = from_strict_json(documents)
@@ -277,12 +350,18 @@ class StoredCheckpoint:
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is nested too deep") from None
         if not isinstance(documents, dict):
             raise CheckpointDamaged(f"{where}/{DOCUMENTS} is not a JSON object; load an older step")
+        specs = {key: TensorSpec(tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
+        try:
+            check_described(documents, specs)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}/{DOCUMENTS}: {error}; load an older step") from error
         return cls(
-            storage=storage,
-            stored=chosen,
+            storage=open_storage(url),
+            stored=metadata.stored,
             manifest=manifest,
             stored_tensors=tensors,
             documents=documents,
+            _held={name: data for name, data in metadata.objects.items() if name == CHUNKS},
         )
 
     @property
@@ -302,6 +381,21 @@ class StoredCheckpoint:
             key: TensorSpec(tensor.dtype, tensor.shape)
             for key, tensor in self.stored_tensors.items()
         }
+
+    def named_for(self, parameters: Collection[str]) -> StoredCheckpoint:
+        """Return the checkpoint with its tensors named as those of a model with these parameters.
+
+        Older releases stored some names of wrappers, such as `DistributedDataParallel`, as well.
+        """
+        names = StoredNames.of(self.stored_tensors, parameters)
+        if not names.keys:
+            return self
+        return replace(
+            self,
+            stored_tensors=names.renamed(self.stored_tensors),
+            documents=names.documents(self.documents),
+            _stored_keys=names.keys,
+        )
 
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`."""
@@ -338,18 +432,47 @@ class StoredCheckpoint:
         Raises:
             CheckpointDamaged: a listing is not what was written, or none has one of the chunks.
         """
-        return self._listings.index_for(boxes)
+        return self._listings.index_for([(self._stored_key(key), box) for key, box in boxes])
+
+    def missing_listings(self, boxes: Sequence[tuple[str, Box]]) -> list[int]:
+        """Return the numbers of the listings that `locate` would read. Raises as it does."""
+        return self._listings.missing_for([(self._stored_key(key), box) for key, box in boxes])
+
+    def hold(self, entry: StoredObject, content: bytes) -> None:
+        """Take a listing that another rank has read, so that it is not read here when needed.
+
+        Args:
+            entry: its entry in the manifest.
+            content: what the other rank has read.
+
+        Raises:
+            CheckpointDamaged: they do not match.
+        """
+        _check(self._location(entry.name), entry, content)
+        self._held[entry.name] = content
 
     @cached_property
     def _listings(self) -> _Listings:
         chunk_parts = None
         if self.manifest.find(CHUNKS) is not None:
-            chunk_parts = decode_chunk_parts(self.verified(CHUNKS), self._location(CHUNKS))
-        index = CellIndex(self.stored_tensors, self._location(""))
+            chunk_parts = decode_chunk_parts(self._take(CHUNKS), self._location(CHUNKS))
+        index = CellIndex(self._tensors_as_stored, self._location(""))
         return _Listings(index, self.manifest.part_names(), chunk_parts, self._read_part)
 
+    @cached_property
+    def _tensors_as_stored(self) -> Mapping[str, StoredTensor]:
+        return {self._stored_key(key): tensor for key, tensor in self.stored_tensors.items()}
+
+    def _stored_key(self, key: str) -> str:
+        return self._stored_keys.get(key, key)
+
     def _read_part(self, name: str) -> tuple[DataObject, ...]:
-        return decode_part(self.verified(name), self._location(name))
+        return decode_part(self._take(name), self._location(name))
+
+    def _take(self, name: str) -> bytes:
+        """Return an object that is parsed once: as another rank has read it, or from storage."""
+        held = self._held.pop(name, None)
+        return self.verified(name) if held is None else held
 
     @property
     def read_nbytes(self) -> int:
@@ -364,7 +487,9 @@ class StoredCheckpoint:
         """
         tensor = self.stored_tensors[chunk.key]
         place = tuple(n // cell for n, cell in zip(chunk.box.offset, tensor.cell, strict=True))
-        span = next(self.locate([(chunk.key, chunk.box)]).find(chunk, [Cell(0, place)]))
+        index = self.locate([(chunk.key, chunk.box)])
+        stored = replace(chunk, key=self._stored_key(chunk.key))
+        span = next(index.find(stored, [Cell(0, place)]))
         return span.object_name, span.offset
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
@@ -378,7 +503,8 @@ class StoredCheckpoint:
             tensor = self.stored_tensors[request.key]
             shape = (*request.box.shape, numpy_dtype(tensor.dtype).itemsize)
             target = _Target(request.box, np.frombuffer(request.into, np.uint8).reshape(shape))
-            for chunk in chunks_over(request.key, tensor.shape, tensor.chunk, request.box):
+            key = self._stored_key(request.key)
+            for chunk in chunks_over(key, tensor.shape, tensor.chunk, request.box):
                 _, cells = wanted.setdefault((chunk.key, chunk.place), (chunk, defaultdict(list)))
                 for cell in cells_over(tensor, chunk, request.box):
                     cells[cell].append(target)
@@ -477,7 +603,7 @@ class StoredCheckpoint:
             self.storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
         nbytes = sum(span.nbytes for span in run)
         try:
-            data = buffers.of_size(nbytes)
+            data = buffers.read.of_size(nbytes)
         except (MemoryError, OverflowError, ValueError):
             # Metadata may claim cells of any size.
             raise CheckpointDamaged(
@@ -499,24 +625,46 @@ class StoredCheckpoint:
                     f"{self._location(span.object_name)}: the data of {span.key} does not match "
                     "its checksum, its bytes were changed; load an older step"
                 )
-            if span in targets_by_span:
-                self._copy_cells(span, piece, targets_by_span[span])
+            is_compressed = self._tensors_as_stored[span.key].compression is not None
+            if span in targets_by_span or is_compressed:
+                self._copy_cells(span, piece, targets_by_span.get(span), buffers)
 
     def _copy_cells(
         self,
         span: Span,
         data: npt.NDArray[np.uint8],
-        targets_of_cells: Sequence[Sequence[_Target]],
+        targets_of_cells: Sequence[Sequence[_Target]] | None,
+        buffers: _ReadBuffers,
     ) -> None:
-        """Copy a span's cells to the requests that overlap them."""
-        tensor = self.stored_tensors[span.key]
+        """Copy a span's cells to the requests that overlap them; without any, only decode them.
+
+        Raises:
+            CheckpointDamaged: a cell cannot be decoded.
+        """
+        tensor = self._tensors_as_stored[span.key]
         shape = (*tensor.cell, numpy_dtype(tensor.dtype).itemsize)
-        stride = span.payload_nbytes + 4
-        for number, (place, targets) in enumerate(zip(span.places, targets_of_cells, strict=True)):
-            cell = data[number * stride : number * stride + span.payload_nbytes].reshape(shape)
+        end = 0
+        for number, (place, size) in enumerate(zip(span.places, span.sizes, strict=True)):
+            cell = data[end : end + size - CHECKSUM_NBYTES]
+            end += size
+            if tensor.compression is not None:
+                cell = self._decompressed(span, cell, buffers)
             start = [position * extent for position, extent in zip(place, tensor.cell, strict=True)]
-            for target in targets:
-                target.copy_from(start, cell)
+            for target in targets_of_cells[number] if targets_of_cells is not None else ():
+                target.copy_from(start, cell.reshape(shape))
+
+    def _decompressed(
+        self, span: Span, cell: npt.NDArray[np.uint8], buffers: _ReadBuffers
+    ) -> npt.NDArray[np.uint8]:
+        into = buffers.decompressed.of_size(self._tensors_as_stored[span.key].cell_nbytes)
+        try:
+            decompress(cell, into)
+        except ValueError as error:
+            raise CheckpointDamaged(
+                f"{self._location(span.object_name)}: the data of {span.key} matches its checksum "
+                f"and cannot be decompressed: {error}; load an older step"
+            ) from error
+        return into
 
     def _read(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
         try:
@@ -585,6 +733,12 @@ def _verified(storage: Storage, manifest: Manifest, name: str) -> bytes:
         data = storage.read(f"{manifest.directory}/{name}", entry.nbytes)
     except CheckpointMissing:
         raise CheckpointDamaged(f"{where} is missing; load an older step") from None
+    _check(where, entry, data)
+    return data
+
+
+def _check(where: str, entry: StoredObject, data: bytes) -> None:
+    """Check an object's content against its entry in the manifest."""
     if len(data) != entry.nbytes:
         raise CheckpointDamaged(
             f"{where} has {len(data)} bytes, not the {entry.nbytes} in the manifest; "
@@ -594,4 +748,14 @@ def _verified(storage: Storage, manifest: Manifest, name: str) -> bytes:
         raise CheckpointDamaged(
             f"{where} does not match its checksum, its bytes were changed; load an older step"
         )
-    return data
+
+
+def _decode_manifest(url: str, stored: StoredStep, content: bytes) -> Manifest:
+    where = f"{url}/{stored.directory}/{MANIFEST}"
+    manifest = Manifest.decode(content, where)
+    if (manifest.step, manifest.generation) != (stored.step, stored.generation):
+        raise CheckpointDamaged(
+            f"{where} belongs to step {manifest.step}, generation {manifest.generation}; "
+            "was it copied here? load an older step"
+        )
+    return manifest

@@ -21,6 +21,7 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.stored.chunking import (
     ChunkPlan,
+    Compression,
     Piece,
     PlannedChunk,
     StoredTensor,
@@ -125,7 +126,7 @@ def entries_by_planner(entries: Iterable[Entry], planners: int) -> list[Json]:
 
 
 def plan_share(
-    entries_by_rank: Sequence[Json], planner: int
+    entries_by_rank: Sequence[Json], planner: int, compression: Compression | None = None
 ) -> tuple[dict[int, WriterPlan], TensorPlan]:
     """Plan the tensors that fall to one planner.
 
@@ -133,6 +134,7 @@ def plan_share(
         entries_by_rank: what `entries_by_planner` returned for this planner on each rank.
         planner: the planner's number; it only sets which of several ranks that could write a chunk
             is taken first, so that not all planners take the same.
+        compression: as for `plan_chunks`.
 
     Returns:
         The plans of the ranks that write any of the chunks, by rank; and the tensors.
@@ -143,7 +145,7 @@ def plan_share(
     indexes = [
         ShardIndex(0, tuple(map(_entry_from_json, entries)), {}) for entries in entries_by_rank
     ]
-    plan = plan_chunks(indexes, first_writer=planner_rank(planner))
+    plan = plan_chunks(indexes, first_writer=planner_rank(planner), compression=compression)
     plans: dict[int, WriterPlan] = {}
     for writer, chunks in enumerate(plan.chunks):
         if chunks:
@@ -189,11 +191,12 @@ def _tensor_to_json(tensor: StoredTensor) -> Json:
         list(tensor.cell),
         tensor.is_packed,
         dict(tensor.attributes),
+        tensor.compression,
     ]
 
 
 def _tensor_from_json(data: Json) -> StoredTensor:
-    dtype, shape, chunk, cell, is_packed, attributes = data
+    dtype, shape, chunk, cell, is_packed, attributes, compression = data
     return StoredTensor(
         dtype=dtype,
         shape=tuple(shape),
@@ -201,6 +204,7 @@ def _tensor_from_json(data: Json) -> StoredTensor:
         cell=tuple(cell),
         is_packed=is_packed,
         attributes=attributes,
+        compression=compression,
     )
 
 

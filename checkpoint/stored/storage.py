@@ -95,6 +95,15 @@ class Storage(Protocol):
         """Return whether an object exists."""
         ...
 
+    def size(self, name: str) -> int:
+        """Return the number of bytes of an object.
+
+        Raises:
+            CheckpointMissing: there is no such object.
+            CheckpointError: the storage cannot be asked.
+        """
+        ...
+
     def names(self, prefix: str = "") -> Sequence[str]:
         """Return the names of the objects that begin with the prefix, sorted."""
         ...

@@ -8,9 +8,6 @@ manifest names, which readers ignore.
 
 from __future__ import annotations
 
-import itertools
-import math
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -24,7 +21,7 @@ import numpy.typing as npt
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.integers import ceil_div
+from keepstep.checkpoint.stored.cell_codec import EncodedCells, encode_cells
 from keepstep.checkpoint.stored.chunking import (
     PACK_NBYTES,
     Chunk,
@@ -32,7 +29,18 @@ from keepstep.checkpoint.stored.chunking import (
     StoredTensor,
     cells_over,
 )
-from keepstep.checkpoint.stored.format import (
+from keepstep.checkpoint.stored.listings import (
+    ChunkObject,
+    DataObject,
+    Pack,
+    PackedChunk,
+    decode_part,
+    encode_chunk_parts,
+    encode_numbers,
+    encode_part,
+)
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
     MANIFEST,
@@ -41,32 +49,25 @@ from keepstep.checkpoint.stored.format import (
     REMOVED,
     ROOT,
     Attempt,
-    ChunkObject,
-    DataObject,
-    Manifest,
-    Pack,
-    PackedChunk,
-    StoredObject,
     StoredStep,
-    array_metadata,
     chunk_name,
-    decode_part,
-    encode,
-    encode_checksums,
-    encode_chunk_parts,
-    encode_part,
-    group_metadata,
     pack_name,
     part_name,
-    root_metadata,
-    shard_index,
 )
 from keepstep.checkpoint.stored.pruning import Note
 from keepstep.checkpoint.stored.storage import Storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json
+from keepstep.checkpoint.stored.zarr_metadata import (
+    array_metadata,
+    group_metadata,
+    required_features,
+    root_metadata,
+    shard_index,
+)
 
 # Each writing thread holds one encoded pack or chunk in memory.
-_PARALLEL_WRITES = 4
+PARALLEL_WRITES = 4
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -87,6 +88,7 @@ def write_part(
     *,
     name: int,
     stop: Callable[[], bool] = lambda: False,
+    threads: int | None = None,
 ) -> StoredObject:
     """Write the chunks of these writers and a listing of them, durably; return the listing's entry.
 
@@ -104,6 +106,7 @@ def write_part(
         read_box: returns the bytes of a box; called from several threads.
         name: number of the listing, unique among the writers of this attempt.
         stop: called before every chunk; True ends the attempt.
+        threads: how many objects are written at a time; None for `PARALLEL_WRITES`.
 
     Raises:
         CheckpointExists: this step of this generation is committed.
@@ -125,18 +128,17 @@ def write_part(
             storage.write(target, pieces)
         return item
 
-    def encoded(chunk: Chunk) -> tuple[memoryview, tuple[int, ...]]:
+    def encoded(chunk: Chunk) -> EncodedCells:
         if stop():
             raise CheckpointError(
                 f"step {attempt.stored.step}: it was not stored, because this attempt was given "
                 f"up, or its generation {attempt.stored.generation} is over"
             )
-        data, checksums = encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
-        return data.data, checksums
+        return encode_cells(plan.tensors[chunk.key], read_box(chunk.key, chunk.box))
 
     jobs = list(write_jobs(plan, writers, name))
     first_chunks = [job for job in jobs if isinstance(job, Chunk) and not any(job.place)]
-    written = _map_parallel(write, jobs)
+    written = _map_parallel(write, jobs, threads)
     listing = encode_part(written)
     part = StoredObject(part_name(name), len(listing), crc32c.crc32c(listing))
     documents = {
@@ -183,6 +185,7 @@ def publish(
         contents(
             attempt.stored, parts, tensors, chunk_parts, encode(to_strict_json(dict(documents)))
         ),
+        required_features(tensors),
     )
 
 
@@ -221,6 +224,7 @@ def commit(
     attempt: Attempt,
     parts: Sequence[StoredObject],
     contents: Mapping[str, bytes],
+    required: Sequence[str],
 ) -> None:
     """Write the objects that the manifest lists beside the parts, then the manifest.
 
@@ -229,6 +233,7 @@ def commit(
         attempt: the attempt that wrote the parts.
         parts: the entries of all writers' listings.
         contents: the other objects, by name.
+        required: the features that a reader must know.
 
     Raises:
         CheckpointExists: this step of this generation is committed, with other content.
@@ -239,7 +244,7 @@ def commit(
         lambda name: storage.write(f"{attempt.directory}/{name}", [contents[name]]), names
     )
     storage.flush([f"{attempt.directory}/{name}" for name in names])
-    manifest = manifest_of(attempt, parts, contents)
+    manifest = manifest_of(attempt, parts, contents, required)
     path = f"{attempt.stored.directory}/{MANIFEST}"
     _check_not_closed(storage, attempt)
     storage.create(path, manifest.encode())
@@ -257,12 +262,17 @@ def commit(
 
 
 def manifest_of(
-    attempt: Attempt, parts: Sequence[StoredObject], contents: Mapping[str, bytes]
+    attempt: Attempt,
+    parts: Sequence[StoredObject],
+    contents: Mapping[str, bytes],
+    required: Sequence[str],
 ) -> Manifest:
     """Return the manifest of an attempt's parts and of the other objects that it lists."""
     others = (StoredObject(name, len(data), crc32c.crc32c(data)) for name, data in contents.items())
     stored = attempt.stored
-    return Manifest(stored.step, stored.generation, attempt.name, (*parts, *others))
+    return Manifest(
+        stored.step, stored.generation, attempt.name, (*parts, *others), tuple(required)
+    )
 
 
 def _previous_objects(storage: Storage, step: StoredStep, name: int) -> Mapping[DataObject, str]:
@@ -312,9 +322,11 @@ def _check_not_committed(storage: Storage, step: StoredStep) -> None:
         )
 
 
-def _map_parallel(act: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+def _map_parallel(
+    act: Callable[[_Item], _Result], items: Sequence[_Item], threads: int | None = None
+) -> list[_Result]:
     """Apply a function to all items on several threads; after a failure no further item starts."""
-    with ThreadPoolExecutor(_PARALLEL_WRITES) as pool:
+    with ThreadPoolExecutor(threads or PARALLEL_WRITES) as pool:
         futures = [pool.submit(act, item) for item in items]
         done, pending = wait(futures, return_when=FIRST_EXCEPTION)
         for future in pending:
@@ -333,7 +345,7 @@ class PackJob:
 
 
 _Job = Chunk | PackJob
-_Encode = Callable[[Chunk], tuple[memoryview, tuple[int, ...]]]
+_Encode = Callable[[Chunk], EncodedCells]
 
 
 def write_jobs(plan: ChunkPlan, writers: Sequence[int], name: int) -> Iterator[Chunk | PackJob]:
@@ -358,59 +370,22 @@ def _chunk_object(
     plan: ChunkPlan, chunk: Chunk, encoded: _Encode
 ) -> tuple[ChunkObject, list[Piece]]:
     tensor = plan.tensors[chunk.key]
-    data, checksums = encoded(chunk)
+    cells = encoded(chunk)
     present = [cell.number for cell in cells_over(tensor, chunk, chunk.box)]
-    pieces: list[Piece] = [data, shard_index(tensor, present)]
+    pieces: list[Piece] = [cells.data, shard_index(tensor, present, cells.sizes)]
     name = chunk_name(chunk.key, chunk.place)
-    return ChunkObject(name, _nbytes(pieces), encode_checksums(checksums)), pieces
+    sizes = encode_numbers(cells.sizes) if tensor.compression is not None else b""
+    return ChunkObject(name, _nbytes(pieces), encode_numbers(cells.checksums), sizes), pieces
 
 
 def _pack(plan: ChunkPlan, job: PackJob, encoded: _Encode) -> tuple[Pack, list[Piece]]:
     packed: list[PackedChunk] = []
     pieces: list[Piece] = []
     for chunk in job.chunks:
-        data, checksums = encoded(chunk)
-        pieces.append(data)
-        packed.append(PackedChunk(chunk.key, chunk.place, encode_checksums(checksums)))
+        cells = encoded(chunk)
+        pieces.append(cells.data)
+        packed.append(PackedChunk(chunk.key, chunk.place, encode_numbers(cells.checksums)))
     return Pack(job.name, _nbytes(pieces), tuple(packed)), pieces
-
-
-def encode_cells(
-    tensor: StoredTensor, values: npt.NDArray[np.uint8]
-) -> tuple[npt.NDArray[np.uint8], tuple[int, ...]]:
-    """Encode a chunk's cells with Zarr's codecs `bytes` and `crc32c`.
-
-    Args:
-        tensor: the chunk's tensor.
-        values: the chunk's bytes within the tensor's edge; the last axis is one element's bytes.
-
-    Returns:
-        The encoded cells in C order, and their checksums.
-    """
-    *shape, itemsize = values.shape
-    counts = [ceil_div(extent, cell) for extent, cell in zip(shape, tensor.cell, strict=True)]
-    padded_shape = [count * cell for count, cell in zip(counts, tensor.cell, strict=True)]
-    if shape != padded_shape:
-        padded = np.zeros((*padded_shape, itemsize), np.uint8)
-        padded[tuple(slice(0, extent) for extent in shape)] = values
-        values = padded
-    rank, nbytes = len(shape), tensor.cell_nbytes
-    encoded = _aligned_empty(math.prod(counts) * (nbytes + 4)).reshape(-1, nbytes + 4)
-    # For each axis of the tensor, both sides have an axis for the cell's place and one for the
-    # element's place within the cell. These are views: splitting an axis never needs a copy.
-    split = values.reshape(*itertools.chain(*zip(counts, tensor.cell, strict=True)), itemsize)
-    in_order = split.transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2), 2 * rank)
-    encoded[:, :nbytes].reshape(*counts, *tensor.cell, itemsize)[...] = in_order
-    checksums = tuple(crc32c.crc32c(cell[:nbytes].data) for cell in encoded)
-    encoded[:, nbytes:] = np.array(checksums, "<u4").view(np.uint8).reshape(-1, 4)
-    return encoded.reshape(-1), checksums
-
-
-def _aligned_empty(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory aligned to a page, which a file system can write without a copy."""
-    memory = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
-    skipped = -memory.ctypes.data % mmap.PAGESIZE
-    return memory[skipped : skipped + nbytes]
 
 
 def _nbytes(pieces: Sequence[Piece]) -> int:

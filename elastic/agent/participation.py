@@ -61,6 +61,7 @@ from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     NodeReport,
     RestoreComparison,
+    Result,
 )
 from keepstep.elastic.store.contract import Store
 from keepstep.elastic.worker import telemetry
@@ -162,6 +163,10 @@ class Participation:
                     await self._join()
                     return await self._take_part()
                 except LeaseLost as lost:
+                    result = self._membership.view.result
+                    if result is not None:
+                        # To join again would begin the job anew.
+                        return self._end_with(result)
                     log.error("%s; its workers stop, joining again", lost)
                     member_until_s = time.monotonic()
                     await self._end_work()
@@ -169,6 +174,9 @@ class Participation:
                     # Other nodes wait for the end of an outage as well.
                     if time.monotonic() > member_until_s + self._config.policy.quorum_timeout_s:
                         raise
+                    if self._is_overdue:
+                        log.warning("left without joining again: %s", unavailable)
+                        return False
                     log.error("%s; trying again", unavailable)
         raise AssertionError("unreachable: the stack suppresses nothing")
 
@@ -302,8 +310,14 @@ class Participation:
         membership_task.cancel()
         await asyncio.wait([membership_task])
         await self._membership.leave()
-        if result is None:
-            return False
+        return False if result is None else self._end_with(result)
+
+    def _end_with(self, result: Result) -> bool:
+        """Return True for a job that has succeeded.
+
+        Raises:
+            JobFailed: it has not.
+        """
         if not result.succeeded:
             raise JobFailed(result.message)
         if self._config.is_recorded:
@@ -336,6 +350,12 @@ class Participation:
         since_s = self._departure.since_s
         return None if since_s is None else since_s + self._config.grace_s
 
+    @property
+    def _is_overdue(self) -> bool:
+        """Whether the time in which this node may leave in good order is over."""
+        deadline_s = self._departure_deadline_s
+        return deadline_s is not None and time.monotonic() >= deadline_s
+
     async def _reconcile(self) -> bool:
         """Take every step that the situation calls for; return whether to leave now."""
         if self._membership.view.result is not None or self._is_ready_to_leave():
@@ -355,12 +375,10 @@ class Participation:
         eviction = view.evictions.get(self._config.node)
         if eviction is not None:
             self._departure.begin(f"evicted: {eviction.reason}")
-        deadline_s = self._departure_deadline_s
-        if deadline_s is None:
+        if self._departure.since_s is None:
             return False
         self._membership.update(leaving=True)
-        is_overdue = time.monotonic() >= deadline_s
-        return is_overdue or may_leave(view, self._config.node)
+        return self._is_overdue or may_leave(view, self._config.node)
 
     async def _follow_generation(self) -> None:
         """Enter a new generation, or end the one that is closing."""
@@ -405,6 +423,7 @@ class Participation:
             finishing=worker_group.finishing,
             checkpoint_url=worker_group.checkpoint_url,
             checkpoint_every=worker_group.checkpoint_every,
+            checkpoint_compression=worker_group.checkpoint_compression,
             rank_multiple=worker_group.rank_multiple,
             max_ranks=worker_group.max_ranks,
             phase=self._phase(),

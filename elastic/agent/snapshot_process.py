@@ -315,6 +315,7 @@ class SnapshotProcess:
                 )
                 for holder in request.commit.holders
             ),
+            compression=request.compression,
         )
 
     async def _ask(self, command: AgentCommand) -> None:

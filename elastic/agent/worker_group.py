@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (
@@ -78,6 +79,7 @@ class WorkerGroup:
         failure: why the node's part of the generation cannot go on; None while it can.
         checkpoint_url: where the script stores checkpoints; None: nowhere, or not known yet.
         checkpoint_every: steps between checkpoints; 0: as often as loses least.
+        checkpoint_compression: how they are compressed; None: not at all.
         snapshot_every: steps between snapshots that the workers have chosen; 0: the user chose.
         snapshot_cost_s: what such a snapshot costs.
     """
@@ -110,6 +112,7 @@ class WorkerGroup:
         self.replica_comparison: ReplicaComparison | None = None
         self.checkpoint_url: str | None = None
         self.checkpoint_every: int | None = None
+        self.checkpoint_compression: Literal["zstd"] | None = None
         self.rank_multiple = 1
         self.max_ranks = 0
         self.awaits_abort_order = False
@@ -377,6 +380,7 @@ class WorkerGroup:
                 self._joined_s = time.monotonic()
                 self.checkpoint_url = message.checkpoint_url
                 self.checkpoint_every = message.checkpoint_every
+                self.checkpoint_compression = message.checkpoint_compression
                 self.rank_multiple = message.rank_multiple
                 self.max_ranks = message.max_ranks
                 self.awaits_abort_order = message.awaits_abort_order

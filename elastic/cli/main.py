@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _EXIT_FAILURE = 1
 _EXIT_USAGE = 2
 _COMMANDS_OF_OTHER_PACKAGES = {
-    "ckpt": "keepstep.checkpoint.cli",
+    "ckpt": "keepstep.checkpoint.cli.ckpt",
     "doctor": "keepstep.monitor.cli.doctor",
     "monitor": "keepstep.monitor.cli.monitor",
     "top": "keepstep.monitor.cli.monitor",

@@ -69,8 +69,24 @@ def begin_persist_if_due(
     else:
         is_due = every is not None and step // every > stored // every
     if step > stored and (is_due or finishing):
-        return Persist(PersistRequest(view.snapshot, urls.pop(), wall_s, _run(view), _base(view)))
+        return Persist(_request(view, view.snapshot, present, wall_s))
     return None
+
+
+def _request(
+    view: View, commit: SnapshotCommit, records: Sequence[NodeRecord], wall_s: float
+) -> PersistRequest:
+    """Return the request to store a snapshot where and as the nodes' scripts say, which agree."""
+    record = next(record for record in records if record.checkpoint_url)
+    assert record.checkpoint_url is not None, "it was just looked for"
+    return PersistRequest(
+        commit,
+        record.checkpoint_url,
+        wall_s,
+        _run(view),
+        _base(view),
+        record.checkpoint_compression,
+    )
 
 
 def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
@@ -279,5 +295,5 @@ def persist_before_leaving(
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
-        return Persist(PersistRequest(resume, urls.pop(), wall_s, _run(view), _base(view)))
+        return Persist(_request(view, resume, concerned, wall_s))
     return None

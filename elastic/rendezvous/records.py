@@ -10,7 +10,7 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -219,6 +219,7 @@ class NodeRecord(Record):
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
+        checkpoint_compression: how they are compressed; None: not at all.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
         snapshot_cost_s: seconds that each of these snapshots costs the training.
     """
@@ -243,6 +244,7 @@ class NodeRecord(Record):
     finishing: bool = False
     checkpoint_url: str | None = None
     checkpoint_every: int | None = None
+    checkpoint_compression: Literal["zstd"] | None = None
     persisted: PersistedPart | None = None
     memory_nbytes: int = 0
     snapshot_every: int = 0
@@ -441,7 +443,8 @@ class PersistRequest(Record):
     """Asks the holders of a committed snapshot to write it to storage; `at_s` is when.
 
     `run` is the same for all requests of one run of the job, and for no other run's. `base` is
-    added to the generation in storage, so that no earlier run has stored under it.
+    added to the generation in storage, so that no earlier run has stored under it. `compression` is
+    that of the stored tensors.
     """
 
     commit: SnapshotCommit
@@ -449,6 +452,7 @@ class PersistRequest(Record):
     at_s: float
     run: str
     base: int = 0
+    compression: Literal["zstd"] | None = None
 
     @property
     def stored_generation(self) -> int:

@@ -227,6 +227,7 @@ class EtcdStore:
                 is_token_new = await self._authenticate(endpoint)
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.5))
             except grpc.aio.AioRpcError as error:
+                _end_if_cancelled()
                 details = error.details() or ""
                 if _is_token_rejected(details):
                     await self._authenticate(endpoint)
@@ -274,6 +275,7 @@ class EtcdStore:
             try:
                 return await attempt(endpoint)
             except grpc.aio.AioRpcError as error:
+                _end_if_cancelled()
                 details = error.details() or ""
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     raise LeaseLost(details) from None
@@ -325,6 +327,7 @@ class EtcdStore:
         try:
             reply = await endpoint.auth.Authenticate(request, timeout=_ATTEMPT_S)
         except grpc.aio.AioRpcError as error:
+            _end_if_cancelled()
             if error.code() in _TRANSIENT:
                 self._switch_endpoint(endpoint)
                 return False
@@ -355,6 +358,17 @@ def _open(address: str, access: Access, credentials: Credentials) -> _Endpoint:
     return _Endpoint(
         address, channel, *(stub(channel) for stub in (AuthStub, KVStub, LeaseStub, WatchStub))
     )
+
+
+def _end_if_cancelled() -> None:
+    """End the current task if it was cancelled, although a call has raised another error.
+
+    A streaming call of gRPC for asyncio takes a cancellation for itself if it has just failed, and
+    raises only that it has failed. Who tried again would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _is_token_rejected(details: str) -> bool:

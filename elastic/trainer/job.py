@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep import monitor
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.stored.chunking import Compression, check_compression
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.trainer import numpy_generator
@@ -71,6 +72,7 @@ def join(
     *,
     checkpoint: str | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
+    checkpoint_compression: Compression | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -89,6 +91,8 @@ def join(
         checkpoint_every: number of steps between stored checkpoints; "auto": the interval with the
             least expected loss (`keepstep.elastic.rendezvous.intervals`); None: only at the end,
             and when a preempted job would lose its memory.
+        checkpoint_compression: "zstd": compress stored tensors of 1 MiB or more, without loss;
+            None: nothing.
         snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
             least expected loss.
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
@@ -120,6 +124,10 @@ def join(
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
+    try:
+        check_compression(checkpoint_compression)
+    except ValueError as error:
+        raise UsageError(f"checkpoint_{error}") from error
     session = current()
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
     sizes = dict(mesh or {"dp": -1})
@@ -132,6 +140,7 @@ def join(
         Joined(
             checkpoint_url=checkpoint,
             checkpoint_every=checkpoint_interval,
+            checkpoint_compression=checkpoint_compression,
             rank_multiple=multiple,
             max_ranks=0 if -1 in sizes.values() else multiple,
             awaits_abort_order=groups.awaits_abort_order,

@@ -20,14 +20,15 @@ import torch.distributed as dist
 
 from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
-from keepstep.checkpoint.collective import rank
+from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
+from keepstep.checkpoint.shared_metadata import open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.elastic.rendezvous.records import (
@@ -364,8 +365,14 @@ class SnapshotManager:
             return Resumed(self.training.start_fresh(seed), "start")
 
         def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
+            opened = open_together(url, stored.step, stored.generation)
+
+            # All ranks take the checkpoint's names for the same.
+            own_names = all_gather_json(sorted(self.training.parameter_names()))
+            names = {name for names_of_rank in own_names for name in names_of_rank}
+
             def begin() -> tuple[StoredCheckpoint, BegunRestore]:
-                source = StoredCheckpoint.open(url, stored.step, stored.generation)
+                source = opened.named_for(names)
                 return source, self.training.begin_restore(source)
 
             source, begun = on_all_ranks(begin)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.part_table import PartTable
+from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.elastic.trainer.process_groups import World
 
 
@@ -42,9 +42,9 @@ class State:
             the meta device.
         release: called when the generation ends, before its process groups do: drops what holds
             them and is not the job's, such as CUDA graphs that captured collectives.
-        parts: the parts of fused parameters that tensor parallelism slices, as for
+        descriptions: what the model's tensors are, such as fused parts and padding, as for
             `checkpoint.save`.
-        parts_mesh_axis: name of the device mesh's axis that slices them.
+        config: the model's configuration, as JSON; stored beside it.
     """
 
     model: nn.Module
@@ -53,8 +53,8 @@ class State:
     initialize: Callable[[nn.Module], None] | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     release: Callable[[], None] | None = None
-    parts: Mapping[str, PartTable] = field(default_factory=dict)
-    parts_mesh_axis: str = "tp"
+    descriptions: Descriptions = NOT_DESCRIBED
+    config: Json = None
 
 
 Build = Callable[[World], State]

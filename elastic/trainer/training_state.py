@@ -6,26 +6,30 @@ and the position.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from keepstep.checkpoint.collective import world_size
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Json
+from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.capture import LiveStateReader
-from keepstep.checkpoint.live.flat_parameters import without_wrappers
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
 from keepstep.checkpoint.live.optimizer_state import slots_of
 from keepstep.checkpoint.live.part_slices import FusedTensors
+from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
-from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer import numpy_generator
 from keepstep.elastic.trainer.data import Position
@@ -70,11 +74,18 @@ class TrainingState:
             group.get("capturable") for group in groups
         )
         """Whether an optimizer may run in a CUDA graph, whose writes move no version counter."""
+        parameters = ModelParameters(state.model)
         self._buffers = {
-            f"model/{without_wrappers(name)}" for name, _ in state.model.named_buffers()
+            f"model/{parameters.clean(name)}" for name, _ in state.model.named_buffers()
         }
-        self._fused = FusedTensors(state.parts, state.parts_mesh_axis)
-        self._state_reader = LiveStateReader(state.model, self.optimizers, self._fused)
+        self._descriptions = state.descriptions
+        self._fused = FusedTensors(state.descriptions)
+        self._config = checked_config(state.config)
+        self._state_reader = LiveStateReader(state.model, self.optimizers, state.descriptions)
+
+    def parameter_names(self) -> set[str]:
+        """Return the names of the model's parameters, without those of wrappers."""
+        return ModelParameters(self.model).all_names()
 
     def start_fresh(self, seed: int) -> Position:
         """Initialize the state of a run that has nothing to resume from.
@@ -112,7 +123,7 @@ class TrainingState:
         Raises:
             LayoutMismatch: the source does not fit the model or optimizers.
         """
-        allocate(self.model, self.optimizers, source.slots, fused=self._fused)
+        allocate(self.model, self.optimizers, source, descriptions=self._descriptions)
         parameters = ModelParameters(self.model)
         for optimizer in self.optimizers:
             for parameter, slots in slots_of(optimizer).items():
@@ -120,16 +131,22 @@ class TrainingState:
                     check_mesh_position(parameters.names(parameter)[0], tensor)
         for name, parameter in self.model.named_parameters():
             check_mesh_position(name, parameter)
-        fills = plan_fills(self._state_reader.capture(), source)
         extra = {key: value.state_dict() for key, value in self._extra.items()}
-        for key, state in extra.items():
-            tensors = _tensors_of(key, state)
+        tensors_of_extra = {
+            key: _tensors_of(key, state, self._fused) for key, state in extra.items()
+        }
+        live = self._state_reader.capture(itertools.chain(*tensors_of_extra.values()))
+        fills = plan_fills(live, source)
+        if self._was_meta:
+            # Memory that nothing has been written to: no values for padding to keep.
+            fills = [replace(item, zeroes_rest=True) for item in fills]
+        for key, tensors in tensors_of_extra.items():
             missing = [tensor.key for tensor in tensors if tensor.key not in source.tensors]
             if missing and len(missing) < len(tensors):
                 raise LayoutMismatch(
                     f"{missing[0]}: missing in step {source.step}, which has other parts of {key!r}"
                 )
-            fills += plan_fills(LiveState(tensors, {}), source, strict=False)
+            fills += plan_fills(LiveState(tensors, live.documents), source, strict=False)
         generators = _generator_states()
         fills += plan_fills(
             LiveState(_generators(self._rank, generators), {}), source, strict=False
@@ -162,24 +179,24 @@ class TrainingState:
         Buffers are not among them: each rank computes statistics of its own samples.
         """
         return [
-            tensor
-            for tensor in self._state_reader.capture().tensors
-            if tensor.key not in self._buffers
+            tensor for tensor in self._state_reader.tensors() if tensor.key not in self._buffers
         ]
 
     def capture(self, position: Position) -> LiveState:
         """Return the state at a position; tensors of model and optimizers are live memory."""
-        live = self._state_reader.capture()
+        extra: dict[str, Json] = {}
+        beside: list[LiveTensor] = []
+        for key, value in self._extra.items():
+            state = value.state_dict()
+            extra_tensors = _tensors_of(key, state, self._fused)
+            beside += extra_tensors
+            extra[key] = None if extra_tensors else to_json_value(f"extra {key!r}", state)
+        live = self._state_reader.capture(beside)
         # The forward pass writes to buffers (batch norm's statistics), so they are copied now.
         tensors = [
             tensor.clone() if tensor.key in self._buffers else tensor for tensor in live.tensors
         ]
-        extra: dict[str, Json] = {}
-        for key, value in self._extra.items():
-            state = value.state_dict()
-            extra_tensors = _tensors_of(key, state)
-            tensors += [tensor.clone() for tensor in extra_tensors]
-            extra[key] = None if extra_tensors else to_json_value(f"extra {key!r}", state)
+        tensors += [tensor.clone() for tensor in beside]
         rank = self._rank
         trainer: dict[str, Json] = {
             "step": position.step,
@@ -196,13 +213,19 @@ class TrainingState:
             _TRAINER: trainer,
             f"rank/{rank:05d}/random": random.getstate(),
         }
+        if self._config is not None:
+            documents[CONFIG] = self._config
+        if rank == 0:
+            documents[PROVENANCE] = provenance(
+                self.model.parameters(), world_size=world_size(), now=datetime.now(UTC)
+            )
         return LiveState((*tensors, *_generators(rank, _generator_states())), documents)
 
     def _restore_extra(self, begun: BegunRestore, stored: Mapping[str, Json]) -> None:
         """Restore the objects that the source has; others keep their initial state."""
         for key, value in self._extra.items():
             state = begun.extra[key]
-            tensors = _tensors_of(key, state)
+            tensors = _tensors_of(key, state, self._fused)
             if tensors and all(tensor.key in begun.source.tensors for tensor in tensors):
                 # The tensors that `state_dict` returned may be copies.
                 value.load_state_dict(state)
@@ -252,7 +275,7 @@ def _generators(rank: int, states: Mapping[str, torch.Tensor]) -> tuple[LiveTens
     )
 
 
-def _tensors_of(key: str, state: Any) -> tuple[LiveTensor, ...]:
+def _tensors_of(key: str, state: Any, fused: FusedTensors) -> tuple[LiveTensor, ...]:
     """Return the tensors, possibly sharded, of an extra object's state; none if it is JSON.
 
     Raises:
@@ -268,7 +291,9 @@ def _tensors_of(key: str, state: Any) -> tuple[LiveTensor, ...]:
                 f"extra {key!r}: {name!r} is not a tensor, but other values are; "
                 "split the object in two"
             )
-    return tuple(describe(f"extra/{key}/{name}", item) for name, item in state.items())
+    return tuple(
+        live for name, item in state.items() for live in fused.describe(f"extra/{key}/{name}", item)
+    )
 
 
 def _materialize(model: nn.Module, device: torch.device) -> bool:

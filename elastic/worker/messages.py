@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -123,6 +123,7 @@ class Joined(Message, frozen=True, kw_only=True):
     Args:
         checkpoint_url: where checkpoints are stored; None: nowhere.
         checkpoint_every: steps between them; 0: as often as loses least; None: only the last one.
+        checkpoint_compression: how they are compressed; None: not at all.
         rank_multiple: the world size must be a multiple of this, as the mesh asks.
         max_ranks: the world size may not be greater; 0: any.
         awaits_abort_order: an aborted collective may leave garbage without an exception, so that
@@ -131,6 +132,7 @@ class Joined(Message, frozen=True, kw_only=True):
 
     checkpoint_url: str | None
     checkpoint_every: int | None
+    checkpoint_compression: Literal["zstd"] | None = None
     rank_multiple: int = 1
     max_ranks: int = 0
     awaits_abort_order: bool = False

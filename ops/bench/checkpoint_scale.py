@@ -50,23 +50,15 @@ from keepstep.checkpoint.stored.chunking import (
     StoredTensor,
     chunk_at,
 )
-from keepstep.checkpoint.stored.format import (
-    ROOT,
-    Attempt,
+from keepstep.checkpoint.stored.listings import (
     ChunkObject,
     DataObject,
     Pack,
     PackedChunk,
-    StoredObject,
-    StoredStep,
-    array_metadata,
-    cells_per_chunk,
-    chunk_name,
-    encode,
     encode_part,
-    part_name,
-    shard_index_nbytes,
 )
+from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.object_names import ROOT, Attempt, StoredStep, chunk_name, part_name
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.shared_plan import (
     TensorPlan,
@@ -76,7 +68,13 @@ from keepstep.checkpoint.stored.shared_plan import (
     planner_count,
 )
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import PackJob, publish, write_jobs
+from keepstep.checkpoint.stored.zarr_metadata import (
+    array_metadata,
+    cells_per_chunk,
+    shard_index_nbytes,
+)
 from ops.bench.checkpoint import BUCKET, s3_server
 
 RANKS = (64, 1024, 10240)

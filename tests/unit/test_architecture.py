@@ -34,7 +34,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.errors": "",
         "checkpoint.layout": "checkpoint.errors",
         "checkpoint.parity": "checkpoint.errors checkpoint.layout",
+        "checkpoint.rules": "checkpoint.errors checkpoint.layout",
         "checkpoint.stored": "checkpoint.errors checkpoint.layout",
+        "checkpoint.foreign": "checkpoint.errors checkpoint.layout checkpoint.stored",
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
         "checkpoint.live": "checkpoint.errors checkpoint.layout checkpoint.memory",
         "checkpoint.server": (
@@ -46,9 +48,15 @@ ROOMS: Mapping[str, frozenset[str]] = {
             "checkpoint.collective checkpoint.errors checkpoint.layout checkpoint.stored"
         ),
         "checkpoint.state_mapping": "checkpoint.errors checkpoint.layout checkpoint.live",
+        "checkpoint.shared_metadata": (
+            "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.stored"
+        ),
+        "checkpoint.shared_foreign": (
+            "checkpoint.agreement checkpoint.errors checkpoint.foreign checkpoint.layout"
+        ),
         "checkpoint.shared_restore": (
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
-            " checkpoint.stored"
+            " checkpoint.shared_metadata checkpoint.stored"
         ),
         "checkpoint.collective_plan": (
             "checkpoint.agreement checkpoint.collective checkpoint.layout checkpoint.live"
@@ -61,13 +69,21 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.layout checkpoint.live checkpoint.saving checkpoint.shared_restore"
-            " checkpoint.state_mapping checkpoint.stored"
+            " checkpoint.foreign checkpoint.layout checkpoint.live checkpoint.saving"
+            " checkpoint.shared_foreign checkpoint.shared_metadata"
+            " checkpoint.shared_restore checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
         "checkpoint.zarr_extensions": "checkpoint.errors checkpoint.stored",
         "checkpoint.content_check": "checkpoint.errors checkpoint.layout checkpoint.stored",
-        "checkpoint.cli": "checkpoint.content_check checkpoint.errors checkpoint.stored",
+        "checkpoint.conversion": (
+            "checkpoint.content_check checkpoint.errors checkpoint.foreign checkpoint.layout"
+            " checkpoint.live checkpoint.rules checkpoint.stored"
+        ),
+        "checkpoint.cli": (
+            "checkpoint.content_check checkpoint.conversion checkpoint.errors checkpoint.foreign"
+            " checkpoint.layout checkpoint.rules checkpoint.stored"
+        ),
         "checkpoint": "checkpoint.api checkpoint.errors checkpoint.layout checkpoint.live",
         # monitor
         "monitor.errors": "",
@@ -121,8 +137,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "elastic.trainer": (
             "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.memory checkpoint.shared_restore checkpoint.stored"
-            " elastic.errors elastic.rendezvous elastic.worker monitor"
+            " checkpoint.live checkpoint.memory checkpoint.shared_metadata"
+            " checkpoint.shared_restore checkpoint.stored elastic.errors elastic.rendezvous"
+            " elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
@@ -143,12 +160,24 @@ ROOMS: Mapping[str, frozenset[str]] = {
 """Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
 
 PURE = (
+    "checkpoint.foreign.arrays",
+    "checkpoint.foreign.pickled_tensors",
+    "checkpoint.foreign.pickled_values",
+    "checkpoint.foreign.pickles",
+    "checkpoint.foreign.pieces",
+    "checkpoint.foreign.range_reads",
     "checkpoint.layout",
     "checkpoint.parity.groups",
     "checkpoint.parity.stripes",
+    "checkpoint.rules",
     "checkpoint.stored.chunking",
-    "checkpoint.stored.format",
+    "checkpoint.stored.cell_codec",
     "checkpoint.stored.cell_index",
+    "checkpoint.stored.listings",
+    "checkpoint.stored.manifest",
+    "checkpoint.stored.object_names",
+    "checkpoint.stored.stored_json",
+    "checkpoint.stored.zarr_metadata",
     "checkpoint.stored.pruning",
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
@@ -169,6 +198,12 @@ PURE = (
 """Rooms and modules that decide and do nothing else."""
 
 IMPURE = (
+    "checkpoint.foreign.arrays",
+    "checkpoint.foreign.pickled_tensors",
+    "checkpoint.foreign.pickled_values",
+    "checkpoint.foreign.pickles",
+    "checkpoint.foreign.pieces",
+    "checkpoint.foreign.range_reads",
     "asyncio",
     "multiprocessing",
     "random",
@@ -192,9 +227,9 @@ PUBLIC = {
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
-        "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
-        "CheckpointTooNew", "FlatFragment", "LayoutMismatch", "Part", "PartTable", "RankFailed",
-        "SaveHandle", "Saver",
+        "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
+        "CheckpointTooNew", "Descriptions", "FlatFragment", "FormatUnsupported", "LayoutMismatch",
+        "Part", "PartTable", "RankFailed", "RulesInvalid", "SaveHandle", "Saver", "Scale",
         "SnapshotInvariantViolated", "SnapshotUnavailable", "StateChanged", "load", "save",
     },
     monitor: {
@@ -207,7 +242,8 @@ PUBLIC = {
 
 LIGHT = {
     "torch": (
-        "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli",
+        "keepstep", "keepstep.autoload", "keepstep.checkpoint.cli.ckpt",
+        "keepstep.checkpoint.foreign.opening",
         "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.server.server",
         "keepstep.elastic.agent.agent",
         "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",

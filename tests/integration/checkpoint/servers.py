@@ -86,11 +86,11 @@ class Server:
             if isinstance(event, Protected) and event.snapshot == snapshot:
                 return
 
-    def wait_for_event(self, kind: type[_Event]) -> _Event:
-        """Wait for an event of a kind; other events before it are dropped."""
+    def wait_for_event(self, *kinds: type[_Event]) -> _Event:
+        """Wait for an event of these kinds; other events before it are dropped."""
         while True:
             event = self.events.pop(0) if self.events else self._receive()
-            if isinstance(event, kind):
+            if isinstance(event, kinds):
                 return event
 
     def ask(self, command: AgentCommand) -> NodeHoldings:

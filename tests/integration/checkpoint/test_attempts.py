@@ -14,8 +14,8 @@ from keepstep import checkpoint
 from keepstep.checkpoint import api
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
 from keepstep.checkpoint.stored import housekeeping
-from keepstep.checkpoint.stored.format import REMOVED, Attempt, StoredStep
 from keepstep.checkpoint.stored.housekeeping import collect_garbage
+from keepstep.checkpoint.stored.object_names import REMOVED, Attempt, StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage

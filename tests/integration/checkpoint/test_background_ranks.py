@@ -64,9 +64,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks(act: Rank, world: int, root: Path) -> Iterator[Ranks]:
-    """Run a function on ranks; at the end none is left."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def ranks(act: Rank, world: int, root: Path, port: int | None = None) -> Iterator[Ranks]:
+    """Run a function on ranks, and end them; `port` is that of another process's store."""
+    store = TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
     context = mp.get_context("spawn")
     ends = [context.Pipe() for _ in range(world)]
     processes = [
@@ -208,4 +208,57 @@ def exit_at_once(rank: int, root: Path, pipe: Any) -> None:
 
 def test_ranks_that_leave_their_group_at_once_commit(tmp_path: Path) -> None:
     run_all(exit_at_once, 3, tmp_path)
+    assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]
+
+
+def serve_store(pipe: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@contextmanager
+def store_of_another_process() -> Iterator[tuple[int, BaseProcess]]:
+    """Yield the port of a store and the process that serves it."""
+    context = mp.get_context("spawn")
+    own, other = context.Pipe()
+    process = context.Process(target=serve_store, args=(other,))
+    process.start()
+    try:
+        assert own.poll(LIMIT_S), "the store is not served"
+        yield own.recv(), process
+    finally:
+        process.kill()
+        process.join()
+
+
+def save_when_told(rank: int, root: Path, pipe: Any) -> None:
+    """Save; save again when told to, which fails; and end."""
+    state = {"x": torch.ones(700, 600), "y": torch.ones(700, 600)}
+    saver = checkpoint.Saver(peer_timeout_s=PEER_TIMEOUT_S)
+    saver.save(f"{root}/run", state, step=1).wait(LIMIT_S)
+    pipe.send("saved")
+    pipe.recv()
+    for step in (2, 3):
+        handle = saver.save(f"{root}/run", state, step=step)
+        with pytest.raises(CheckpointError) as caught:
+            handle.wait(LIMIT_S / 3)
+        pipe.send(str(caught.value))
+    saver.close()
+
+
+def test_a_store_that_falls_silent_fails_the_saves_and_holds_up_nobody(tmp_path: Path) -> None:
+    with (
+        store_of_another_process() as (port, server),
+        ranks(save_when_told, 2, tmp_path, port) as running,
+    ):
+        assert [running.receive(rank) for rank in range(2)] == ["saved", "saved"]
+        assert server.pid is not None
+        # The connections stay open: as if the host had vanished.
+        os.kill(server.pid, signal.SIGSTOP)
+        for pipe in running.pipes:
+            pipe.send("save")
+        for rank in (0, 1, 0, 1):
+            assert "the job's store has not answered for 3 s" in running.receive(rank)
+        assert [running.receive(rank) for rank in range(2)] == ["end", "end"]
     assert [stored.step for stored in list_steps(f"{tmp_path}/run")] == [1]

@@ -88,6 +88,7 @@ def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     dcp.load(filled, storage_reader=Reader(tmp_path), no_dist=True)
     assert torch.equal(filled["x"], state["x"])
     assert filled["n"] == 3
+    assert StoredCheckpoint.open(str(tmp_path)).documents["provenance"]["world_size"] == 1
 
 
 def test_a_planner_that_caches_plans_is_refused_at_the_first_save(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,29 @@ from torch import nn
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.layout.source import TensorSpec, slots_in
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.restore import allocate
 from tests.integration.checkpoint.tied import trained
+
+
+class Claimed:
+    """A source that claims these tensors and has nothing to read."""
+
+    step = 1
+
+    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
+        self.tensors = tensors
+        self.documents: Mapping[str, Json] = {}
+
+    def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
+        return slots_in(self.tensors, parameters)
+
+    def known_keys(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def read(self, requests: Sequence[BoxRequest]) -> None:
+        raise AssertionError("nothing is read before all slots are there")
 
 
 class Averaging(torch.optim.Optimizer):
@@ -151,7 +171,7 @@ def test_a_slot_that_cannot_be_allocated_leaves_no_other_slots(
         for adam_slot in ("step", "exp_avg", "exp_avg_sq")
     }
     with pytest.raises(LayoutMismatch, match=r"float4_e2m1fn|too much"):
-        allocate(model, [fresh], partial(slots_in, {**tensors, f"optim/bias/{slot}": impossible}))
+        allocate(model, [fresh], Claimed({**tensors, f"optim/bias/{slot}": impossible}))
     assert not fresh.state
     step(fresh, *model.parameters())
 
@@ -188,9 +208,9 @@ def test_a_slot_far_too_large_for_its_parameter_is_refused_before_it_is_allocate
     """A damaged source may claim any shape; every rank would allocate all of it."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    slots = {"optim/weight/table": TensorSpec("float32", (elements,))}
+    source = Claimed({"optim/weight/table": TensorSpec("float32", (elements,))})
     with pytest.raises(LayoutMismatch, match=r"optim/weight/table.*too much for a parameter"):
-        allocate(model, [optimizer], partial(slots_in, slots))
+        allocate(model, [optimizer], source)
     assert not optimizer.state
 
 
@@ -199,9 +219,7 @@ def test_slots_of_other_shapes_than_the_parameter_are_allocated(shape: tuple[int
     """Such as tables of quantized optimizers, and Shampoo's preconditioners."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    allocate(
-        model, [optimizer], partial(slots_in, {"optim/weight/table": TensorSpec("float32", shape)})
-    )
+    allocate(model, [optimizer], Claimed({"optim/weight/table": TensorSpec("float32", shape)}))
     assert optimizer.state[model.weight]["table"].shape == shape
 
 
@@ -219,3 +237,16 @@ def test_numbers_that_are_one_here_must_be_equal_in_the_source(tmp_path: Path) -
     with pytest.raises(LayoutMismatch, match="are one number in this optimizer"):
         checkpoint.load(str(tmp_path), steps(shared, shared))
     assert shared == 5
+
+
+def test_numbers_of_several_data_types_that_are_one_here_are_compared(tmp_path: Path) -> None:
+    def steps(first: torch.Tensor, second: torch.Tensor) -> dict[str, Any]:
+        return {"optim": {"a": {"step": first}, "b": {"step": second}}}
+
+    shared = torch.zeros(())
+    checkpoint.save(str(tmp_path), steps(torch.tensor(5.0), torch.tensor(5)), step=1)
+    checkpoint.load(str(tmp_path), steps(shared, shared), convert=True)
+    assert shared == 5
+    checkpoint.save(str(tmp_path), steps(torch.tensor(6.0), torch.tensor(7)), step=2)
+    with pytest.raises(LayoutMismatch, match=r"but 6\.0 and 7 in the source"):
+        checkpoint.load(str(tmp_path), steps(shared, shared), convert=True)

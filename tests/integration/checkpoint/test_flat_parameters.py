@@ -6,8 +6,6 @@ what is loaded equals the reference to the bit in every layout.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
 from keepstep.checkpoint.live.capture import LiveStateReader
-from tests.ranks import run_ranks
+from tests.ranks import act_in_groups, run_ranks
 
 
 class Block(nn.Module):
@@ -144,49 +142,38 @@ def check_equal(state: Mapping[str, Any], steps: int = 1) -> None:
     assert found.keys() <= expected.keys()
 
 
-@contextlib.contextmanager
-def group(rank: int, path: str, world: int):
-    dist.init_process_group("gloo", store=dist.FileStore(path, world), rank=rank, world_size=world)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def run(rank: int, root: str, saved: str, world_saved: int, loaded: str, world_loaded: int) -> None:
-    torch.set_num_threads(1)
-    if rank < world_saved:
-        with group(rank, f"{root}/save", world_saved):
-            module, model = wrapped(saved, model_of(0))
-            optimizer = optimizer_of(saved, module, lr=0.1)
-            step_once(module, optimizer)
-            state = {"model": model, "optimizer": optimizer}
-            check_equal(state)
-            checkpoint.save(f"{root}/run", state, step=8)
-    if rank < world_loaded:
-        with group(rank, f"{root}/load", world_loaded):
-            module, model = wrapped(loaded, model_of(1))
-            optimizer = optimizer_of(loaded, module, lr=1.0)
-            if loaded.startswith("fsdp1"):
-                # What is gathered for a forward pass must not be used after the load.
-                before = module(torch.arange(3)).detach()
-            state = {"model": model, "optimizer": optimizer}
-            assert checkpoint.load(f"{root}/run", state) == 8
-            check_equal(state)
-            assert optimizer.param_groups[0]["lr"] == 0.1
-            # No rank has kept a slot that it does not update.
-            step_once(module, optimizer)
-            check_equal(state, steps=2)
-            if loaded.startswith("fsdp1"):
-                whole = model_of(0)
-                whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
-                step_once(whole, whole_optimizer)
-                step_once(whole, whole_optimizer)
-                after = module(torch.arange(3)).detach()
-                assert not torch.equal(before, after)
-                torch.testing.assert_close(after, whole(torch.arange(3)).detach())
-    # Models still refer to gloo's groups, whose threads may abort an interpreter that exits
-    # normally.
-    os._exit(0)
+    def save() -> None:
+        module, model = wrapped(saved, model_of(0))
+        optimizer = optimizer_of(saved, module, lr=0.1)
+        step_once(module, optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        check_equal(state)
+        checkpoint.save(f"{root}/run", state, step=8)
+
+    def load() -> None:
+        module, model = wrapped(loaded, model_of(1))
+        optimizer = optimizer_of(loaded, module, lr=1.0)
+        if loaded.startswith("fsdp1"):
+            # What is gathered for a forward pass must not be used after the load.
+            before = module(torch.arange(3)).detach()
+        state = {"model": model, "optimizer": optimizer}
+        assert checkpoint.load(f"{root}/run", state) == 8
+        check_equal(state)
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        # No rank has kept a slot that it does not update.
+        step_once(module, optimizer)
+        check_equal(state, steps=2)
+        if loaded.startswith("fsdp1"):
+            whole = model_of(0)
+            whole_optimizer = torch.optim.AdamW(whole.parameters(), lr=0.1)
+            step_once(whole, whole_optimizer)
+            step_once(whole, whole_optimizer)
+            after = module(torch.arange(3)).detach()
+            assert not torch.equal(before, after)
+            torch.testing.assert_close(after, whole(torch.arange(3)).detach())
+
+    act_in_groups(rank, root, (world_saved, save), (world_loaded, load))
 
 
 @pytest.mark.parametrize(

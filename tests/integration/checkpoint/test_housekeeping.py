@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +12,9 @@ import torch
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointExists
-from keepstep.checkpoint.stored.format import (
-    MANIFEST,
-    NEWEST,
-    REMOVED,
-    VERSION,
-    StoredStep,
-)
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remove
+from keepstep.checkpoint.stored.manifest import VERSION
+from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
@@ -144,3 +140,25 @@ def test_a_copy_passes_the_size_of_each_object_so_that_slow_reads_get_enough_tim
     assert len(recording.reads) == 4
     sizes = recording.reads.values()
     assert all(expected == actual for expected, actual in sizes), recording.reads
+
+
+def test_what_a_writer_left_of_the_note_of_the_newest_is_collected(tmp_path: Path) -> None:
+    checkpoint.save(str(tmp_path), STATE, step=1)
+    left = tmp_path / f"{NEWEST}.0123456789ab.unfinished"
+    left.touch()
+    for hour in range(2):
+        assert collect_garbage(str(tmp_path), now=NOW_S + hour * GRACE_S) == ()
+    assert collect_garbage(str(tmp_path), now=NOW_S + 2 * GRACE_S) == (left.name,)
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {NEWEST, REMOVED}
+    assert collect_garbage(str(tmp_path), now=NOW_S + 26 * GRACE_S) == ()
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {NEWEST}
+    StoredCheckpoint.open(str(tmp_path)).verify()
+
+
+def test_what_was_left_beside_the_checkpoints_is_deleted_at_once_without_grace(
+    tmp_path: Path,
+) -> None:
+    left = tmp_path / f"{NEWEST}.0123456789ab.unfinished"
+    left.touch()
+    assert collect_garbage(str(tmp_path), now=NOW_S, grace_s=0) == (left.name,)
+    assert list(tmp_path.iterdir()) == []

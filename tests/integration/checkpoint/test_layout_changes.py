@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.live.tensors import describe
-from tests.ranks import run_ranks
+from tests.ranks import act_in_groups, run_ranks
 
 
 class Block(nn.Module):
@@ -95,34 +94,24 @@ def check_equal(model: Block, optimizer: torch.optim.AdamW) -> None:
 def run(
     rank: int, root: str, layout_saved: str, world_saved: int, layout_loaded: str, world_loaded: int
 ) -> None:
-    torch.set_num_threads(1)
-    for world, name in ((world_saved, "save"), (world_loaded, "load")):
-        if rank < world:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world
-            )
-            if name == "save":
-                model = sharded(layout_saved, reference())
-                check_boxes(model)
-                state = {"model": model, "optimizer": step_once(model), "values": {"epoch": 4}}
-                checkpoint.save(f"{root}/run", state, step=8)
-            else:
-                torch.manual_seed(1)
-                model = sharded(layout_loaded, Block())
-                optimizer = torch.optim.AdamW(
-                    filter(lambda p: p.requires_grad, model.parameters()), lr=1.0
-                )
-                values = {"epoch": 0}
-                state = {"model": model, "optimizer": optimizer, "values": values}
-                assert checkpoint.load(f"{root}/run", state) == 8
-                check_equal(model, optimizer)
-                assert values == {"epoch": 4}
-                assert optimizer.param_groups[0]["lr"] == 0.1
-            dist.barrier()
-            dist.destroy_process_group()
-    # Models still refer to gloo's groups, whose threads may abort an interpreter that exits
-    # normally.
-    os._exit(0)
+    def save() -> None:
+        model = sharded(layout_saved, reference())
+        check_boxes(model)
+        state = {"model": model, "optimizer": step_once(model), "values": {"epoch": 4}}
+        checkpoint.save(f"{root}/run", state, step=8)
+
+    def load() -> None:
+        torch.manual_seed(1)
+        model = sharded(layout_loaded, Block())
+        optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
+        values = {"epoch": 0}
+        state = {"model": model, "optimizer": optimizer, "values": values}
+        assert checkpoint.load(f"{root}/run", state) == 8
+        check_equal(model, optimizer)
+        assert values == {"epoch": 4}
+        assert optimizer.param_groups[0]["lr"] == 0.1
+
+    act_in_groups(rank, root, (world_saved, save), (world_loaded, load))
 
 
 @pytest.mark.parametrize(

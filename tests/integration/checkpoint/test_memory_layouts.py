@@ -73,7 +73,7 @@ def load(
     optimizer = torch.optim.AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1.0)
     source = MemorySource(SnapshotId(generation, 3), holders, SECRET, rank=rank)
     with contextlib.closing(source):
-        allocate(model, [optimizer], source.slots)
+        allocate(model, [optimizer], source)
         fill(plan_fills(LiveStateReader(model, [optimizer]).capture(), source), source)
         restore_options(model, [optimizer], source.documents)
     held = torch.load(f"{root}/held.pt")

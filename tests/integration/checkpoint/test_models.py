@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from keepstep import checkpoint
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from tests.ranks import run_ranks
+from tests.ranks import act_in_groups, run_ranks
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -151,23 +150,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[...
 
 
 def run(rank: int, root: str, case: str) -> None:
-    torch.set_num_threads(1)
     kind, saved, loaded = CASES[case]
-    for world, phase in ((4, "save"), (2, "load")):
-        if rank < world:
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(f"{root}/{phase}", world), rank=rank, world_size=world
-            )
-            if phase == "save":
-                model, optimizer = make(kind, saved, 0)
-                checkpoint.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=1)
-            else:
-                model, optimizer = make(kind, loaded, 1)
-                checkpoint.load(f"{root}/run", {"model": model, "optimizer": optimizer})
-                check(kind, model, optimizer)
-            dist.barrier()
-            dist.destroy_process_group()
-    os._exit(0)
+
+    def save() -> None:
+        model, optimizer = make(kind, saved, 0)
+        checkpoint.save(f"{root}/run", {"model": model, "optimizer": optimizer}, step=1)
+
+    def load() -> None:
+        model, optimizer = make(kind, loaded, 1)
+        checkpoint.load(f"{root}/run", {"model": model, "optimizer": optimizer})
+        check(kind, model, optimizer)
+
+    act_in_groups(rank, root, (4, save), (2, load))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -204,20 +198,16 @@ def trained_stages(stages: tuple[int, ...], lr: float) -> Trained:
 
 
 def pipeline(rank: int, root: str, save: bool) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2
-    )
-    model, optimizer = trained_stages((rank,), 0.1 if save else 0.7)
-    state = {"model": model, "optimizer": optimizer}
-    if save:
-        checkpoint.save(f"{root}/run", state, step=1)
-    else:
-        checkpoint.load(f"{root}/run", state)
-        check_stages(model, optimizer, (rank,))
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    def act() -> None:
+        model, optimizer = trained_stages((rank,), 0.1 if save else 0.7)
+        state = {"model": model, "optimizer": optimizer}
+        if save:
+            checkpoint.save(f"{root}/run", state, step=1)
+        else:
+            checkpoint.load(f"{root}/run", state)
+            check_stages(model, optimizer, (rank,))
+
+    act_in_groups(rank, root, (2, act))
 
 
 def check_stages(

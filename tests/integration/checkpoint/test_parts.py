@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from keepstep import checkpoint
-from keepstep.checkpoint import Part, PartTable
+from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.errors import LayoutMismatch
-from tests.ranks import run_ranks
+from tests.ranks import act_in_groups, run_ranks
 
 GATE_UP = PartTable(0, (Part("gate", 12), Part("up", 12)))
 QKV = PartTable(0, (Part("q", 16), Part("k", 4, 2), Part("v", 4, 2)), groups=2)
 EXPERTS = PartTable(1, (Part("gate", 8), Part("up", 8)))
-PARTS = {"*.gate_up.*": GATE_UP, "*.qkv.*": QKV, "*.experts": EXPERTS}
+PARTS = Descriptions(parts={"*.gate_up.*": GATE_UP, "*.qkv.*": QKV, "*.experts": EXPERTS})
 
 
 def sliced(table: PartTable, whole: torch.Tensor, degree: int, rank: int) -> torch.Tensor:
@@ -105,31 +104,21 @@ def local_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sequence
 
 
 def run(rank: int, root: str, saved: str, world_saved: int, loaded: str, world_loaded: int) -> None:
-    torch.set_num_threads(1)
-    for world, name, layout in ((world_saved, "save", saved), (world_loaded, "load", loaded)):
-        if rank >= world:
-            continue
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{root}/{name}", world), rank=rank, world_size=world
-        )
-        expected_model = build(layout, seed=0)
-        expected_optimizer = step_once(expected_model)
-        if name == "save":
-            state = {"model": expected_model, "optimizer": expected_optimizer}
-            checkpoint.save(f"{root}/run", state, step=8, parts=PARTS)
-        else:
-            model = build(layout, seed=1)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-            state = {"model": model, "optimizer": optimizer}
-            assert checkpoint.load(f"{root}/run", state, parts=PARTS) == 8
-            expected = local_values(expected_model, expected_optimizer)
-            for got, want in zip(local_values(model, optimizer), expected, strict=True):
-                assert torch.equal(got, want)
-        dist.barrier()
-        dist.destroy_process_group()
-    # Models still refer to gloo's groups, whose threads may abort an interpreter that exits
-    # normally.
-    os._exit(0)
+    def save() -> None:
+        model = build(saved, seed=0)
+        state = {"model": model, "optimizer": step_once(model)}
+        checkpoint.save(f"{root}/run", state, step=8, descriptions=PARTS)
+
+    def load() -> None:
+        expected_model, model = build(loaded, seed=0), build(loaded, seed=1)
+        expected = local_values(expected_model, step_once(expected_model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        state = {"model": model, "optimizer": optimizer}
+        assert checkpoint.load(f"{root}/run", state, descriptions=PARTS) == 8
+        for got, want in zip(local_values(model, optimizer), expected, strict=True):
+            assert torch.equal(got, want)
+
+    act_in_groups(rank, root, (world_saved, save), (world_loaded, load))
 
 
 @pytest.mark.parametrize(
@@ -151,19 +140,58 @@ def test_sliced_parts_are_stored_as_the_unsharded_tensor(
         assert torch.equal(got, want)
 
 
+def with_rows(model: nn.ModuleDict) -> torch.optim.AdamW:
+    """Return an optimizer that keeps the sums of the rows of a fused parameter."""
+    optimizer = step_once(model)
+    weight = model["layer"].gate_up.weight
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    rows = local.detach().sum(1)
+    if isinstance(weight, DTensor):
+        rows = DTensor.from_local(rows, weight.device_mesh, [Shard(0)], run_check=False)
+    optimizer.state[weight]["rows"] = rows
+    return optimizer
+
+
+def save_rows(rank: int, root: str) -> None:
+    def save() -> None:
+        model = build("tp", seed=0)
+        optimizer = with_rows(model)
+        state = {"model": model, "optimizer": optimizer}
+        checkpoint.save(f"{root}/run", state, step=1, descriptions=PARTS)
+        slots = optimizer.state[model["layer"].gate_up.weight]
+        slots["rows"] = DTensor.from_local(torch.ones(3), slots["rows"].device_mesh, [Shard(0)])
+        with pytest.raises(LayoutMismatch, match=r"gate_up\.weight/rows: tensor parallelism"):
+            checkpoint.save(f"{root}/run", state, step=2, descriptions=PARTS)
+
+    act_in_groups(rank, root, (2, save))
+
+
+def test_slots_of_the_fused_dimension_have_its_parts_and_other_slices_are_refused(
+    tmp_path: Path,
+) -> None:
+    run_ranks(save_rows, args=(str(tmp_path),), nprocs=2)
+    expected_model, model = whole_model(0), whole_model(1)
+    expected_optimizer, optimizer = with_rows(expected_model), with_rows(model)
+    checkpoint.load(f"{tmp_path}/run", {"model": model, "optimizer": optimizer})
+    expected = expected_optimizer.state[expected_model["layer"].gate_up.weight]["rows"]
+    assert torch.allclose(optimizer.state[model["layer"].gate_up.weight]["rows"], expected)
+
+
 def refuse(rank: int, root: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{root}/store", 2), rank=rank, world_size=2
     )
     mesh = init_device_mesh("cpu", (2,))
     shard = DTensor.from_local(torch.ones(12, 5), mesh, [Shard(0)])
+    described = Descriptions(parts={"qkv.*": QKV})
     with pytest.raises(LayoutMismatch, match=r"qkv\.weight: .*mesh_dim_names"):
-        checkpoint.save(f"{root}/run", {"qkv.weight": shard}, step=1, parts={"qkv.*": QKV})
+        checkpoint.save(f"{root}/run", {"qkv.weight": shard}, step=1, descriptions=described)
     uneven = PartTable(0, (Part("q", 21), Part("k", 3)))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     shard = DTensor.from_local(torch.ones(12, 5), mesh, [Shard(0)])
+    described = Descriptions(parts={"qkv.*": uneven})
     with pytest.raises(LayoutMismatch, match=r"qkv\.weight: part 'q'"):
-        checkpoint.save(f"{root}/run", {"qkv.weight": shard}, step=1, parts={"qkv.*": uneven})
+        checkpoint.save(f"{root}/run", {"qkv.weight": shard}, step=1, descriptions=described)
     dist.destroy_process_group()
 
 
@@ -174,5 +202,8 @@ def test_parts_that_cannot_be_told_or_cut_are_refused_by_name(tmp_path: Path) ->
 def test_a_table_of_another_size_than_the_tensor_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(LayoutMismatch, match=r"qkv\.weight: dimension 0 .* have 24 elements"):
         checkpoint.save(
-            str(tmp_path), {"qkv.weight": torch.ones(25, 5)}, step=1, parts={"qkv.*": QKV}
+            str(tmp_path),
+            {"qkv.weight": torch.ones(25, 5)},
+            step=1,
+            descriptions=Descriptions(parts={"qkv.*": QKV}),
         )

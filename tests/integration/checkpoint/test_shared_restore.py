@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -135,8 +136,8 @@ def load_counted(rank: int, url: str, model: Model, loads: Loads) -> None:
         assert not loads.traffics
 
 
-def restore_replicas(rank: int, root: str, url: str) -> None:
-    join(root, "replicas", rank, 4)
+def restore_replicas(rank: int, root: str, url: str, world: int = 4) -> None:
+    join(root, f"replicas-{world}", rank, world)
     model = Model(seed=1)
     if url.startswith("s3"):
         checkpoint.load(url, {"model": model})
@@ -165,10 +166,20 @@ def test_replicas_request_each_byte_of_an_object_store_once(
             (f"{handler.command} {handler.path}", handler.headers.get("Range", ""))
         ),
     )
-    run_ranks(restore_replicas, args=(str(tmp_path), url), nprocs=4)
+    requested: list[Counter[str]] = []
+    for world in (2, 4):
+        requests.clear()
+        run_ranks(restore_replicas, args=(str(tmp_path), url, world), nprocs=world)
+        requested.append(Counter(path for path, _ in requests if not DATA.search(path)))
+    # However many ranks: the listing of what is there, and each object of metadata once, but for
+    # the manifest, of which it is asked before whether it is there.
+    assert requested[0] == requested[1]
+    attempt = {path: count for path, count in requested[1].items() if "/attempt-" in path}
+    assert set(attempt.values()) == {1}
+    assert len(attempt) == 4
     ranges = sorted(
-        (path, *map(int, re.findall(r"\d+", requested)))
-        for path, requested in requests
+        (path, *map(int, re.findall(r"\d+", byte_range)))
+        for path, byte_range in requests
         if path.startswith("GET") and DATA.search(path)
     )
     assert sum(last + 1 - first for _, first, last in ranges) >= TENSOR_NBYTES

@@ -44,6 +44,14 @@ def test_an_object_is_read_as_it_was_written(storage: Storage) -> None:
     assert first + second == b"again"
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 2, 16, 17, 63, 64, 65, 1000, 4097, 2**20 + 3])
+def test_the_size_of_an_object_is_told(storage: Storage, nbytes: int) -> None:
+    storage.write("a/b", [bytes(nbytes)])
+    assert storage.size("a/b") == nbytes
+    with pytest.raises(CheckpointMissing):
+        storage.size("a/c")
+
+
 def test_an_object_is_linked_only_if_its_bytes_are_the_same(storage: Storage) -> None:
     storage.write("a/b", [b"one", b"two"])
     assert not storage.link_identical("a/b", "c/b", [b"onetwO"])

@@ -29,7 +29,7 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
 from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import Attempt, StoredStep
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.writer import write_part

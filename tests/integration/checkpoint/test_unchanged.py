@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.object_names import StoredStep
 
 
 def test_frozen_weights_are_linked_and_survive_the_removal_of_older_checkpoints(

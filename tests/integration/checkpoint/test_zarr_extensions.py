@@ -13,7 +13,7 @@ import zarr
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.format import ROOT, chunk_name
+from keepstep.checkpoint.stored.object_names import ROOT, chunk_name
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 KEY = "model/w"

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.elastic.cli.main import main
 
@@ -55,7 +55,8 @@ def test_ls_lists_checkpoints_and_show_shows_one(run7: Path) -> None:
     assert abs(newest["nbytes"] - nbytes) < 1000
     shown = json_of("show", run7, "--step", 20, "--documents")
     assert shown["tensors"]["large"] | {"chunk": None, "cell": None} == {
-        "dtype": "float32", "shape": [600, 600], "packed": False, "chunk": None, "cell": None,
+        "dtype": "float32", "shape": [600, 600], "packed": False, "compression": None,
+        "chunk": None, "cell": None,
     }  # fmt: skip
     assert shown["documents"]["values"] == {"loss": 2.0}
     text = keepstep("show", run7).output
@@ -105,6 +106,18 @@ def test_diff_lists_the_changes(run7: Path, tmp_path: Path) -> None:
     checkpoint.save(str(tmp_path / "other"), {"small": torch.ones(4), "new": torch.ones(1)}, step=1)
     lines = keepstep("diff", run7, tmp_path / "other").output.splitlines()
     assert lines[:3] == ["- large", "+ new", "~ small: float32 [3] -> float32 [4]"]
+
+
+def test_show_tells_which_tensors_are_compressed(tmp_path: Path) -> None:
+    state = {"large": torch.ones(600, 600), "small": torch.ones(3)}
+    checkpoint.save(str(tmp_path), state, step=1, compression="zstd")
+    shown = json_of("show", tmp_path)["tensors"]
+    assert {key: tensor["compression"] for key, tensor in shown.items()} == {
+        "large": "zstd", "small": None
+    }  # fmt: skip
+    lines = keepstep("show", tmp_path).output.splitlines()
+    assert ["zstd" in line for line in lines if "float32" in line] == [True, False]
+    assert keepstep("verify", tmp_path).exit_code == 0
 
 
 def test_a_nan_is_shown_as_json_and_equals_itself(tmp_path: Path) -> None:

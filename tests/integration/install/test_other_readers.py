@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from tests.patience import patient
 
 READERS = ("tensorstore", "xarray", "zarr")
 WRITERS = (1, 4)
+SAVED = {"1": (1, None), "4": (4, None), "1 compressed": (1, "zstd"), "4 compressed": (4, "zstd")}
+"""How many ranks save, and how they compress."""
+
 LARGE = {
     "model/weight": ((1000, 701), "float32"),
     "model/count": ((500, 701), "int64"),
@@ -127,7 +131,7 @@ def values(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     return (torch.arange(count) % 251).reshape(shape).to(getattr(torch, dtype))
 
 
-def save(rank: int, url: str, writers: int) -> None:
+def save(rank: int, url: str, writers: int, compression: Literal["zstd"] | None) -> None:
     """Save the large tensors in as many slices as there are writers, and a small one."""
     large = {name: values(shape, dtype) for name, (shape, dtype) in LARGE.items()}
     if writers > 1:
@@ -139,7 +143,8 @@ def save(rank: int, url: str, writers: int) -> None:
         name.removeprefix("model/"): t for name, t in large.items() if name.startswith("model/")
     }
     model["small"] = torch.arange(7.0)
-    checkpoint.save(url, {"model": model, "weight16": large["weight16"]}, step=1)
+    state = {"model": model, "weight16": large["weight16"]}
+    checkpoint.save(url, state, step=1, compression=compression)
     if writers > 1:
         dist.barrier()
         # Threads of gloo may abort an interpreter that exits normally.
@@ -167,15 +172,20 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=SAVED)
 def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that so many ranks have written."""
+    """A checkpoint that some ranks have written."""
     url = tmp_path_factory.mktemp("saved") / "run"
-    if request.param == 1:
-        save(0, str(url), 1)
+    writers, compression = SAVED[request.param]
+    if writers == 1:
+        save(0, str(url), 1, compression)
     else:
-        mp.spawn(save, args=(str(url), request.param), nprocs=request.param)
-    return url / StoredCheckpoint.open(str(url)).directory
+        mp.spawn(save, args=(str(url), writers, compression), nprocs=writers)
+    directory = url / StoredCheckpoint.open(str(url)).directory
+    for name in LARGE:
+        codecs = (directory / name / "zarr.json").read_text()
+        assert ('"blosc"' in codecs) == (compression is not None)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -196,6 +206,7 @@ def test_large_tensors_are_read_and_packed_ones_refused(
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("root", ["1", "4"], indirect=True)
 def test_shards_below_a_mebibyte_make_chunks_of_one(root: Path) -> None:
     for name, (shape, dtype) in LARGE.items():
         nbytes = values(shape, dtype).nbytes

@@ -75,9 +75,11 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     # Found after the environment's own; what is installed in editable mode there is not followed.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    # Of the same version: pip would be content with the one in editable mode.
     subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True, cwd=place
-    )
+        [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", wheel],
+        check=True, cwd=place,
+    )  # fmt: skip
     return python
 
 

@@ -29,7 +29,13 @@ from keepstep.elastic.trainer.training_state import TrainingState
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
-config = GPTConfig(width=32, layers=2, context=32, heads=2, dropout=options.get("dropout", 0.0))
+config = GPTConfig(
+    width=32,
+    layers=2,
+    context=options.get("context", 32),
+    heads=2,
+    dropout=options.get("dropout", 0.0),
+)
 
 
 class Average:
@@ -167,11 +173,19 @@ def gloo_by_another_name(
 
 dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
 
+
+def await_release() -> None:
+    """Hold the last step of a recovered job until the test has seen what ends with the job."""
+    while not (log / "release").exists():
+        time.sleep(0.01)
+
+
 assert not [name for name in sys.modules if name.startswith(("etcd3", "google.protobuf"))]
 with keepstep.join(
     build,
     checkpoint=options.get("checkpoint"),
     checkpoint_every=options.get("every"),
+    checkpoint_compression=options.get("compression"),
     snapshot_every=options.get("snapshots", 1),
     mesh=options.get("mesh"),
     backend=options.get("backend"),
@@ -183,6 +197,9 @@ with keepstep.join(
         global_batch=8,
         steps=options["steps"],
     ):
+        is_last = job.steps + 1 == options["steps"]
+        if options.get("held") and is_last and job.world.generation > 1:
+            await_release()
         with job.step() as step:
             entered_before, entered.step = entered.step, job.steps + 1
             drawn = [random.random(), np.random.rand()]

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from keepstep.checkpoint.stored.format import StoredStep
-from keepstep.checkpoint.stored.reader import list_steps
+from keepstep.checkpoint.stored.object_names import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.job.jobs import (
@@ -312,15 +312,18 @@ def test_preempted_node_hands_over_its_shards_and_no_step_is_lost(
 ) -> None:
     """Node a leads and has rank 0: without it the other ranks change, also for DTensor's caches."""
     other = "b" if preempted == "a" else "a"
-    with cluster(tmp_path) as running:
+    with cluster(tmp_path, held=True) as running:
         running.start("a")
         running.wait_until(lambda view: view.leader == "a", 60)
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 6, 60)
         running.terminate(preempted)
         assert running.wait(preempted, 60) == 128 + signal.SIGTERM, running.output()
-        view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
-        assert view.leader == other
+        # The last node to leave a job that is done deletes what the job has recorded.
+        view = running.wait_until(
+            lambda view: len(view.history.recoveries) == 2 and view.leader == other, 60
+        )
+        (tmp_path / "log" / "release").touch()
         assert running.wait(other, 60) == 0, running.output()
     recovery = view.history.recoveries[1]
     assert "memory" in recovery.source
@@ -382,6 +385,22 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     assert list_steps(str(checkpoint))[:2] == (
         StoredStep(newest.step, newest.generation + 1), newest
     )  # fmt: skip
+
+
+def test_job_stores_compressed_and_resumes_from_it(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    options = {"checkpoint": checkpoint, "compression": "zstd", "context": 8192}
+    for steps in (4, 6):
+        with cluster(tmp_path, "1:1", steps=steps, **options) as running:
+            running.start("a")
+            assert running.wait("a", 120) == 0, running.output()
+        source = StoredCheckpoint.open(checkpoint)
+        assert source.step == steps
+        source.verify()
+        # The only one of 1 MiB.
+        assert source.stored_tensors["model/positions.weight"].compression == "zstd"
+    lines = (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
 
 
 def test_job_that_is_done_ends_well_when_it_is_run_again(tmp_path: Path) -> None:

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from keepstep.checkpoint.errors import CheckpointMissing
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.descriptions import Descriptions, describing_documents
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.layout.planner import plan_reads
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec
 from keepstep.checkpoint.live.placement import local_box
+from keepstep.checkpoint.live.restore import fill, plan_fills
+from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.memory.arena import box_bytes
 from keepstep.checkpoint.stored import chunking, reader, writer
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
-from keepstep.checkpoint.stored.format import Attempt, StoredStep
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import publish, write_part
 
@@ -192,7 +196,9 @@ def placements_of(draw: st.DrawFn, tensor: Tensor, parts: int) -> tuple[Placemen
     return (draw(placement), draw(placement))
 
 
-def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
+def store(
+    storage: DictStorage, layout: Layout, documents: Mapping[str, Json] | None = None
+) -> ChunkPlan:
     """Save the state, with ranks that can read each other's memory."""
     memories: list[Bytes] = []
     indexes: list[ShardIndex] = []
@@ -231,7 +237,7 @@ def store(storage: DictStorage, layout: Layout) -> ChunkPlan:
         write_part(storage, attempt, plan, [rank], read_box, name=rank)
         for rank in range(len(layout))
     ]
-    publish(storage, attempt, parts, plan.tensors, plan.chunk_parts(), {})
+    publish(storage, attempt, parts, plan.tensors, plan.chunk_parts(), documents or {})
     return plan
 
 
@@ -266,6 +272,88 @@ def test_state_saved_in_one_layout_is_read_bit_for_bit_in_another(
         source.read(requests)
         for got, want in expected:
             assert (got == want).all()
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A parameter and a slot of it, padded in one way when saved, in another when loaded."""
+
+    name: str
+    dtype: str
+    logical: tuple[int, ...]
+    stored: tuple[int, ...]
+    live: tuple[int, ...]
+    has_stored_description: bool
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        return f"model/{self.name}", f"optim/{self.name}/exp_avg"
+
+
+@st.composite
+def padded_parameters(draw: st.DrawFn) -> list[Padded]:
+    """Draw parameters; without a description the stored shape is the logical one."""
+    parameters = []
+    for number in range(draw(st.integers(1, 3))):
+        logical = tuple(draw(st.lists(st.integers(0, 8), min_size=1, max_size=3)))
+        stored, live = (
+            tuple(extent + draw(st.sampled_from([0, 0, 1, 2, 5])) for extent in logical)
+            for _ in range(2)
+        )
+        is_described = stored != logical or draw(st.booleans())
+        dtype = draw(st.sampled_from(sorted(ITEMSIZES)))
+        name = f"t{number}.weight"
+        parameters.append(Padded(name, dtype, logical, stored, live, is_described))
+    return parameters
+
+
+def with_slots(layout: Layout, parameters: Sequence[Padded]) -> Layout:
+    """Return a layout in which a slot lies where its parameter does."""
+    slots = dict(parameter.keys for parameter in parameters)
+    return [
+        [*shards, *((Tensor(slots[t.key], t.dtype, t.shape), box) for t, box in shards)]
+        for shards in layout
+    ]
+
+
+@settings(
+    max_examples=2000 if settings.get_current_profile_name() == "explore" else 400,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_padded_tensors_are_read_in_any_other_padding_and_layout(
+    monkeypatch: pytest.MonkeyPatch, data: st.DataObject
+) -> None:
+    parameters = data.draw(padded_parameters())
+    stored = [Tensor(p.keys[0], p.dtype, p.stored) for p in parameters]
+    layout = with_slots(data.draw(layouts(stored)), parameters)
+    specs = {t.key: TensorSpec(t.dtype, t.shape) for shards in layout for t, _ in shards}
+    described = {p.name: p.logical for p in parameters if p.has_stored_description}
+    storage = DictStorage()
+    monkeypatch.setattr(reader, "open_storage", lambda url: storage)
+    store(storage, layout, describing_documents(Descriptions(padding=described), specs))
+    source = StoredCheckpoint.open("dict://")
+
+    by_key = {key: p for p in parameters for key in p.keys}
+    saved = {key: Tensor(key, p.dtype, p.stored).values for key, p in by_key.items()}
+    padding = {p.keys[0]: {"logical_shape": list(p.logical)} for p in parameters}
+    wanted = data.draw(layouts([Tensor(p.keys[0], p.dtype, p.live) for p in parameters]))
+    for shards in with_slots(wanted, parameters):
+        tensors = []
+        for tensor, box in shards:
+            values = torch.empty(box.shape, dtype=torch_dtype(tensor.dtype))
+            # Neither zero nor what is saved.
+            as_bytes(values)[:] = (~tensor.values[box.slices]).tobytes()
+            tensors.append(LiveTensor(tensor.key, tensor.shape, box, values))
+        state = LiveState(tuple(tensors), {"padding": padding})
+        fill(plan_fills(state, source, keys_of_other_ranks=saved), source)
+        for (tensor, box), live in zip(shards, tensors, strict=True):
+            parameter = by_key[tensor.key]
+            whole = ~tensor.values if tensor.key == parameter.keys[0] else 0 * tensor.values
+            filled = parameter.stored if parameter.stored == parameter.live else parameter.logical
+            inside = Box.whole(filled).slices
+            whole[inside] = saved[tensor.key][inside]
+            assert as_bytes(live.data).tobytes() == whole[box.slices].tobytes()
 
 
 @given(st.lists(st.integers(1, 5), max_size=3).map(tuple), st.data())

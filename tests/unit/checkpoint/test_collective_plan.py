@@ -1,16 +1,28 @@
-"""Claims about when ranks follow the plan of the last save."""
+"""Claims about when ranks follow the plan of the last save, and about failures of one of them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from keepstep.checkpoint import collective_plan
-from keepstep.checkpoint.collective_plan import PlanCache, agree_on_save, signature_of
-from keepstep.checkpoint.errors import LayoutMismatch
+from keepstep.checkpoint.collective_plan import (
+    PlanCache,
+    SharedPlan,
+    agree_on_save,
+    gather_chunks,
+    signature_of,
+)
+from keepstep.checkpoint.errors import LayoutMismatch, RankFailed
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.documents import document_digests
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, describe
 from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.shared_plan import plan_share
+from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 
 def state(**shapes: tuple[int, ...]) -> LiveState:
@@ -26,6 +38,27 @@ def test_a_plan_is_followed_while_the_boxes_stay_and_made_anew_when_they_change(
     assert again.attempt != first.attempt
     for changed in (state(a=(4, 3)), state(b=(), a=(4, 3)), state(a=(3, 4), b=())):
         assert agree_on_save(lambda s=changed: s, None, cache).plan is not first.plan
+
+
+def test_a_plan_is_made_anew_when_the_compression_changes() -> None:
+    def plan(compression: Literal["zstd"] | None) -> SharedPlan:
+        return agree_on_save(lambda: state(a=(512, 1024)), None, cache, compression).plan
+
+    cache = PlanCache()
+    plain = plan(None)
+    compressed = plan("zstd")
+    assert (plain.own.tensors["a"].compression, plain.tensors.tensors["a"].compression) == (
+        None, None
+    )  # fmt: skip
+    assert compressed.own.tensors["a"].compression == "zstd"
+    assert compressed.tensors.tensors["a"].compression == "zstd"
+    assert plan("zstd") is compressed
+    assert plan(None).own.tensors["a"].compression is None
+
+
+def test_a_compression_that_does_not_exist_is_refused_before_ranks_plan() -> None:
+    with pytest.raises(ValueError, match=r"compression='gzip': give 'zstd', or None"):
+        agree_on_save(lambda: state(a=(4,)), None, PlanCache(), "gzip")  # type: ignore[arg-type]
 
 
 def test_a_plan_that_failed_is_not_followed_later() -> None:
@@ -66,9 +99,70 @@ def test_data_type_that_cannot_be_stored_is_refused_before_ranks_plan() -> None:
 
 
 def test_of_equal_documents_the_last_rank_sends_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    digests = [{"values": "x"}, {"values": "y"}, {"values": "x"}]
+    held = [{"values": value} for value in (1, 2, 1)]
+    cache = PlanCache()
+    agree_on_save(lambda: state(a=(3,)), None, cache)
+
+    def gather(prepare: Callable[[], Any], tell: Callable[[Any], Any]) -> tuple[Any, list[Any]]:
+        prepared = prepare()
+        own = tell(prepared)
+        gathered = [[*own[:2], document_digests(documents), None] for documents in held]
+        gathered[collective_plan.rank()] = own
+        return prepared, gathered
+
+    monkeypatch.setattr(collective_plan, "on_all_ranks_gathering", gather)
+    monkeypatch.setattr(collective_plan, "signature_of", lambda *_: cache.take().signature)
     sent = []
-    for rank, value in enumerate([1, 2, 1]):
+    for rank, documents in enumerate(held):
         monkeypatch.setattr(collective_plan, "rank", lambda rank=rank: rank)
-        sent.append(collective_plan._last_of({"values": value}, digests))
+        live = LiveState(state(a=(3,)).tensors, documents)
+        documents = agree_on_save(lambda live=live: live, None, cache).documents
+        sent.append({name: value for name, value in documents.items() if name == "values"})
     assert sent == [{}, {"values": 2}, {"values": 1}]
+
+
+def shard(rank: int) -> LiveState:
+    """Return a third of a tensor that is so small that one rank writes all of it."""
+    data = torch.full((4, 8), float(rank))
+    return LiveState((LiveTensor("w", (12, 8), Box((4 * rank, 0), (4, 8)), data),), {})
+
+
+def plan_and_gather(rank: int) -> Any:
+    agreed = agree_on_save(lambda: shard(rank), None, PlanCache())
+    return gather_chunks(agreed.plan, agreed.live.tensors)
+
+
+def test_one_rank_collects_the_chunk_that_all_hold_a_part_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    collected = [item for result in ranks.run(plan_and_gather) for item in result.items()]
+    (((key, box), data),) = collected
+    assert (key, box) == ("w", Box((0, 0), (12, 8)))
+    expected = torch.cat([shard(rank).tensors[0].data for rank in range(3)])
+    assert data.tobytes() == expected.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    "step", ["plan_share", "merged_tensor_plan", "pieces_by_holder", "_box_of"]
+)
+def test_what_fails_between_two_messages_on_one_rank_is_raised_on_all(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    act: Callable[..., Any] = getattr(collective_plan, step)
+    failing_rank = 0 if step == "plan_share" else 1
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+
+    def failing(*arguments: Any) -> Any:
+        if ranks.get_rank() == failing_rank:
+            raise MemoryError("out of memory")
+        return act(*arguments)
+
+    monkeypatch.setattr(collective_plan, step, failing)
+    results = ranks.run(plan_and_gather)
+    expected = [RankFailed] * 3
+    assert [type(result) for result in results] == [
+        MemoryError if rank == failing_rank else error for rank, error in enumerate(expected)
+    ]

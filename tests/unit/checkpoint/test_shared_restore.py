@@ -1,17 +1,14 @@
 """Property tests of a restore by all ranks: any layout, every stored byte read once at most.
 
-Threads play the ranks, with the real planner, reader and rounds; the messages between them go by
-memory. Sizes are made small, so that there are many units, batches and rounds. Real processes do
-the same in tests/integration.
+Threads play the ranks. Sizes are made small, so that there are many units, batches and rounds. Real
+processes do the same in tests/integration.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from keepstep.checkpoint import agreement, shared_restore
+from keepstep.checkpoint import shared_restore
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, RankFailed
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.restore import Fill
@@ -39,70 +36,9 @@ from tests.unit.checkpoint.test_any_layout import (
     store,
     tensors,
 )
+from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
 __all__ = ["small_sizes"]
-
-# A rank that waits so long waits for ever.
-PATIENCE_S = 60.0
-
-
-class Ranks:
-    """Plays the collectives for threads, each of which is a rank."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._own = threading.local()
-        self._barrier = threading.Barrier(count, timeout=PATIENCE_S)
-        self._sent: list[Any] = [None] * count
-
-    def run(self, act: Callable[[int], Any]) -> list[Any]:
-        """Run a function on all ranks; return the result of each, or its error."""
-
-        def play(number: int) -> Any:
-            self._own.rank = number
-            try:
-                return act(number)
-            except CheckpointError as error:
-                return error
-            except BaseException:
-                self._barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.count) as pool:
-            return list(pool.map(play, range(self.count)))
-
-    def rank(self) -> int:
-        return int(self._own.rank)
-
-    def gather(self, message: Any) -> list[Any]:
-        self._sent[self.rank()] = message
-        self._barrier.wait()
-        gathered = list(self._sent)
-        self._barrier.wait()
-        return gathered
-
-    def exchange(self, messages: Sequence[Any]) -> list[Any]:
-        return [sent[self.rank()] for sent in self.gather(messages)]
-
-    def exchange_bytes(
-        self,
-        sent: torch.Tensor,
-        sent_nbytes: Sequence[int],
-        received: torch.Tensor,
-        received_nbytes: Sequence[int],
-    ) -> None:
-        parts = self.exchange([part.clone() for part in sent.split(list(sent_nbytes))])
-        assert [part.numel() for part in parts] == list(received_nbytes)
-        torch.cat(parts, out=received)
-
-    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("rank", "exchange", "exchange_bytes"):
-            monkeypatch.setattr(shared_restore, name, getattr(self, name))
-        monkeypatch.setattr(shared_restore, "exchange_numbers", self.exchange)
-        monkeypatch.setattr(shared_restore, "world_size", lambda: self.count)
-        monkeypatch.setattr(
-            agreement, "all_gather_json", lambda m: self.gather(json.loads(json.dumps(m)))
-        )
 
 
 @dataclass
@@ -193,7 +129,7 @@ def test_ranks_restore_any_layout_together_and_read_no_byte_twice(
     storage = saved(monkeypatch, data.draw(layouts(stored)))
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=data.draw(st.booleans()))
-    ranks = Ranks(len(layout))
+    ranks = ThreadRanks(len(layout))
     ranks.patch(monkeypatch)
     results = ranks.run(
         lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
@@ -220,7 +156,7 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all(
     storage = saved(monkeypatch, data.draw(layouts(stored)))
     layout = data.draw(layouts(stored))
     fills = fills_of(layout, is_transposed=False)
-    ranks = Ranks(len(layout))
+    ranks = ThreadRanks(len(layout))
     ranks.patch(monkeypatch)
     sources = [StoredCheckpoint.open("dict://") for _ in layout]
     storage.failing_read, storage.damages = failing_read, damages
@@ -247,23 +183,44 @@ def test_memory_that_is_lacking_on_one_rank_ends_the_restore_on_all(
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
     saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=False)
-    ranks = Ranks(3)
+    ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
     of_size = shared_restore._Memory.of_size
 
     def lacking(memory: Any, nbytes: int) -> torch.Tensor:
-        if ranks.rank() == 1 and nbytes:
+        if ranks.get_rank() == 1 and nbytes:
             raise MemoryError("out of memory")
         return of_size(memory, nbytes)
 
-    def act(rank: int) -> Any:
-        try:
-            return fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
-        except MemoryError as error:
-            return error
-
     monkeypatch.setattr(shared_restore._Memory, "of_size", lacking)
-    assert [type(result) for result in ranks.run(act)] == [RankFailed, MemoryError, RankFailed]
+    results = ranks.run(
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+    )
+    assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
+
+
+@pytest.mark.parametrize("step", ["_groups", "_tell_readers", "_pack", "_unpack"])
+def test_what_fails_between_two_messages_on_one_rank_ends_the_restore_on_all(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    tensor = Tensor("model/t0.weight", "float32", (64, 8))
+    layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(3)]
+    saved(monkeypatch, layout)
+    fills = fills_of(layout, is_transposed=False)
+    ranks = ThreadRanks(3)
+    ranks.patch(monkeypatch)
+    act = getattr(shared_restore._Participant, step)
+
+    def failing(*arguments: Any) -> Any:
+        if ranks.get_rank() == 1:
+            raise MemoryError("out of memory")
+        return act(*arguments)
+
+    monkeypatch.setattr(shared_restore._Participant, step, failing)
+    results = ranks.run(
+        lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://"))
+    )
+    assert [type(result) for result in results] == [RankFailed, MemoryError, RankFailed]
 
 
 def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +229,7 @@ def test_messages_and_buffers_stay_within_their_bounds(monkeypatch: pytest.Monke
     layout = [[(tensor, Box.whole(tensor.shape))] for _ in range(12)]
     saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=True)
-    ranks = Ranks(12)
+    ranks = ThreadRanks(12)
     ranks.patch(monkeypatch)
     sizes: list[int] = []
     of_size = shared_restore._Memory.of_size
@@ -297,7 +254,7 @@ def test_parts_that_overlap_are_cut_from_one_buffer(monkeypatch: pytest.MonkeyPa
     storage = saved(monkeypatch, [[(tensor, Box.whole(tensor.shape))]])
     layout = [[(tensor, Box((rank, 0), (64 - rank, 2)))] for rank in range(8)]
     fills = fills_of(layout, is_transposed=False)
-    ranks = Ranks(8)
+    ranks = ThreadRanks(8)
     ranks.patch(monkeypatch)
     staged: list[int] = []
     read = StoredCheckpoint.read
@@ -321,7 +278,7 @@ def test_small_tensors_of_one_pack_are_read_by_one_rank(monkeypatch: pytest.Monk
     layout = [[(tensor, Box.whole(tensor.shape)) for tensor in stored] for _ in range(4)]
     storage = saved(monkeypatch, layout)
     fills = fills_of(layout, is_transposed=False)
-    ranks = Ranks(4)
+    ranks = ThreadRanks(4)
     ranks.patch(monkeypatch)
     ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
     packs = {name for name in storage.objects if "/packs/" in name}
@@ -336,7 +293,7 @@ def test_a_rest_that_the_checkpoint_lacks_is_zero(monkeypatch: pytest.MonkeyPatc
         box = Box((first, 0), (3, 4))
         live = LiveTensor(tensor.key, (9, 4), box, torch.ones(3, 4))
         fills.append([Fill(live, "float32", box.intersect(Box.whole(tensor.shape)))])
-    ranks = Ranks(3)
+    ranks = ThreadRanks(3)
     ranks.patch(monkeypatch)
     ranks.run(lambda rank: fill_together(lambda: fills[rank], StoredCheckpoint.open("dict://")))
     padded = np.zeros((9, 4, 4), np.uint8)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from keepstep import checkpoint
-from keepstep.checkpoint import Part, PartTable
+from keepstep.checkpoint import Descriptions, Part, PartTable
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
@@ -22,7 +22,7 @@ PARTS = {"fused.weight": GATE_UP, "extra/fused": GATE_UP}
 @pytest.fixture
 def url() -> str:
     url = f"memory://{uuid.uuid4().hex}"
-    checkpoint.save(url, state(), step=1, parts=PARTS)
+    checkpoint.save(url, state(), step=1, descriptions=Descriptions(parts=PARTS))
     return url
 
 
@@ -36,7 +36,7 @@ def state() -> dict[str, object]:
 
 def test_parts_of_fused_tensors_are_stored_by_name(url: str) -> None:
     parts = StoredCheckpoint.open(url).documents["parts"]
-    assert parts == dict.fromkeys(("fused.weight", "extra/fused"), GATE_UP.to_json())
+    assert parts == dict.fromkeys(("model/fused.weight", "extra/fused"), GATE_UP.to_json())
 
 
 @pytest.mark.parametrize("name", ["fused.weight", "extra/fused"])
@@ -45,14 +45,14 @@ def test_another_order_of_parts_is_refused(url: str, name: str) -> None:
         LayoutMismatch,
         match=rf"{name}: is stored with the parts \[gate 4, up 4\] .* with \[up 4, gate 4\]",
     ):
-        checkpoint.load(url, state(), parts={name: UP_GATE})
+        checkpoint.load(url, state(), descriptions=Descriptions(parts={name: UP_GATE}))
 
 
-@pytest.mark.parametrize("parts", [None, PARTS, dict.fromkeys(PARTS, SHARED)])
+@pytest.mark.parametrize("parts", [{}, PARTS, dict.fromkeys(PARTS, SHARED)])
 def test_the_same_order_is_loaded_and_none_need_be_told(
-    url: str, parts: dict[str, PartTable] | None
+    url: str, parts: dict[str, PartTable]
 ) -> None:
-    assert checkpoint.load(url, state(), parts=parts) == 1
+    assert checkpoint.load(url, state(), descriptions=Descriptions(parts=parts)) == 1
 
 
 def test_a_state_without_fused_tensors_has_no_such_document() -> None:

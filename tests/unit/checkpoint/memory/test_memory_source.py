@@ -95,7 +95,7 @@ def test_a_rank_whose_layout_has_not_changed_fetches_one_index(
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(ROWS))
     optimizer = torch.optim.AdamW(model.parameters())
-    allocate(model, [optimizer], source.slots)
+    allocate(model, [optimizer], source)
     fill(plan_fills(LiveStateReader(model, [optimizer]).capture(), source), source)
     assert model.weight.tolist() == list(range(ROWS))
     assert optimizer.state[model.weight]["exp_avg"].tolist() == list(range(ROWS))

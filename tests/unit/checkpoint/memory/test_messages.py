@@ -21,6 +21,8 @@ from keepstep.checkpoint.memory.messages import (
     BoxBytes,
     ClientRequest,
     CommitSnapshot,
+    DocumentBytes,
+    DocumentDigests,
     EndPersist,
     Fence,
     FinishProtection,
@@ -37,15 +39,23 @@ from keepstep.checkpoint.memory.messages import (
     PersistFailed,
     PersistPart,
     PersistTask,
+    PlanBytes,
+    PlanInputBytes,
+    PlanPending,
     Protected,
     Published,
     PublishFailed,
     PublishManifest,
     RankHolder,
     ReadBoxes,
+    ReadDocumentDigests,
+    ReadDocuments,
     ReadIndex,
+    ReadPlan,
+    ReadPlanInput,
     ReadStripe,
     ReadTable,
+    ReadTensorPlan,
     Rebuild,
     Refused,
     ReportHoldings,
@@ -59,6 +69,8 @@ from keepstep.checkpoint.memory.messages import (
     ShardBox,
     StripeBytes,
     Table,
+    TensorPlanBytes,
+    Unchanged,
     Verify,
 )
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
@@ -68,7 +80,12 @@ SNAPSHOT = SnapshotId(3, 40)
 TABLE = (ShardLocation(rank=2, offset=0, nbytes=90, index_offset=80, crc=2**32 - 1),)
 GROUP = ErasureGroup(generation=3, addresses=("tcp:a:1", "tcp:b:2"), position=1, parity=1)
 TASK = PersistTask(
-    "s3://bucket/job", SNAPSHOT, 13, "9-1a", (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,)))
+    "s3://bucket/job",
+    SNAPSHOT,
+    13,
+    "9-1a",
+    (RankHolder(None, (0,)), RankHolder("tcp:b:2", (1,))),
+    compression="zstd",
 )
 HELD = (SealedRanks(SNAPSHOT, (0, 1)),)
 
@@ -85,6 +102,11 @@ REQUESTS: list[ClientRequest] = [
     ),
     ReadStripe(snapshot=SNAPSHOT, stripe=1, offset=64, count=None),
     ReadTable(snapshot=SNAPSHOT, position=1),
+    ReadPlanInput(snapshot=SNAPSHOT, ranks=(0, 1), planner=1, planners=2, known=None),
+    ReadPlan(attempt="9-1a", planner=1, ranks=(0, 1), known="7f"),
+    ReadTensorPlan(attempt="9-1a", planner=1),
+    ReadDocumentDigests(snapshot=SNAPSHOT, ranks=(0, 1)),
+    ReadDocuments(snapshot=SNAPSHOT, rank=1, names=("values", "rank/1/note")),
 ]
 REPLIES: list[ServerReply] = [
     Refused(reason="no"),
@@ -97,6 +119,13 @@ REPLIES: list[ServerReply] = [
     BoxBytes(),
     StripeBytes(table=TABLE),
     Table(table=TABLE),
+    PlanInputBytes(digest="7f"),
+    PlanBytes(digest="7f"),
+    TensorPlanBytes(),
+    PlanPending(),
+    Unchanged(),
+    DocumentDigests(digests=({"values": "7f"}, {})),
+    DocumentBytes(),
 ]
 COMMANDS: list[AgentCommand] = [
     OpenGeneration(group=GROUP),
@@ -181,6 +210,11 @@ def test_every_message_has_an_example_here(union: object, examples: list[object]
         b'"boxes":[{"rank":0,"key":"w","box":{"offset":[-1],"shape":[2]}}]}',
         b'{"type":"ReadBoxes","snapshot":{"generation":1,"step":1},"background":false,'
         b'"boxes":[{"rank":0,"key":"w","box":{"offset":[1,1],"shape":[2]}}]}',
+        b'{"type":"ReadPlanInput","snapshot":{"generation":1,"step":1},"ranks":[0],"planner":0,'
+        b'"planners":0,"known":null}',
+        b'{"type":"ReadPlanInput","snapshot":{"generation":1,"step":1},"ranks":[0],"planner":0,'
+        b'"planners":100000000,"known":null}',
+        b'{"type":"ReadPlan","attempt":"a","planner":0,"ranks":[-1],"known":null}',
     ],
 )
 def test_requests_with_impossible_sizes_are_rejected(body: bytes) -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.saving.commit_round import CommitRound
+from keepstep.checkpoint.saving.store_calls import StoreCalls
 
 WORLD = 3
 
 
+@contextmanager
+def started(limit_s: float = 60.0) -> Iterator[StoreCalls]:
+    calls = StoreCalls(limit_s, threading.Event())
+    with closing(calls):
+        calls.start()
+        yield calls
+
+
 def run_all(
-    store: HashStore, act: Callable[[CommitRound, int], None], timeout_s: float = 60.0
-) -> list[CommitRound]:
-    rounds = [
-        CommitRound(store, rank, WORLD, "attempt", timeout_s, threading.Event())
-        for rank in range(WORLD)
-    ]
-    with ThreadPoolExecutor(WORLD) as pool:
+    store: HashStore,
+    act: Callable[[CommitRound, int], None],
+    timeout_s: float = 60.0,
+    *,
+    forget: bool = False,
+) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(WORLD) as pool:
+        rounds = [
+            CommitRound(store, rank, WORLD, "attempt", timeout_s, stack.enter_context(started()))
+            for rank in range(WORLD)
+        ]
         list(pool.map(act, rounds, range(WORLD)))
-    return rounds
+        if forget:
+            for commit_round in rounds:
+                commit_round.forget()
 
 
 def test_rank_0_collects_all_reports_and_all_see_the_outcome() -> None:
@@ -40,8 +56,7 @@ def test_rank_0_collects_all_reports_and_all_see_the_outcome() -> None:
             commit_round.leave()
 
     store = HashStore()
-    for commit_round in run_all(store, commit):
-        commit_round.forget()
+    run_all(store, commit, forget=True)
     assert store.num_keys() == 0
 
 
@@ -78,8 +93,21 @@ def test_a_rank_that_gives_no_sign_of_life_is_not_waited_for() -> None:
 
 
 def test_what_is_given_up_is_not_waited_for() -> None:
-    given_up = threading.Event()
-    commit_round = CommitRound(HashStore(), 1, WORLD, "attempt", 60.0, given_up)
-    given_up.set()
-    with pytest.raises(CheckpointError, match="given up"):
-        commit_round.outcome()
+    with started() as calls:
+        commit_round = CommitRound(HashStore(), 1, WORLD, "attempt", 60.0, calls)
+        calls.given_up.set()
+        with pytest.raises(CheckpointError, match="given up"):
+            commit_round.outcome()
+
+
+def test_a_store_without_an_answer_fails_the_save_and_is_left_alone_then() -> None:
+    released = threading.Event()
+    with started(0.1) as calls:
+        commit_round = CommitRound(HashStore(), 1, WORLD, "attempt", 60.0, calls)
+        with pytest.raises(RankFailed, match="has not answered"):
+            calls.call(released.wait)
+        with pytest.raises(RankFailed, match="has not answered"):
+            commit_round.tick()
+        commit_round.leave()
+        commit_round.forget()
+        released.set()

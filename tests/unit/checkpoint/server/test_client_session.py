@@ -13,6 +13,7 @@ from keepstep.checkpoint.memory.messages import BoxBytes, ReadBoxes, Refused, Sh
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server import client_session
 from keepstep.checkpoint.server.client_session import ClientSession
+from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.protection import Protection
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
 from keepstep.transport import Connection, FileRange
@@ -79,7 +80,12 @@ def answer(memory: SnapshotMemory, *boxes: Box) -> Client:
     client = Client(request)
     connection = cast(Connection[Any, Any], client)
     ClientSession(
-        connection, memory, cast(Protection, None), lambda snapshot: None, lambda: 0
+        connection,
+        memory,
+        cast(Protection, None),
+        PlanAnswers(memory),
+        lambda snapshot: None,
+        lambda: 0,
     ).run()
     return client
 

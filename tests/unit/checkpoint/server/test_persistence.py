@@ -6,6 +6,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from keepstep.checkpoint.memory.messages import (
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.server import persistence
 from keepstep.checkpoint.server.persistence import Persistence
+from keepstep.checkpoint.server.plan_answers import PlanAnswers
 from keepstep.checkpoint.server.snapshot_memory import SnapshotMemory
+from keepstep.checkpoint.stored.housekeeping import remove
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.transport import Identity
@@ -60,7 +63,9 @@ class Node:
         self.memory: SnapshotMemory = open_memory()
         seal(self.memory, FIRST, 0, {"model/w": 1, "model/v": 2})
         self.events: queue.Queue[ServerEvent] = queue.Queue()
-        self.persistence = Persistence(self.memory, Identity("node", b"s" * 32), 0, self.events.put)
+        self.persistence = Persistence(
+            self.memory, PlanAnswers(self.memory), Identity("node", b"s" * 32), 0, self.events.put
+        )
 
     def task(self, attempt: str) -> PersistTask:
         return PersistTask(self.url, FIRST, FIRST.generation, attempt, (RankHolder(None, (0,)),))
@@ -81,7 +86,7 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
 def test_the_next_attempt_stops_the_one_before(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor is a chunk of its own here, so that the attempt has a chunk left to begin."""
     monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
-    monkeypatch.setattr("keepstep.checkpoint.stored.writer._PARALLEL_WRITES", 1)
+    monkeypatch.setattr("keepstep.checkpoint.stored.writer.PARALLEL_WRITES", 1)
     node.persistence.start(node.task("a"), 0)
     assert node.storage.is_writing.wait(60)
     node.persistence.start(node.task("b"), 0)
@@ -99,11 +104,30 @@ def test_the_next_attempt_stops_the_one_before(node: Node, monkeypatch: pytest.M
     source.verify()
 
 
+def test_tensors_are_compressed_if_the_task_says_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
+    node.storage.let_go.set()
+    # The plan of one attempt is not that of the next.
+    for compression in (None, "zstd"):
+        task = replace(node.task(f"a-{compression}".lower()), compression=compression)
+        node.persistence.start(task, 0)
+        written = node.next_event()
+        assert isinstance(written, Persisted)
+        node.persistence.publish(task, [written.listing])
+        assert isinstance(node.next_event(), Published)
+        source = StoredCheckpoint.open(node.url)
+        source.verify()
+        assert {tensor.compression for tensor in source.stored_tensors.values()} == {compression}
+        remove(node.url, source.stored, now=0.0)
+
+
 def test_an_attempt_that_is_over_is_stopped_and_others_are_not(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("keepstep.checkpoint.stored.chunking.PACKED_NBYTES", 1)
-    monkeypatch.setattr("keepstep.checkpoint.stored.writer._PARALLEL_WRITES", 1)
+    monkeypatch.setattr("keepstep.checkpoint.stored.writer.PARALLEL_WRITES", 1)
     for over, kind in (("a", PersistFailed), ("x", Persisted)):
         node.storage.is_writing.clear()
         node.storage.let_go.clear()

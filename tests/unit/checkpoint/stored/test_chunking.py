@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.chunking import (
     CELL_NBYTES,
@@ -236,6 +237,28 @@ def test_cells_of_common_shapes_are_small_and_end_at_halves_of_shards(
     assert CELL_NBYTES[0] / 5 <= tensor.cell_nbytes <= 5 * CELL_NBYTES[1]
     if boxes[0].shape[0] % 2 == 0:
         assert boxes[0].shape[0] // 2 % tensor.cell[0] == 0
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "float32", "complex128"])
+@pytest.mark.parametrize("shape", [(1024, 1024), (4096, 4096), (4, 2**24), (1024, 1025)])
+def test_compressed_cells_have_128_KiB_for_each_byte_of_an_element(
+    shape: tuple[int, int], dtype: str
+) -> None:
+    """zstd finds one code for as much: it should be for bytes of one significance."""
+    itemsize = numpy_dtype(dtype).itemsize
+    chunk = chunk_shape(shape, fsdp(shape, 2), itemsize)
+    tensor = stored_tensor(dtype, shape, chunk, "zstd")
+    assert tensor.compression == (None if tensor.is_packed else "zstd")
+    if tensor.compression is not None:
+        least = min(2**17 * itemsize, 2**20, math.prod(chunk) * itemsize)
+        assert least <= tensor.cell_nbytes <= max(2**20, 2 * least)
+
+
+def test_a_cell_that_cannot_be_made_small_is_not_compressed() -> None:
+    prime = 2**24 + 43
+    for extent, compression in ((prime, None), (2**24, "zstd")):
+        tensor = stored_tensor("float32", (extent,), (extent,), "zstd")
+        assert tensor.compression == compression
 
 
 def test_replicas_write_equal_shares() -> None:

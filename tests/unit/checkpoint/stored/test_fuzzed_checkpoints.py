@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
-from keepstep.checkpoint.stored.format import encode
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.stored_json import encode
 
 MANIFEST = "manifest.json"
 
@@ -32,15 +32,17 @@ JSON = st.recursive(
 )
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[None, "zstd"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("fuzz") / "saved"
+    # Less than 1 MiB is not compressed.
+    extent = 300 if request.param is None else 520
     state = {
-        "large": np.arange(300 * 300, dtype=np.float32).reshape(300, 300),
+        "large": np.arange(extent * extent, dtype=np.float32).reshape(extent, extent),
         "small": np.ones(3, np.float32),
         "loss": 1.0,
     }
-    checkpoint.save(str(root), _as_tensors(state), step=1)
+    checkpoint.save(str(root), _as_tensors(state), step=1, compression=request.param)
     return root
 
 

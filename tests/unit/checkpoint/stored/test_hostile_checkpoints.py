@@ -18,22 +18,21 @@ from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.stored import chunking
 from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import (
+from keepstep.checkpoint.stored.housekeeping import copy
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.stored.object_names import (
     CHUNKS,
     DOCUMENTS,
     MANIFEST,
     ROOT,
     Attempt,
-    Manifest,
-    StoredObject,
     StoredStep,
-    array_metadata,
-    encode,
-    parse_root,
 )
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import publish, write_part
+from keepstep.checkpoint.stored.zarr_metadata import array_metadata, parse_root
 from tests.patience import patient
 
 ATTEMPT = Attempt(StoredStep(1, 0), "a")
@@ -115,6 +114,12 @@ HUGE, ODD = 2**40, 2**40 + 1
 HOSTILE: dict[str, tuple[str, Change]] = {
     "deep documents": (DOCUMENTS, lambda _: b'{"values":' + b"[" * 10**6 + b"]" * 10**6 + b"}"),
     "documents as deep as can be parsed": (DOCUMENTS, lambda _: b'{"a":' * 900 + b"1" + b"}" * 900),
+    "a logical shape beyond the tensor's": (
+        DOCUMENTS, lambda content: {**content, "padding": {"large": {"logical_shape": [65, 64]}}}
+    ),
+    "a tie to a tensor that is not there": (
+        DOCUMENTS, lambda content: {**content, "model/tied": {"head": "embed"}}
+    ),
     "deep root": (ROOT, lambda _: b"[" * 10**6),
     "deep part": (PART, lambda _: b"[" * 10**6),
     "huge cells": (ROOT, array("small", shape=(HUGE,), chunk=(HUGE,), cell=(HUGE,))),
@@ -228,3 +233,9 @@ def test_an_unknown_object_of_a_manifest_is_refused(root: Path) -> None:
     committed.write_bytes(Manifest(1, 0, "a", (StoredObject("a\0b", 1, 1),)).encode())
     with pytest.raises(CheckpointDamaged, match="not an object's entry"):
         StoredCheckpoint.open(str(root))
+
+
+def test_a_chunk_that_no_part_lists_is_not_copied_as_one_of_the_first(root: Path) -> None:
+    tamper(root, PART, lambda content: content[1:])
+    with pytest.raises(CheckpointDamaged, match="large needs 1 chunks and the listings have 0"):
+        copy(StoredCheckpoint.open(str(root)), f"{root}/copy")

@@ -11,8 +11,8 @@ import zarr
 from torch import nn
 
 from keepstep import checkpoint
-from keepstep.checkpoint.stored.format import VERSION, Manifest
 from keepstep.checkpoint.stored.housekeeping import Difference, compare, copy
+from keepstep.checkpoint.stored.manifest import VERSION, Manifest
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
 from tests.unit.checkpoint.stored.older_formats import new_state, put_format, train

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.stored.format import StoredStep
+from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.pruning import (
     Disposal,
     Note,

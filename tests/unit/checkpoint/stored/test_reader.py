@@ -13,10 +13,11 @@ from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.stored import reader
 from keepstep.checkpoint.stored.chunking import plan_chunks
-from keepstep.checkpoint.stored.format import NEWEST, Attempt, StoredStep, encode
 from keepstep.checkpoint.stored.housekeeping import remove
+from keepstep.checkpoint.stored.object_names import NEWEST, Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint, newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 

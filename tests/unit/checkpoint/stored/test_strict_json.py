@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keepstep.checkpoint.stored.format import encode
+from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import from_strict_json, to_strict_json
 
 values = st.recursive(

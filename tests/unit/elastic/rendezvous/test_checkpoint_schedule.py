@@ -1,19 +1,23 @@
 """Claims about attempts to store a snapshot, and about when a node is informed of a commit."""
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.checkpoint.stored.format import Attempt, StoredStep
+from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.elastic.errors import InvariantViolated
+from keepstep.elastic.rendezvous.actions import Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import (
     PartAttempt,
+    begin_persist_if_due,
     is_over,
     next_commit,
     next_part,
+    persist_before_leaving,
     record_loaded,
 )
 from keepstep.elastic.rendezvous.invariants import check_transition
@@ -142,3 +146,22 @@ def test_recorded_checkpoint_goes_back_to_one_that_was_loaded_only() -> None:
     after = replace(before, revision=51, checkpoint=recorded(201, 0), revisions={"checkpoint": 51})
     with pytest.raises(InvariantViolated, match="recorded for the request"):
         check_transition(before, after)
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_snapshots_are_stored_as_the_nodes_scripts_say(compression: Literal["zstd"] | None) -> None:
+    view = resumed_from_storage(5, recorded(5, 3))
+    record = replace(
+        view.nodes["a"].record,
+        checkpoint_every=1, checkpoint_compression=compression, step=7,
+        sealed=(SnapshotId(3, 7),), leaving=True,
+    )  # fmt: skip
+    commit = SnapshotCommit(SnapshotId(3, 7), (HOLDER,), 0)
+    view = replace(view, nodes={"a": JoinedNode(record, 3)}, snapshot=commit)
+    for action in (
+        begin_persist_if_due(view, [record], 9.0),
+        persist_before_leaving(view, [record], commit, 9.0),
+    ):
+        assert isinstance(action, Persist)
+        assert (action.request.url, action.request.compression) == ("/c", compression)
+        assert PersistRequest.decode(action.request.encode()) == action.request

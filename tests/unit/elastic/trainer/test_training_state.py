@@ -1,6 +1,7 @@
 """Claims about random numbers: a restored generator goes on where it was, one by one."""
 
 import functools
+import math
 import random
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.descriptions import Average, Descriptions
 from keepstep.checkpoint.layout.part_table import Part, PartTable
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
@@ -104,6 +106,55 @@ def test_numpy_generator_of_another_kind_is_left_alone(caplog: pytest.LogCapture
         np.random.set_bit_generator(ordinary)  # type: ignore[attr-defined]
 
 
+def padded(rows: int, device: str = "cpu") -> TrainingState:
+    with torch.device(device):
+        model = nn.Embedding(rows, 2)
+    state = State(
+        model,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        descriptions=Descriptions(padding={"weight": (3, 2)}),
+    )
+    return TrainingState(state, torch.device("cpu"), 0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_padding_is_kept_unless_nothing_was_ever_written_to_it(device: str) -> None:
+    state = padded(4)
+    held = Held(state.capture(Position(3, 3)))
+    held.read = functools.partial(read_boxes, held)  # type: ignore[method-assign]
+    restored = padded(6, device)
+    if device == "meta":
+        # As memory that is used again may look.
+        nn.init.constant_(restored.model.weight, math.nan)
+    before = restored.model.weight.detach()[3:].clone()
+    restored.restore_from(held, seed=2)
+    assert torch.equal(restored.model.weight[:3], state.model.weight[:3])
+    expected = torch.zeros(3, 2) if device == "meta" else before
+    assert torch.equal(restored.model.weight[3:], expected)
+
+
+def read_boxes(held: Held, requests: Sequence[BoxRequest]) -> None:
+    for request in requests:
+        box = held.values[request.key][request.box.slices].contiguous()
+        request.into[:] = box.numpy().tobytes()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_says_where_a_snapshot_comes_from_and_all_have_the_configuration(rank: int) -> None:
+    state = State(
+        nn.Linear(2, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1), config={"width": 2}
+    )
+    documents = TrainingState(state, torch.device("cpu"), rank).capture(Position()).documents
+    assert documents["config"] == {"width": 2}
+    assert ("provenance" in documents) is (rank == 0)
+
+
+def test_a_configuration_of_a_job_that_is_not_json_is_refused() -> None:
+    state = State(nn.Linear(2, 2), torch.optim.SGD, config={"dtype": torch.float32})
+    with pytest.raises(LayoutMismatch, match="config: a dict that is not JSON"):
+        TrainingState(state, torch.device("cpu"), 0)
+
+
 def test_ranks_that_the_source_does_not_have_draw_different_numbers() -> None:
     state = training()
     state.start_fresh(seed=1)
@@ -133,7 +184,53 @@ def test_fused_parts_of_a_job_are_those_of_its_state() -> None:
     state = State(
         model,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        parts={"weight": PartTable(0, (Part("gate", 2), Part("up", 2)))},
+        descriptions=Descriptions(parts={"weight": PartTable(0, (Part("gate", 2), Part("up", 2)))}),
     )
     with pytest.raises(LayoutMismatch, match=r"model/weight: dimension 0 .* have 4 elements"):
         TrainingState(state, torch.device("cpu"), 0).capture(Position())
+
+
+class Averages:
+    """An average of the weights that a script keeps beside the model, padded as the model is."""
+
+    def __init__(self, rows: int) -> None:
+        self.weight = torch.rand(rows, 2)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.weight = state["weight"]
+
+
+def averaging(rows: int) -> tuple[TrainingState, Averages]:
+    averages = Averages(rows)
+    state = State(
+        nn.Embedding(rows, 2),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        extra={"ema": averages},
+        descriptions=Descriptions(
+            averages={"extra/ema/weight": Average("weight")}, padding={"*weight": (3, 2)}
+        ),
+    )
+    return TrainingState(state, torch.device("cpu"), 0), averages
+
+
+def test_what_is_said_of_extra_objects_is_stored_and_used() -> None:
+    state, averages = averaging(4)
+    for _ in range(2):
+        held = Held(state.capture(Position(3, 3)))
+        assert held.documents["averages"] == {"extra/ema/weight": {"of": "model/weight"}}
+        assert held.documents["padding"].keys() == {"model/weight", "extra/ema/weight"}
+    held.read = functools.partial(read_boxes, held)  # type: ignore[method-assign]
+    other, restored = averaging(6)
+    other.restore_from(held, seed=2)
+    assert torch.equal(restored.weight[:3], averages.weight[:3])
+
+
+def test_what_is_said_of_extra_objects_is_said_again_when_they_change() -> None:
+    state, averages = averaging(4)
+    state.capture(Position(3, 3))
+    averages.weight = torch.rand(5, 2)
+    with pytest.raises(LayoutMismatch, match=r"extra/ema/weight"):
+        state.capture(Position(4, 4))

@@ -5,27 +5,17 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
 from rich.text import Text
 
+from keepstep.checkpoint.cli.convert import convert_command, rules
+from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
 from keepstep.checkpoint.content_check import check_content
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, CheckpointTooNew
+from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
@@ -50,11 +40,15 @@ _JSON = click.option(
 
 @click.group()
 def ckpt() -> None:
-    """List, show, verify, compare, copy and remove stored checkpoints.
+    """List, show, verify, compare, copy, remove and convert stored checkpoints.
 
     A URL is a path, file://, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, as given to `join` or
     `checkpoint.save`.
     """
+
+
+ckpt.add_command(convert_command)
+ckpt.add_command(rules)
 
 
 @ckpt.command()
@@ -81,11 +75,11 @@ def ls(url: str, as_json: bool) -> None:
             }
             for summary in summaries
         ]
-        _print_json({"checkpoints": listed, "damaged": damaged, "too_new": too_new})
+        print_json({"checkpoints": listed, "damaged": damaged, "too_new": too_new})
         if not summaries:
             sys.exit(1)
         return
-    table = _table("step", "generation", "size", "objects", "tensors", "elements")
+    table = new_table("step", "generation", "size", "objects", "tensors", "elements")
     for summary in summaries:
         table.add_row(
             str(summary.stored.step),
@@ -98,9 +92,9 @@ def ls(url: str, as_json: bool) -> None:
     if summaries:
         Console().print(table)
     for message in damaged.values():
-        _echo(f"damaged: {message}", err=True)
+        echo(f"damaged: {message}", err=True)
     for message in too_new.values():
-        _echo(f"too new: {message}", err=True)
+        echo(f"too new: {message}", err=True)
     if not summaries:
         kind = "readable " if damaged or too_new else ""
         raise CheckpointMissing(f"there is no {kind}checkpoint at {url}")
@@ -115,7 +109,7 @@ def ls(url: str, as_json: bool) -> None:
 def show(
     url: str, step: int | None, generation: int | None, documents: bool, as_json: bool
 ) -> None:
-    """Show the tensors of a checkpoint: names, data types, shapes, chunks."""
+    """Show a checkpoint: its tensors, where it comes from, and the configuration saved with it."""
     source = StoredCheckpoint.open(url, step, generation)
     total = summarize(source)
     if as_json:
@@ -126,30 +120,40 @@ def show(
                 "chunk": t.chunk,
                 "cell": t.cell,
                 "packed": t.is_packed,
+                "compression": t.compression,
             }
             for key, t in source.stored_tensors.items()
         }
         extra = {"documents": source.documents} if documents else {}
-        _print_json(
+        print_json(
             {
                 "step": source.stored.step,
                 "generation": source.stored.generation,
                 "directory": source.directory,
                 **_numbers(total),
+                PROVENANCE: source.documents.get(PROVENANCE),
+                CONFIG: source.documents.get(CONFIG),
                 "tensors": tensors,
             }
             | extra
         )
         return
-    table = _table("tensor", "data type", "shape", "chunk", "stored in")
+    table = new_table("tensor", "data type", "shape", "chunk", "stored in")
     for key, tensor in sorted(source.stored_tensors.items()):
         location = "packs" if tensor.is_packed else "own objects"
+        if tensor.compression is not None:
+            location += f", {tensor.compression}"
         # `Text`: a name may look like Rich's markup.
-        table.add_row(Text(key), tensor.dtype, _shape(tensor.shape), _shape(tensor.chunk), location)
+        table.add_row(
+            Text(key), tensor.dtype, shape_text(tensor.shape), shape_text(tensor.chunk), location
+        )
     console = Console()
     console.print(table)
     if documents:
         console.print_json(json.dumps(to_strict_json(source.documents)))
+    for name in (PROVENANCE, CONFIG):
+        if name in source.documents:
+            echo(f"{name}: {json.dumps(to_strict_json(source.documents[name]))}")
     console.print(
         f"step {total.stored.step}, generation {total.stored.generation}: {total.tensors} tensors, "
         f"{total.elements:,} elements, {decimal(total.nbytes)} in {total.objects} objects, in "
@@ -187,7 +191,7 @@ def verify(
         try:
             source = StoredCheckpoint.open(url, wanted_step, wanted_generation)
             name = source.stored.directory
-            with _progress(
+            with progress(
                 name, sum(item.nbytes for item in source.cell_index.objects), quiet=as_json
             ) as report:
                 source.verify(report)
@@ -197,9 +201,9 @@ def verify(
         except (CheckpointDamaged, CheckpointTooNew) as error:
             results[name] = str(error)
         if not as_json:
-            _echo(f"{name}: {results[name] or 'intact'}")
+            echo(f"{name}: {results[name] or 'intact'}")
     if as_json:
-        _print_json({"checkpoints": results})
+        print_json({"checkpoints": results})
     if any(results.values()):
         sys.exit(1)
 
@@ -218,7 +222,7 @@ def diff(
         StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step)
     )
     if as_json:
-        _print_json(
+        print_json(
             {
                 "only_first": difference.only_first,
                 "only_second": difference.only_second,
@@ -228,13 +232,13 @@ def diff(
         )
     else:
         for key in difference.only_first:
-            _echo(f"- {key}")
+            echo(f"- {key}")
         for key in difference.only_second:
-            _echo(f"+ {key}")
+            echo(f"+ {key}")
         for key, change in difference.changed.items():
-            _echo(f"~ {key}: {change}")
+            echo(f"~ {key}: {change}")
         for name in difference.documents:
-            _echo(f"~ document {name}")
+            echo(f"~ document {name}")
     if (
         difference.only_first
         or difference.only_second
@@ -311,7 +315,7 @@ def rm(
         if not as_json:
             click.echo(f"{'would remove' if dry_run else 'removed'} {stored.directory}")
     if as_json:
-        _print_json({"removed": [stored.directory for stored in to_remove], "dry_run": dry_run})
+        print_json({"removed": [stored.directory for stored in to_remove], "dry_run": dry_run})
 
 
 @ckpt.command()
@@ -331,7 +335,7 @@ def gc(url: str, grace: float, as_json: bool) -> None:
     """
     deleted = collect_garbage(url, now=time.time(), grace_s=grace)
     if as_json:
-        _print_json({"deleted": deleted})
+        print_json({"deleted": deleted})
     else:
         for directory in deleted:
             click.echo(f"deleted {directory}")
@@ -347,29 +351,12 @@ def cp(source: str, target: str, step: int | None, generation: int | None, as_js
     """Copy a checkpoint from one URL to another, and verify every byte."""
     opened = StoredCheckpoint.open(source, step, generation)
     nbytes = sum(item.nbytes for item in opened.cell_index.objects)
-    with _progress(opened.stored.directory, nbytes, quiet=as_json) as report:
+    with progress(opened.stored.directory, nbytes, quiet=as_json) as report:
         copy(opened, target, report)
     if as_json:
-        _print_json({"copied": opened.stored.directory, "nbytes": nbytes})
+        print_json({"copied": opened.stored.directory, "nbytes": nbytes})
     else:
         click.echo(f"copied {opened.stored.directory} ({decimal(nbytes)}) to {target}")
-
-
-@contextmanager
-def _progress(description: str, nbytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal; yield the function that advances it by bytes."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty()
-    ) as progress:
-        task = progress.add_task(description, total=nbytes)
-        yield lambda count: progress.advance(task, count)
 
 
 def _numbers(summary: CheckpointSummary) -> dict[str, int]:
@@ -379,28 +366,3 @@ def _numbers(summary: CheckpointSummary) -> dict[str, int]:
         "tensors": summary.tensors,
         "elements": summary.elements,
     }
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in names:
-        table.add_column(
-            name,
-            justify="left" if name in ("tensor", "data type", "stored in") else "right",
-            overflow="fold",
-        )
-    return table
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _echo(line: str, *, err: bool = False) -> None:
-    """Print a line; what a terminal would obey, such as escapes in names, is shown instead."""
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    click.echo("".join(shown), err=err)
-
-
-def _print_json(content: Any) -> None:
-    click.echo(json.dumps(to_strict_json(content), allow_nan=False))

@@ -1,0 +1,192 @@
+"""Opens the checkpoint of another tool at a URL, in whatever format it is.
+
+A format is a line in `_READERS`: a function of the checkpoint's files that returns a
+`ForeignCheckpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.foreign.dcp_folders import read_dcp
+from keepstep.checkpoint.foreign.deepspeed_universal import read_deepspeed_universal
+from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
+from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
+from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.recognition import Format, Recognized, recognize
+from keepstep.checkpoint.foreign.sharded_files import read_sharded_files
+from keepstep.checkpoint.foreign.state_dicts import read_state_dicts
+from keepstep.checkpoint.foreign.training_folders import (
+    read_adapter,
+    read_lightning,
+    read_training_folder,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a reader gets.
+
+    Attributes:
+        files: the checkpoint's files, with names relative to its directory.
+        file_name: the file, where the checkpoint is one.
+        parameter_names: names of the optimizer's parameters in the order of its groups, if the
+            caller knows them.
+    """
+
+    files: ForeignFiles
+    file_name: str | None = None
+    parameter_names: Sequence[str] | None = None
+
+    @property
+    def file(self) -> str:
+        """The file's name.
+
+        Raises:
+            FormatUnsupported: the checkpoint is a directory.
+        """
+        if self.file_name is None:
+            raise FormatUnsupported(f"{self.files.url} is a directory, and this format is a file")
+        return self.file_name
+
+
+Reader = Callable[[Opening], ForeignCheckpoint]
+
+_READERS: Mapping[Format, Reader] = {
+    Format.TORCH_SAVE: lambda o: read_state_dicts(o.files, o.file, o.parameter_names),
+    Format.TORCH_SHARDS: lambda o: read_sharded_files(o.files, o.parameter_names),
+    Format.SAFETENSORS: lambda o: read_safetensors_alone(o.files, o.file),
+    Format.DCP: lambda o: read_dcp(o.files, o.parameter_names),
+    Format.TORCHTITAN: lambda o: read_dcp(o.files, o.parameter_names),
+    Format.DEEPSPEED: lambda o: read_deepspeed(o.files, o.parameter_names),
+    Format.DEEPSPEED_UNIVERSAL: lambda o: read_deepspeed_universal(o.files),
+    Format.HUGGING_FACE: lambda o: read_hugging_face(o.files),
+    Format.TRAINER: lambda o: read_training_folder(
+        o.files, "Hugging Face Trainer", o.parameter_names
+    ),
+    Format.ACCELERATE: lambda o: read_training_folder(o.files, "Accelerate", o.parameter_names),
+    Format.ADAPTER: lambda o: read_adapter(o.files),
+    Format.LIGHTNING: lambda o: read_lightning(o.files, o.file, o.parameter_names),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NamedForeign:
+    """Another tool's checkpoint as a user names it: its URL, and its format if that is given."""
+
+    url: str
+    form: Format | None
+
+
+def format_before(text: str) -> NamedForeign | None:
+    """Return what `FORMAT:URL` names; None if there is no format before a URL."""
+    prefix, _, rest = text.partition(":")
+    # A directory may have a format's name.
+    is_format = bool(rest) and prefix in list(Format) and prefix != Format.UNIVERSAL
+    return NamedForeign(rest, Format(prefix)) if is_format else None
+
+
+def found_foreign(url: str) -> Recognized | None:
+    """Return the checkpoint of another tool at a URL; None if there is none."""
+    try:
+        found, _ = recognized_at(url)
+    except (CheckpointMissing, FormatUnsupported):
+        return None
+    return None if found.format == Format.UNIVERSAL else found
+
+
+def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
+    """Return the format of what is at a URL, and the files of the checkpoint.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+        FormatUnsupported: it is in no format that is known.
+    """
+    files = open_files(url)
+
+    def head(name: str, nbytes: int) -> tuple[bytes, int]:
+        whole = files.file(name).whole
+        return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
+
+    try:
+        found = recognize(files.names, head)
+    except FormatUnsupported as error:
+        raise FormatUnsupported(f"{url}: {error}") from None
+    return found, files.below(found.directory) if found.directory else files
+
+
+def open_foreign(
+    url: str, form: Format | None = None, parameter_names: Sequence[str] | None = None
+) -> ForeignCheckpoint:
+    """Open a checkpoint of another tool.
+
+    Args:
+        url: a path, `file://`, `s3://bucket/prefix` or `gs://bucket/prefix`, of a file or of a
+            directory with one checkpoint or several, of which the latest is opened.
+        form: its format; None to tell it from the files.
+        parameter_names: names of the optimizer's parameters in the order of its groups, for
+            formats that number them.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+        FormatUnsupported: it is in no format that is read here.
+        CheckpointDamaged: the files contradict themselves or each other.
+    """
+    return _open(url, *_located(url, form), parameter_names)
+
+
+def locate_foreign(url: str, form: Format | None = None) -> Recognized:
+    """Return which checkpoint `open_foreign` opens.
+
+    Args:
+        url: as for `open_foreign`.
+        form: as for `open_foreign`.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+        FormatUnsupported: it is in no format that is known, and none is given.
+    """
+    return _located(url, form)[0]
+
+
+def open_located(url: str, found: Recognized) -> ForeignCheckpoint:
+    """Open exactly the checkpoint that was found at a URL, whatever else is there by now.
+
+    Args:
+        url: where it was found.
+        found: what `found_foreign` or `locate_foreign` has returned.
+
+    Raises:
+        CheckpointError: as for `open_foreign`.
+    """
+    files = open_files(url)
+    return _open(url, found, files.below(found.directory) if found.directory else files)
+
+
+def _located(url: str, form: Format | None) -> tuple[Recognized, ForeignFiles]:
+    try:
+        found, files = recognized_at(url)
+    except FormatUnsupported:
+        if form is None:
+            raise
+    else:
+        if form in (None, found.format):
+            return found, files
+    assert form is not None
+    files = open_files(url)
+    return Recognized(form, "", files.names[0] if len(files.names) == 1 else None), files
+
+
+def _open(
+    url: str,
+    found: Recognized,
+    files: ForeignFiles,
+    parameter_names: Sequence[str] | None = None,
+) -> ForeignCheckpoint:
+    reader = _READERS.get(found.format)
+    if reader is None:
+        raise FormatUnsupported(f"{url}: checkpoints of {found.format} cannot be read yet")
+    return reader(Opening(files, found.file_name, parameter_names))

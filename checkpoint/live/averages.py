@@ -1,0 +1,94 @@
+"""Finds what the averages inside a module are averages of (`torch.optim.swa_utils.AveragedModel`).
+
+An `AveragedModel` does not refer to what it averages. Here that is a module of the same class, with
+the same parameters, beside it in one module; where several are, nobody can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from keepstep.checkpoint.layout.descriptions import Average
+from keepstep.checkpoint.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.layout.source import TensorSpec
+from keepstep.checkpoint.live.model_parameters import name_cleaner
+
+
+def averages_in(model: nn.Module) -> dict[str, Average]:
+    """Return what parameters of a module are averages of others in it, all by their keys."""
+    clean = name_cleaner(model)
+    found: dict[str, Average] = {}
+    paths = {
+        path: module for path, module in model.named_modules() if isinstance(module, AveragedModel)
+    }
+    for path, averaging in paths.items():
+        averaged = _averaged_by(model, path, averaging.module, clean)
+        if averaged is None:
+            continue
+        place, source = clean(path), clean(averaged)
+        for name in _shapes(averaging.module):
+            found[_key(place, f"module.{name}")] = Average(
+                of=_key(source, name), count=_key(place, "n_averaged")
+            )
+    return found
+
+
+def stored_averages(
+    found: Mapping[str, Average], tensors: Mapping[str, TensorSpec]
+) -> dict[str, Average]:
+    """Return the averages of which all tensors are stored, with the shapes of what they average.
+
+    A further name of tied weights is not stored, and a copy of them may not be tied.
+    """
+    return {
+        key: average
+        for key, average in found.items()
+        if key in tensors
+        and average.of in tensors
+        and tensors[average.of].shape == tensors[key].shape
+        and average.count in tensors
+    }
+
+
+def _averaged_by(
+    model: nn.Module, averaging: str, copy: nn.Module, clean: Callable[[str], str]
+) -> str | None:
+    """Return the path of the one module that a copy can be an average of; None without one.
+
+    Modules inside an `AveragedModel` are none: that would be an average of averages.
+    """
+    shapes = _shapes(copy)
+    candidates: list[str] = []
+
+    def visit(path: str, module: nn.Module) -> None:
+        if isinstance(module, AveragedModel):
+            return
+        # A module that has the average inside has other parameters than the average.
+        if type(module) is type(copy) and _shapes(module) == shapes:
+            candidates.append(path)
+            return
+        for name, child in module.named_children():
+            visit(_joined(path, name), child)
+
+    parent, _, _ = averaging.rpartition(".")
+    # A wrapper of the average alone has nothing beside it.
+    while parent and clean(parent) == clean(averaging):
+        parent, _, _ = parent.rpartition(".")
+    visit(parent, model.get_submodule(parent))
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    clean = name_cleaner(module)
+    return {clean(name): tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def _key(path: str, name: str) -> str:
+    return f"{MODEL_PREFIX}{_joined(path, name)}"
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

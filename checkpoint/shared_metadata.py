@@ -1,0 +1,111 @@
+"""Opens a stored checkpoint on all ranks, with as many requests as one rank would make.
+
+Rank 0 reads the manifest and what says which tensors there are; it hands on the bytes. A listing is
+read by one rank, which follows from its number, and handed on to those that need it. Whoever gets
+bytes checks them against the manifest, as if it had read them.
+
+Every rank must make the same calls in the same order, as for `keepstep.checkpoint.collective`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from keepstep.checkpoint.agreement import exchange, from_rank_0, on_all_ranks
+from keepstep.checkpoint.collective import is_so_on_any_rank, world_size
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.stored.object_names import StoredStep
+from keepstep.checkpoint.stored.reader import StoredCheckpoint, StoredMetadata
+
+_PARALLEL_READS = 8
+
+
+def open_together(
+    url: str, step: int | None = None, generation: int | None = None
+) -> StoredCheckpoint:
+    """Open a checkpoint on all ranks.
+
+    Args:
+        url: as for `StoredCheckpoint.open`.
+        step: as for `StoredCheckpoint.open`.
+        generation: as for `StoredCheckpoint.open`.
+
+    Raises:
+        CheckpointError: as `StoredCheckpoint.open` does, the same on all ranks.
+    """
+    if world_size() == 1:
+        return StoredCheckpoint.open(url, step, generation)
+
+    def read() -> list[bytes]:
+        metadata = StoredMetadata.read(url, step, generation, has_chunks=True)
+        stored, names = metadata.stored, list(metadata.objects)
+        head = json.dumps([stored.step, stored.generation, names]).encode()
+        return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
+
+    head, manifest, *contents = from_rank_0(read)
+
+    def parse() -> StoredCheckpoint:
+        step, generation, names = json.loads(head)
+        objects = dict(zip(names, contents, strict=True))
+        return StoredCheckpoint.of(
+            url, StoredMetadata(StoredStep(step, generation), manifest, objects)
+        )
+
+    return on_all_ranks(parse)
+
+
+class SharedListings:
+    """Listings of a checkpoint, each read by one rank, which keeps it to hand it on again.
+
+    Args:
+        source: the checkpoint, the same one on all ranks.
+    """
+
+    def __init__(self, source: StoredCheckpoint) -> None:
+        self._source = source
+        self._ranks = world_size()
+        self._entries = {
+            number: entry
+            for entry in source.manifest.objects
+            if (number := entry.part_number) is not None
+        }
+        self._read: dict[int, bytes] = {}
+
+    def get(self, boxes: Callable[[], Sequence[tuple[str, Box]]]) -> None:
+        """Give the checkpoint what its `locate` needs for these boxes of tensors.
+
+        Args:
+            boxes: returns the boxes that this rank is going to locate.
+
+        Raises:
+            CheckpointDamaged: a listing is not what was written; on all ranks.
+            CheckpointError: a rank could not read one; on all ranks.
+        """
+        missing = on_all_ranks(lambda: self._source.missing_listings(boxes()))
+        if not is_so_on_any_rank(bool(missing)):
+            return
+        by_reader: list[list[int]] = [[] for _ in range(self._ranks)]
+        for number in missing:
+            by_reader[number % self._ranks].append(number)
+        asked = exchange(lambda: [json.dumps(numbers).encode() for numbers in by_reader])
+        answers = exchange(lambda: self._answers(asked))
+        on_all_ranks(lambda: self._hold(by_reader, answers))
+
+    def _answers(self, asked: Sequence[bytes]) -> list[bytes]:
+        """Read what the ranks have asked this one for; return the bytes for each of them."""
+        by_rank: list[list[int]] = [json.loads(numbers) for numbers in asked]
+        wanted = sorted({n for numbers in by_rank for n in numbers} - self._read.keys())
+        with ThreadPoolExecutor(_PARALLEL_READS) as pool:
+            contents = pool.map(lambda n: self._source.verified(self._entries[n].name), wanted)
+            self._read.update(zip(wanted, contents, strict=True))
+        return [b"".join(self._read[n] for n in numbers) for numbers in by_rank]
+
+    def _hold(self, by_reader: Sequence[Sequence[int]], answers: Sequence[bytes]) -> None:
+        for numbers, answer in zip(by_reader, answers, strict=True):
+            start = 0
+            for number in numbers:
+                entry = self._entries[number]
+                self._source.hold(entry, answer[start : start + entry.nbytes])
+                start += entry.nbytes

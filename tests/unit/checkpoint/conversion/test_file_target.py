@@ -1,0 +1,58 @@
+"""Tests of files that are written: they are there when they are complete, verified and durable."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from keepstep.checkpoint.conversion.file_target import new_file
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError
+
+
+def refuse(written: str) -> None:
+    raise CheckpointDamaged(f"{written} is not what was written")
+
+
+def test_a_file_that_is_not_verified_has_no_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointDamaged), new_file(f"{tmp_path}/a", refuse) as file:
+        file.write(b"content")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_object_that_is_not_verified_is_deleted() -> None:
+    url = "memory://bucket/a"
+    with pytest.raises(CheckpointDamaged), new_file(url, refuse) as file:
+        file.write(b"content")
+    assert not fsspec.filesystem("memory").exists("/bucket/a")
+    with new_file(url) as file:
+        file.write(b"content")
+    assert fsspec.filesystem("memory").cat("/bucket/a") == b"content"
+    fsspec.filesystem("memory").rm("/bucket/a")
+
+
+def test_the_name_of_a_file_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync = os.fsync
+    flushed: list[tuple[bool, bool]] = []
+
+    def noted(descriptor: int) -> None:
+        is_directory = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        flushed.append((is_directory, (tmp_path / "a").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with new_file(str(tmp_path / "a")) as file:
+        file.write(b"content")
+    assert flushed == [(False, False), (True, True)]
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"a cannot be written: .*No space left"),
+        new_file(str(tmp_path / "a")),
+    ):
+        raise OSError(28, "No space left on device")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,52 @@
+"""Tests of files of `torch.save`: what no group of the optimizer names is in them too."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from keepstep.checkpoint.conversion.torch_target import write_torch
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.foreign.opening import open_foreign
+
+
+def test_numbers_of_parameters_in_no_group_are_in_the_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    documents = {
+        "optim/groups": [{"parameters": ["w"], "options": {}}],
+        "optim/scalars": {"w/step": 3, "other/step": 4},
+    }
+    write_torch(
+        replace(source, documents=documents),
+        str(tmp_path / "b.pt"),
+        only_model=False,
+        memory_nbytes=2**20,
+        report=lambda nbytes: None,
+    )
+    written = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert written["optimizer"]["state"] == {0: {"step": 3}}
+    assert written["optim"] == {"other": {"step": 4}}
+
+
+def test_a_disk_that_takes_no_more_is_told_in_words(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2**20)}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"b\.pt cannot be written"):
+            write_torch(
+                source,
+                str(tmp_path / "b.pt"),
+                only_model=True,
+                memory_nbytes=2**20,
+                report=lambda nbytes: None,
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

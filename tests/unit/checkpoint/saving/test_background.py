@@ -1,0 +1,86 @@
+"""Claims about a save that goes on beside training, on one of its ranks."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from keepstep.checkpoint.errors import CheckpointError
+from keepstep.checkpoint.saving import background
+from keepstep.checkpoint.saving.background import BackgroundSaver, Copied, SaveTask
+from keepstep.checkpoint.saving.messages import WritePart
+from keepstep.checkpoint.saving.writer_process import WriterProcess
+
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save of rank 1 of two that was submitted; the store is in this process."""
+
+    background: BackgroundSaver
+    store: HashStore
+    copied: Future[Copied] = field(default_factory=Future)
+    outcome: Future[CheckpointError | None] = field(default_factory=Future)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Save:
+    started = Save(BackgroundSaver(peer_timeout_s=0.6), HashStore())
+    started.background.start()
+    started.background.submit(
+        SaveTask(
+            part=WritePart(
+                url=str(tmp_path), directory=str(tmp_path), step=1, generation=0, attempt="a"
+            ),
+            copied=started.copied,
+            plan=b"",
+            documents=b"{}",
+            sends_documents=False,
+            rank=1,
+            world_size=2,
+            store=started.store,
+            outcome=started.outcome,
+        )
+    )
+    return started
+
+
+def test_signs_of_life_are_given_while_the_rank_still_copies(save: Save) -> None:
+    try:
+        while save.store.add("keepstep/save/a/alive/1", 0) < 3:
+            assert not wait([save.outcome], 0.05).done
+    finally:
+        save.copied.set_result(Copied(None, CheckpointError("the tensors were not copied")))
+        error = save.outcome.result(LIMIT_S)
+        save.background.close(LIMIT_S)
+    assert str(error) == "the tensors were not copied"
+    assert save.store.get("keepstep/save/a/part/1") == b"!the tensors were not copied"
+
+
+def test_a_save_that_takes_too_long_is_given_up_when_its_owner_closes(save: Save) -> None:
+    save.background.close(0.0)
+    assert "given up on this rank" in str(save.outcome.result(0))
+    assert save.background.writer_pid is None
+
+
+def test_a_save_that_cannot_be_ended_does_not_hold_up_its_owner(
+    save: Save, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one whose process the kernel does not end, because its file system does not answer."""
+    never = threading.Event()
+    monkeypatch.setattr(background, "_END_S", 0.1)
+    monkeypatch.setattr(WriterProcess, "use_plan", lambda *_: None)
+    monkeypatch.setattr(WriterProcess, "write", lambda *_: never.wait())
+    save.copied.set_result(Copied(None, None))
+    save.background.close(0.1)
+    try:
+        assert "does not end" in str(save.outcome.result(0))
+        assert "does not end" in caplog.text
+    finally:
+        never.set()

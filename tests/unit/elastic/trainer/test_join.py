@@ -1,0 +1,28 @@
+"""Claims about the arguments of `join`, which are checked before the job is asked for anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import keepstep
+from keepstep.elastic.errors import UsageError
+
+
+def build(world: keepstep.World) -> keepstep.State:
+    raise AssertionError("nothing is built from arguments that are refused")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"checkpoint_compression": "gzip"}, "checkpoint_compression='gzip': give 'zstd', or None"),
+        ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint=URL"),
+    ],
+)
+def test_an_argument_that_cannot_be_meant_is_refused_with_the_choices(
+    arguments: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        keepstep.join(build, **arguments)
