@@ -34,7 +34,7 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import list_steps, newest
+from keepstep.checkpoint.stored.steps import list_steps, newest
 
 log = logging.getLogger("keepstep")
 

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from keepstep.checkpoint.agreement import exchange, from_rank_0, on_all_ranks
 from keepstep.checkpoint.collective import is_so_on_any_rank, world_size
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, StoredMetadata
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 _PARALLEL_READS = 8
 
