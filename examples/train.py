@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 import torch
-from gpt import GPT, GPTConfig, initialize  # `gpt` and `text` are files beside this script.
+from gpt import GPT, GPTConfig, initialize  # `gpt` and others are files beside this script.
+from metrics import StepFile
 from text import Windows, standard_library
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
@@ -31,6 +32,7 @@ import keepstep
 @click.option("--checkpoint-every", type=int)
 @click.option("--snapshot-every", default=1)
 @click.option("--log", type=Path, help="Append a JSON line per step and rank to this directory.")
+@click.option("--metrics", type=Path, help="Write a JSON line per step to this file.")
 @click.option(
     "--pause",
     default=0.0,
@@ -39,7 +41,7 @@ import keepstep
 def main(
     steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
     checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int,
-    log: Path | None, pause: float,
+    log: Path | None, metrics: Path | None, pause: float,
 ) -> None:  # fmt: skip
     config = GPTConfig(width=width, layers=layers, context=context, dropout=dropout)
 
@@ -51,12 +53,15 @@ def main(
         fully_shard(model, mesh=world.mesh["dp"])
         return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
 
+    step_file = StepFile(metrics) if metrics is not None else None
+    callbacks = keepstep.Callbacks(on_generation=step_file.on_generation if step_file else None)
     dataset = Windows(standard_library(), context)
     with keepstep.join(
         build,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         snapshot_every=snapshot_every,
+        callbacks=callbacks,
     ) as job:
         for batch in job.batches(dataset, global_batch, steps=steps):
             with job.step() as step:
@@ -66,6 +71,8 @@ def main(
                 time.sleep(pause)
             if step.completed:
                 report(log, job, loss)
+                if step_file is not None:
+                    step_file.write(job, loss=loss.item())
 
 
 def report(log: Path | None, job: keepstep.Job, loss: torch.Tensor) -> None:

@@ -23,20 +23,32 @@ if TYPE_CHECKING:
         StoreUnavailable,
         UsageError,
     )
+    from keepstep.elastic.trainer.events import (
+        Callbacks,
+        CheckpointStored,
+        GenerationEntered,
+        Recovered,
+        SnapshotCommitted,
+    )
     from keepstep.elastic.trainer.job import Job, Step, join
     from keepstep.elastic.trainer.process_groups import World
     from keepstep.elastic.trainer.state import State, Stateful
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "Callbacks": "keepstep.elastic.trainer.events",
+    "CheckpointStored": "keepstep.elastic.trainer.events",
     "DeviceUnavailable": "keepstep.elastic.errors",
     "ElasticError": "keepstep.elastic.errors",
+    "GenerationEntered": "keepstep.elastic.trainer.events",
     "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
     "ProcessUnusable": "keepstep.elastic.errors",
+    "Recovered": "keepstep.elastic.trainer.events",
     "ReplicasDiverged": "keepstep.elastic.errors",
+    "SnapshotCommitted": "keepstep.elastic.trainer.events",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
@@ -47,14 +59,19 @@ _HOMES = {
 }
 
 __all__ = [
+    "Callbacks",
+    "CheckpointStored",
     "DeviceUnavailable",
     "ElasticError",
+    "GenerationEntered",
     "InvariantViolated",
     "Job",
     "JobFailed",
     "LeaseLost",
     "ProcessUnusable",
+    "Recovered",
     "ReplicasDiverged",
+    "SnapshotCommitted",
     "State",
     "Stateful",
     "Step",

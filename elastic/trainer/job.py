@@ -18,6 +18,7 @@ import math
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -40,6 +41,7 @@ from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.data_pass import DataPass
 from keepstep.elastic.trainer.datasets import Dataset, Stream
 from keepstep.elastic.trainer.devices import DeviceType, device_type
+from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -65,6 +67,7 @@ log = logging.getLogger("keepstep")
 
 T = TypeVar("T")
 _END_OF_DATA = object()
+_NO_CALLBACKS = Callbacks()
 
 
 def join(
@@ -80,6 +83,7 @@ def join(
     on_divergence: OnDivergence = "report",
     device: DeviceType | None = None,
     backend: str | None = None,
+    callbacks: Callbacks = _NO_CALLBACKS,
 ) -> Job:
     """Join the job that this worker was started for; use the result as a context manager.
 
@@ -109,6 +113,8 @@ def join(
             has any.
         backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
             them; default: NCCL on GPUs, and gloo.
+        callbacks: functions that are called for a new generation, a recovery, a committed snapshot
+            and a stored checkpoint; on every rank, in the thread that trains, between steps.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -156,6 +162,7 @@ def join(
         seed=seed,
         compare_replicas_every=compare_replicas_every,
         on_divergence=on_divergence,
+        callbacks=callbacks,
     )
 
 
@@ -178,8 +185,10 @@ class Job:
         seed: int,
         compare_replicas_every: int | None,
         on_divergence: OnDivergence,
+        callbacks: Callbacks = _NO_CALLBACKS,
     ) -> None:
         self._session = session
+        self._events = EventReporter(callbacks, checkpoint)
         self._build = build
         self._mesh = mesh
         self._checkpoint = checkpoint
@@ -198,6 +207,7 @@ class Job:
         self._first_step = 0
         self._marked_step = 0
         self._loss_scale = 1.0
+        self._source = ""
         self._release: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
@@ -372,11 +382,17 @@ class Job:
     def _end_step(self, error: BaseException | None) -> bool:
         """Complete the step or recover from its failure, for `Step`; True if `error` is handled."""
         try:
-            return self._complete_or_recover(error)
+            is_handled = self._complete_or_recover(error)
         finally:
             # The loop may now do something else for long, such as evaluation.
             self._marked_step = 0
             monitor.end_step()
+        if error is None or is_handled:
+            self._report_progress()
+        return is_handled
+
+    def _report_progress(self) -> None:
+        self._events.progress(self._session.committed_step, self._session.stored_step)
 
     def _complete_or_recover(self, error: BaseException | None) -> bool:
         if error is None:
@@ -454,7 +470,18 @@ class Job:
                     raise
                 self._end_generation(newer_than, error)
             else:
+                self._report_entry(assignment)
                 return
+
+    def _report_entry(self, assignment: Assignment) -> None:
+        entered = GenerationEntered(
+            generation=assignment.generation,
+            rank=assignment.rank,
+            world_size=assignment.world_size,
+            step=self.steps,
+            source=self._source,
+        )
+        self._events.enter(entered, time.monotonic())
 
     def _enter_generation(self, assignment: Assignment) -> None:
         # The same names as before: only new ones would move what other threads may be reading.
@@ -485,6 +512,7 @@ class Job:
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed)
         self._position = resumed.position
+        self._source = resumed.source
         self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
         self._session.report(
@@ -508,6 +536,7 @@ class Job:
     def _recover(self, error: BaseException | None) -> None:
         """Leave the current generation and enter the next one."""
         generation = self.world.generation
+        self._events.leave(self.steps, time.monotonic())
         self._end_generation(generation, error)
         self._enter(newer_than=generation)
 
@@ -582,6 +611,7 @@ class Job:
         monitor.end_step()
         with monitor.phase(monitor.Phase.CHECKPOINT):
             self._commit_and_store_final(final)
+        self._report_progress()
 
     def _commit_and_store_final(self, final: Position) -> None:
         generation = self.world.generation

@@ -108,6 +108,16 @@ class Session:
         """Whether a snapshot of `step` or later is known to be committed."""
         return self._committed_step >= step
 
+    @property
+    def committed_step(self) -> int:
+        """The newest step of this generation known to be committed as a snapshot; -1: none."""
+        return self._committed_step
+
+    @property
+    def stored_step(self) -> int:
+        """The newest step known to be in storage, of those stored while this process ran; or -1."""
+        return self._stored_step
+
     def wait_for_commit(self, step: int, generation: int, *, also_closing: bool = False) -> bool:
         """Block until a snapshot of `step` or later is committed, or the generation closes.
 

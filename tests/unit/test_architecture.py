@@ -182,6 +182,7 @@ PURE = (
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
     "elastic.trainer.data_order",
+    "elastic.trainer.events",
     "elastic.trainer.json_values",
     "elastic.trainer.snapshot_interval",
     "monitor.diagnosis",
@@ -221,10 +222,10 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "DeviceUnavailable", "ElasticError", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
-        "ProcessUnusable", "ReplicasDiverged", "State", "Stateful",
-        "Step",
-        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
+        "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
+        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "ProcessUnusable", "Recovered",
+        "ReplicasDiverged", "SnapshotCommitted", "State", "Stateful", "Step", "StoreUnavailable",
+        "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",

@@ -72,6 +72,9 @@ class Agent:
 
     is_aborting = is_closing
 
+    committed_step = -1
+    stored_step = -1
+
     def is_committed(self, step: int) -> bool:
         return True
 
