@@ -156,7 +156,10 @@ class Participation:
         """
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._supervisor.close)
-            stack.push_async_callback(self._worker_group.stop, 0.0)
+            stack.push_async_callback(self._worker_group.close)
+            if self._config.forks_workers and self._config.command.kind is not CommandKind.PROGRAM:
+                # At once: it takes as long as all that comes before the first worker.
+                self._worker_group.start_fork_server()
             member_until_s = float("-inf")
             while True:
                 try:

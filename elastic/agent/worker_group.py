@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (
     Worker,
@@ -64,7 +65,7 @@ _MAX_WARM_UP_FAILURES = 3
 
 
 class WorkerGroup:
-    """The worker processes of one node. `stop` ends all of them.
+    """The worker processes of one node. `close` ends all of them.
 
     Args:
         command: what the workers run.
@@ -97,6 +98,7 @@ class WorkerGroup:
         self._spares = spares
         self._environment = worker_environment(environment, size)
         self._wake = wake
+        self._fork_server: ForkServerProcess | None = None
         self._idle: list[Worker] = []
         self._warm_up_failures = 0
         self._stopping: set[asyncio.Task[None]] = set()
@@ -179,6 +181,13 @@ class WorkerGroup:
     def times(self) -> Mapping[str, float]:
         """Return when the last worker reached each phase; see `PhaseReports.times`."""
         return self._phases.times(len(self.workers))
+
+    def start_fork_server(self) -> None:
+        """Have workers forked, from a process that imports PyTorch from now on.
+
+        Without it each worker is started as a program, and imports PyTorch itself.
+        """
+        self._fork_server = ForkServerProcess.start(self._command, self._environment)
 
     def warm_up(self) -> None:
         """Start as many idle processes as a generation needs.
@@ -289,8 +298,14 @@ class WorkerGroup:
         """Record a failure of the node that is no worker's fault."""
         self._record_failure(FailureKind.WORKER, reason)
 
+    async def close(self) -> None:
+        """End every process."""
+        await self.stop(0.0)
+        if self._fork_server is not None:
+            await self._fork_server.close()
+
     async def stop(self, grace_s: float) -> None:
-        """End every process, spares too."""
+        """End every worker, spares too."""
         workers = [*self.workers.values(), *self._idle]
         self.workers, self._idle = {}, []
         await _stop_all(workers, grace_s)
@@ -312,7 +327,9 @@ class WorkerGroup:
         self.replica_comparison = None
 
     def _start(self) -> Worker:
-        return Worker.start(self._command, self._environment, self._on_worker_event)
+        return Worker.start(
+            self._command, self._environment, self._on_worker_event, self._fork_server
+        )
 
     async def _begin_drain(self, *, abort: bool) -> None:
         for worker in self.workers.values():

@@ -243,6 +243,7 @@ async def _launch(
                 abort_timeout_s=options["abort_timeout"],
                 grace_s=options["grace"],
                 spares=options["spares"],
+                forks_workers=options["fork_workers"],
                 limits=limits,
                 is_recorded=options["monitor"],
             ),

@@ -91,21 +91,32 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _warm_up() -> None:
-    """Import what a training script needs, and what PyTorch itself imports only at first use."""
+def import_early() -> None:
+    """Import what a training script needs, and what PyTorch itself imports only at first use.
+
+    Nothing is computed, for a fork server calls this (`keepstep.elastic.worker.fork_server`).
+    """
     for name in _WARM_MODULES:
         importlib.import_module(name)
     import torch
 
     # PyTorch imports its compiler when the first optimizer is constructed.
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.AdamW([parameter])
-    (parameter * 2).sum().backward()
-    optimizer.step()
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     # What is imported stays. Without this, the first collection of all objects falls into the
     # restoration of the state, and takes as long as the rest of it (0.13 s).
     gc.collect()
     gc.freeze()
+
+
+def _warm_up() -> None:
+    """Import what a script needs, and let PyTorch compute a step, after which it is faster."""
+    import_early()
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter])
+    (parameter * 2).sum().backward()
+    optimizer.step()
 
 
 def _redirect(directory: Path, assignment: Assignment, *, tee: bool) -> None:
