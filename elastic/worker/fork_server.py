@@ -180,10 +180,13 @@ def _open_resource(own: frozenset[int]) -> str:
 
 
 def reseed_generators() -> None:
-    """Seed anew what was seeded by chance when it was imported, before the fork.
+    """Seed anew the generators that were seeded by chance when they were imported.
 
-    Python's own generator does so by itself, and PyTorch's has the same seed in every process.
+    Processes that are forked would all draw the same. Python's own does it by itself.
     """
+    import torch
+
+    torch.default_generator.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
