@@ -31,7 +31,6 @@ class AgentConfig:
         abort_timeout_s: how long they may take once something broke.
         grace_s: how long the node may take to leave in good order.
         spares: how many spare processes are kept warm.
-        forks_workers: whether Python workers are forked from one process that has imported PyTorch.
         limits: the snapshot server's rates.
         is_recorded: whether workers record themselves for `keepstep monitor`.
     """
@@ -51,6 +50,5 @@ class AgentConfig:
     abort_timeout_s: float = 5.0
     grace_s: float = 30.0
     spares: int = 1
-    forks_workers: bool = True
     limits: RateLimits = field(default_factory=RateLimits)
     is_recorded: bool = False

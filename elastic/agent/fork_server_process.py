@@ -106,7 +106,7 @@ class ForkServerProcess:
             raise
 
     async def close(self) -> None:
-        """End the fork server; what it has forked lives on."""
+        """End the fork server; what it has forked lives on. Safe to call twice."""
         self._end()
         if self._requests:
             await asyncio.wait(self._requests)

@@ -65,7 +65,7 @@ _MAX_WARM_UP_FAILURES = 3
 
 
 class WorkerGroup:
-    """The worker processes of one node. `close` ends all of them.
+    """The worker processes of one node. `stop` ends all of them.
 
     Args:
         command: what the workers run.
@@ -73,6 +73,7 @@ class WorkerGroup:
         spares: how many more processes to keep warm while it runs.
         environment: the workers' environment.
         wake: called after every change.
+        fork_server: what forks the workers; None: each is started as a program.
 
     Attributes:
         generation: the generation that was entered last; 0 before the first.
@@ -92,13 +93,14 @@ class WorkerGroup:
         spares: int,
         environment: Mapping[str, str],
         wake: Callable[[], None],
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._command = command
         self._size = size
         self._spares = spares
         self._environment = worker_environment(environment, size)
         self._wake = wake
-        self._fork_server: ForkServerProcess | None = None
+        self._fork_server = fork_server
         self._idle: list[Worker] = []
         self._warm_up_failures = 0
         self._stopping: set[asyncio.Task[None]] = set()
@@ -181,13 +183,6 @@ class WorkerGroup:
     def times(self) -> Mapping[str, float]:
         """Return when the last worker reached each phase; see `PhaseReports.times`."""
         return self._phases.times(len(self.workers))
-
-    def start_fork_server(self) -> None:
-        """Have workers forked, from a process that imports PyTorch from now on.
-
-        Without it each worker is started as a program, and imports PyTorch itself.
-        """
-        self._fork_server = ForkServerProcess.start(self._command, self._environment)
 
     def warm_up(self) -> None:
         """Start as many idle processes as a generation needs.
@@ -298,14 +293,8 @@ class WorkerGroup:
         """Record a failure of the node that is no worker's fault."""
         self._record_failure(FailureKind.WORKER, reason)
 
-    async def close(self) -> None:
-        """End every process."""
-        await self.stop(0.0)
-        if self._fork_server is not None:
-            await self._fork_server.close()
-
     async def stop(self, grace_s: float) -> None:
-        """End every worker, spares too."""
+        """End every process, spares too."""
         workers = [*self.workers.values(), *self._idle]
         self.workers, self._idle = {}, []
         await _stop_all(workers, grace_s)

@@ -243,7 +243,11 @@ def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) ->
         )
 
     with cluster(
-        tmp_path, snapshots="auto", every="auto", checkpoint=str(tmp_path / "checkpoint")
+        tmp_path,
+        steps=10**6,
+        snapshots="auto",
+        every="auto",
+        checkpoint=str(tmp_path / "checkpoint"),
     ) as running:
         running.start("a")
         running.start("b")
@@ -260,10 +264,10 @@ def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) ->
         assert "checkpoints, chosen:" in shown
         running.workers_of("b")[1].kill()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
-        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
-    assert view.history.recoveries[1].source == "memory"
-    assert view.history.recoveries[1].after_failure
-    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
+        recovery = view.history.recoveries[1]
+        running.wait_until(lambda view: step_of(view) > recovery.resumed_step, 60)
+    assert recovery.source == "memory"
+    assert recovery.after_failure
 
 
 def test_shards_missing_in_memory_are_read_from_storage_if_the_snapshot_is_stored(

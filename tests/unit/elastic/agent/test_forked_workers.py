@@ -63,15 +63,16 @@ os.kill(os.getpid(), signal.SIGSEGV)
 async def group_of(
     command: Command, size: int, environment: Mapping[str, str] = os.environ, *, forks: bool = True
 ) -> AsyncIterator[Group]:
-    group = Group(command, size, environment)
+    fork_server = ForkServerProcess.start(command, environment) if forks else None
+    group = Group(command, size, environment, fork_server)
     try:
-        if forks:
-            group.start_fork_server()
         group.warm_up()
         await group.until(lambda: group.warm)
         yield group
     finally:
-        await group.close()
+        await group.stop(0.0)
+        if fork_server is not None:
+            await fork_server.close()
 
 
 async def facts_of(directory: Path, size: int, *, forks: bool) -> list[dict[str, Any]]:
