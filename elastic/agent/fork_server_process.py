@@ -32,7 +32,7 @@ from keepstep.transport import StreamConnection, TransportError
 
 log = logging.getLogger("keepstep")
 
-_FORK_S = 20.0
+_FORK_S = 30.0
 """To fork takes milliseconds; on a machine that is overloaded, more."""
 
 ForkConnection: TypeAlias = StreamConnection[ForkRequest, ForkReply]

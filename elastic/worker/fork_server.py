@@ -90,11 +90,10 @@ class ForkServer:
                 between = os.fork()
                 if between == 0:
                     with _ending_this_process():
-                        if os.fork() == 0:
-                            with _ending_this_process():
-                                for end in (identity, started, self._connection):
-                                    end.close()
-                                self._become_worker(channel, named, start)
+                        if _fork_or_end() == 0:
+                            for end in (identity, started, self._connection):
+                                end.close()
+                            self._become_worker(channel, named, start)
                 named.close()
                 start.close()
                 text = identity.read(_PROCESS_ID.size)
@@ -213,14 +212,20 @@ def _pipe() -> Iterator[tuple[BinaryIO, BinaryIO]]:
         yield readable, writable
 
 
+def _fork_or_end() -> int:
+    """Fork; if there can be no more processes, end this one with the error's number."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os._exit(error.errno or 1)
+
+
 @contextmanager
 def _ending_this_process() -> Iterator[None]:
     """End a forked process with its block: what its parent has yet to do is not done twice."""
     status = 0
     try:
         yield
-    except OSError as error:
-        status = error.errno or 1
     except BaseException:  # noqa: BLE001 - printed, and the process ends
         traceback.print_exc()
         status = 1
