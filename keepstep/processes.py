@@ -10,9 +10,12 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -45,12 +48,33 @@ def die_with_parent(parent: int) -> None:
     Raises:
         OSError: the kernel refuses.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl(PR_SET_PDEATHSIG): {os.strerror(code)}")
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make descendants whose parent ends meanwhile children of this process.
+
+    They are then waited for, and end with this process, as if it had started them. Uses prctl(2),
+    PR_SET_CHILD_SUBREAPER. For one task at a time.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl("PR_SET_CHILD_SUBREAPER", _PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _prctl(name: str, option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({name}): {os.strerror(code)}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import asyncio
 
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
@@ -13,11 +14,20 @@ from keepstep.elastic.store.contract import Store
 
 
 class Agent:
-    """Runs one node's part of a job. `run` returns when the job has ended or the node has left."""
+    """Runs one node's part of a job. `run` returns when the job has ended or the node has left.
 
-    def __init__(self, config: AgentConfig, store: Store) -> None:
+    Args:
+        config: what runs here, and how.
+        store: the coordinator.
+        fork_server: what forks the workers; None: each is started as a program.
+    """
+
+    def __init__(
+        self, config: AgentConfig, store: Store, fork_server: ForkServerProcess | None = None
+    ) -> None:
         self._config = config
         self._store = store
+        self._fork_server = fork_server
         self._wake = asyncio.Event()
         self._departure = Departure(self._wake.set)
         self._store_socket = StoreSocket(config.host)
@@ -45,6 +55,7 @@ class Agent:
                 store_socket=self._store_socket,
                 departure=self._departure,
                 wake=self._wake,
+                fork_server=self._fork_server,
             )
             return await participation.run()
         finally:

@@ -28,6 +28,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.agent.peer_connections import AgentListener, Peer, PeerConnections
 from keepstep.elastic.agent.server_supervisor import ServerSupervisor
@@ -103,6 +104,7 @@ class Participation:
         store_socket: the port that is announced for the next generation's torch store.
         departure: whether this node is to leave.
         wake: set when something has changed.
+        fork_server: what forks the workers; None: each is started as a program.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Participation:
         store_socket: StoreSocket,
         departure: Departure,
         wake: asyncio.Event,
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._config = config
         self._store = store
@@ -136,7 +139,12 @@ class Participation:
             )
         )
         self._worker_group = WorkerGroup(
-            config.command, config.workers, config.spares, config.environment, wake.set
+            config.command,
+            config.workers,
+            config.spares,
+            config.environment,
+            wake.set,
+            fork_server,
         )
         self._supervisor = ServerSupervisor(config, self._on_snapshot_event, wake.set)
         self._connections: PeerConnections  # Set before anything uses it.

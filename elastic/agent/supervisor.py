@@ -7,6 +7,7 @@ What the worker reports and how it exits reaches the agent through one callback,
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from typing import TypeAlias
 
 import psutil
 
+from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
 from keepstep.elastic.worker.messages import (
     PROTOCOL,
     AgentMessage,
@@ -29,7 +31,11 @@ from keepstep.monitor.progress import ProgressBoard
 from keepstep.processes import module_command
 from keepstep.transport import PeerUnavailable, StreamConnection, TransportError
 
+log = logging.getLogger("keepstep")
+
 _LAST_MESSAGES_S = 1.0
+_NEVER_STARTED = 1
+"""The exit status of a worker whose process could not be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,7 @@ class Worker:
     """One worker process. Started by `start`, ended by `close`.
 
     Attributes:
+        pid: its process id; 0 while the process is being forked.
         board: how far it is, in shared memory.
         assignment: its newest place in a generation; None for a spare.
         is_warm: it can be assigned at once.
@@ -70,19 +77,18 @@ class Worker:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
         connection: StreamConnection[AgentMessage, WorkerMessage],
         board: ProgressBoard,
         on_event: Callable[[WorkerEvent], None],
     ) -> None:
-        self._process = process
         self._connection = connection
         self._on_event = on_event
         self._receiving = asyncio.create_task(self._receive_all())
+        self._starting: asyncio.Task[None] | None = None
         self._reporting_exit: asyncio.Task[None] | None = None
-        self._pidfd = os.pidfd_open(process.pid)
+        self._pidfd = -1
         self._exited = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+        self.pid = 0
         self.board = board
         self.assignment: Assignment | None = None
         self.is_warm = False
@@ -101,36 +107,64 @@ class Worker:
         command: Command,
         environment: Mapping[str, str],
         on_event: Callable[[WorkerEvent], None],
+        fork_server: ForkServerProcess | None = None,
     ) -> Worker:
         """Start a process that warms up and waits for its assignment.
 
         Call this on the main thread, for the worker ends when the thread that started it does.
+
+        Args:
+            command: what it runs.
+            environment: its environment.
+            on_event: called with what it reports, and when it ends.
+            fork_server: what forks it, if it can; None: it is started as a program.
         """
         agent_end, worker_end = socket.socketpair()
-        board = ProgressBoard.create("worker")
-        with worker_end:
-            process = subprocess.Popen(
-                module_command("keepstep.elastic.worker.bootstrap"),
-                env={
-                    **environment,
-                    "KEEPSTEP_CHANNEL": str(worker_end.fileno()),
-                    "KEEPSTEP_PROGRESS": str(board.descriptor),
-                    "KEEPSTEP_COMMAND": command.encode(),
-                    "KEEPSTEP_AGENT_PID": str(os.getpid()),
-                },
-                pass_fds=(worker_end.fileno(), board.descriptor),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
-        connection = StreamConnection.over_pair(
-            agent_end, PROTOCOL.server, f"worker process {process.pid}"
+        worker = cls(
+            StreamConnection.over_pair(agent_end, PROTOCOL.server, "a worker process"),
+            ProgressBoard.create("worker"),
+            on_event,
         )
-        return cls(process, connection, board, on_event)
+        if fork_server is None:
+            with worker_end:
+                worker._begin(_spawn(command, environment, worker_end, worker.board))
+        else:
+            worker._starting = asyncio.create_task(
+                worker._start_by(fork_server, command, environment, worker_end)
+            )
+        return worker
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
+    async def _start_by(
+        self,
+        fork_server: ForkServerProcess,
+        command: Command,
+        environment: Mapping[str, str],
+        worker_end: socket.socket,
+    ) -> None:
+        with worker_end:
+            try:
+                pid = await fork_server.fork(worker_end.fileno(), self.board.descriptor)
+            except ForkingUnavailable:
+                try:
+                    pid = _spawn(command, environment, worker_end, self.board)
+                except OSError as error:
+                    log.error("a worker process cannot be started: %s", error)
+                    self._note_exit(_NEVER_STARTED)
+                    return
+            self._begin(pid)
+
+    def _begin(self, pid: int) -> None:
+        """Supervise a process from now on; it is a child that nobody has waited for."""
+        self.pid = pid
+        self._connection.peer = f"worker process {pid}"
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _end_unstarted(self) -> None:
+        """Give up a worker that has no process yet; one that still comes is killed."""
+        assert self._starting is not None, "a worker without a process is being forked"
+        self._starting.cancel()
+        self._note_exit(-signal.SIGKILL)
 
     @property
     def is_alive(self) -> bool:
@@ -169,9 +203,9 @@ class Worker:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker and everything in its session."""
-        if self.is_alive:
+        if self.is_alive and self.pid:
             try:
-                os.killpg(self._process.pid, number)
+                os.killpg(self.pid, number)
             except ProcessLookupError:
                 return
 
@@ -202,8 +236,9 @@ class Worker:
         if self.is_alive:
             self.is_stopping = True
             self._kill_all()
-            os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
-            self._reap()
+            if self.pid:
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+                self._reap()
         self._receiving.cancel()
         self._connection.close()
         self.board.close()
@@ -215,8 +250,11 @@ class Worker:
         """
         if not self.is_alive:
             return
+        if not self.pid:
+            self._end_unstarted()
+            return
         try:
-            children = psutil.Process(self._process.pid).children(recursive=True)
+            children = psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             children = []
         self.signal(signal.SIGKILL)
@@ -233,18 +271,20 @@ class Worker:
         # What it left running in its session would hold its devices and ports. Until the process is
         # reaped, no other process can get its id and so receive this.
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
-        code = self._process.poll()
-        if code is None:
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        if not ended:
             return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
+        asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self._note_exit(os.waitstatus_to_exitcode(status))
+
+    def _note_exit(self, code: int) -> None:
         self.code = code
         self._exited.set()
-        self._reporting_exit = loop.create_task(self._report_exit())
+        self._reporting_exit = asyncio.get_running_loop().create_task(self._report_exit())
 
     async def _report_exit(self) -> None:
         """Report the exit after everything that was sent before it."""
@@ -261,6 +301,31 @@ class Worker:
             return  # It ended in the middle of a message; its exit is reported.
         except TransportError as error:
             self.kill(f"its agent cannot read what it sends: {error}")
+
+
+def _spawn(
+    command: Command,
+    environment: Mapping[str, str],
+    worker_end: socket.socket,
+    board: ProgressBoard,
+) -> int:
+    """Start a worker's process as a program, and return its id; the caller waits for it."""
+    process = subprocess.Popen(
+        module_command("keepstep.elastic.worker.bootstrap"),
+        env={
+            **environment,
+            "KEEPSTEP_CHANNEL": str(worker_end.fileno()),
+            "KEEPSTEP_PROGRESS": str(board.descriptor),
+            "KEEPSTEP_COMMAND": command.encode(),
+            "KEEPSTEP_AGENT_PID": str(os.getpid()),
+        },
+        pass_fds=(worker_end.fileno(), board.descriptor),
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )
+    # `subprocess` waits for processes whose objects are gone, and would take their status.
+    process.returncode = 0
+    return process.pid
 
 
 def describe_exit(code: int) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.phase_reports import PhaseReports
 from keepstep.elastic.agent.supervisor import (
     Worker,
@@ -72,6 +73,7 @@ class WorkerGroup:
         spares: how many more processes to keep warm while it runs.
         environment: the workers' environment.
         wake: called after every change.
+        fork_server: what forks the workers; None: each is started as a program.
 
     Attributes:
         generation: the generation that was entered last; 0 before the first.
@@ -91,12 +93,14 @@ class WorkerGroup:
         spares: int,
         environment: Mapping[str, str],
         wake: Callable[[], None],
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._command = command
         self._size = size
         self._spares = spares
         self._environment = worker_environment(environment, size)
         self._wake = wake
+        self._fork_server = fork_server
         self._idle: list[Worker] = []
         self._warm_up_failures = 0
         self._stopping: set[asyncio.Task[None]] = set()
@@ -312,7 +316,9 @@ class WorkerGroup:
         self.replica_comparison = None
 
     def _start(self) -> Worker:
-        return Worker.start(self._command, self._environment, self._on_worker_event)
+        return Worker.start(
+            self._command, self._environment, self._on_worker_event, self._fork_server
+        )
 
     async def _begin_drain(self, *, abort: bool) -> None:
         for worker in self.workers.values():

@@ -25,8 +25,10 @@ from typing import Any
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.orphans import orphans_ended
 from keepstep.elastic.agent.readmission import readmit
+from keepstep.elastic.agent.supervisor import worker_environment
 from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.node_name import own_node_name
@@ -212,6 +214,13 @@ async def _launch(
             raise UsageError(f"no directory for sockets: {error}") from error
         stop = _Signals()
         stack.callback(stop.close)
+        marked = stack.enter_context(orphans_ended())
+        environment = worker_environment({**_worker_environment(options), **marked}, workers)
+        fork_server = None
+        if options["fork_workers"] and command.kind is not CommandKind.PROGRAM:
+            # Now, for it takes longer than all that comes before the first worker.
+            fork_server = ForkServerProcess.start(command, environment)
+            stack.push_async_callback(fork_server.close)
         job = options["job"] or options["rdzv_id"]
         found = await stack.enter_async_context(coordinator(options, policy.min_nodes, directory))
         if job is None:
@@ -225,7 +234,6 @@ async def _launch(
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no name for this node: {error}; give --node NAME") from error
         await readmit(found.store, job, node, directory)
-        marked = stack.enter_context(orphans_ended())
         agent = Agent(
             AgentConfig(
                 job=job,
@@ -234,7 +242,7 @@ async def _launch(
                 workers=workers,
                 command=command,
                 policy=policy,
-                environment={**_worker_environment(options), **marked},
+                environment=environment,
                 run_directory=directory,
                 digest=_digest(command, policy),
                 domain=options["domain"],
@@ -247,6 +255,7 @@ async def _launch(
                 is_recorded=options["monitor"],
             ),
             found.store,
+            fork_server,
         )
         log.info("job %s on %s", job, found.address.url)
         if found.is_own and policy.max_nodes > 1:
@@ -262,6 +271,8 @@ async def _launch(
             log.error("interrupted: workers were killed")
             succeeded = False
         else:
+            if fork_server is not None:
+                await fork_server.close()
             if found.is_own:
                 serving = asyncio.ensure_future(_serve_others(found.store, job))
                 stop.connect(agent, serving)

@@ -170,6 +170,12 @@ _SECRET_FILE = click.option(
     help="Warm processes kept ready to replace a failed worker.",
 )
 @click.option(
+    "--fork-workers/--no-fork-workers",
+    default=True,
+    show_default=True,
+    help="Import PyTorch once and fork the workers, or have each worker import it.",
+)
+@click.option(
     "--parity",
     default=1,
     show_default=True,

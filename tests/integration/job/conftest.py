@@ -1,12 +1,10 @@
 """The environment of all tests with complete jobs."""
 
-import os
-from pathlib import Path
-
 import pytest
+
+from tests.integration.job.jobs import set_module_path
 
 
 @pytest.fixture(autouse=True)
 def example_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    root = Path(__file__).parents[3]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
+    set_module_path(monkeypatch)

@@ -1,9 +1,13 @@
 """Starts complete jobs for tests, and reads what their ranks recorded."""
 
+import fcntl
 import json
+import os
+import shutil
 import subprocess
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,31 @@ def cluster(
         last_call_s=60.0,
         store=store,
     )
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a directory that `make` has filled, once for all processes that run these tests.
+
+    What an undisturbed job computes is the same every time.
+    """
+    base = factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "made").exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir()
+            with pytest.MonkeyPatch.context() as patch:
+                set_module_path(patch)
+                make(directory)
+            (directory / "made").touch()
+    return directory
+
+
+def set_module_path(patch: pytest.MonkeyPatch) -> None:
+    """Let jobs import the examples' modules."""
+    root = Path(__file__).parents[3]
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
 
 
 def last_run_of_each_step(directory: Path) -> Lines:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tests.integration.job.jobs import (
     cluster,
     committed_step_of,
     last_run_of_each_step,
+    made_once,
     mean_losses,
     samples,
     step_of,
@@ -41,26 +43,26 @@ def run_undisturbed(directory: Path, **options: Any) -> Lines:
     return last_run_of_each_step(directory)
 
 
+DROPOUT = {"dropout": 0.1, "two": True, "average": True}
+"""Losses depend on the generators; there are two optimizers, and an average of the weights."""
+
+
 @pytest.fixture(scope="module")
 def with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    with pytest.MonkeyPatch.context() as patch:
-        root = Path(__file__).parents[3]
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
-        return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), dropout=0.1)
+    return last_run_of_each_step(
+        made_once(tmp_path_factory, "with-dropout", lambda it: run_undisturbed(it, **DROPOUT))
+    )
 
 
 @pytest.fixture(scope="module")
 def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> Lines:
-    with pytest.MonkeyPatch.context() as patch:
-        root = Path(__file__).parents[3]
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "examples")]))
-        return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    return last_run_of_each_step(made_once(tmp_path_factory, "without-dropout", run_undisturbed))
 
 
 def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
     tmp_path: Path, with_dropout: Lines
 ) -> None:
-    with cluster(tmp_path, dropout=0.1) as running:
+    with cluster(tmp_path, **DROPOUT) as running:
         running.start("a")
         running.start("b")
         before = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)
@@ -76,17 +78,15 @@ def test_killed_worker_is_replaced_and_every_later_loss_is_bit_identical(
     for step, lines in disturbed.items():
         for rank, line in lines.items():
             expected = with_dropout[step][rank]
-            assert (line["loss"], line["samples"]) == (expected["loss"], expected["samples"]), (
-                step,
-                rank,
-            )
+            for what in ("loss", "samples", "average"):
+                assert line[what] == expected[what], (what, step, rank)
 
 
 @pytest.mark.parametrize("lost", ["worker", "node"])
 def test_collectives_that_may_leave_garbage_are_aborted_by_order_once_all_are_fenced(
     tmp_path: Path, with_dropout: Lines, lost: str
 ) -> None:
-    with cluster(tmp_path, dropout=0.1, backend="other") as running:
+    with cluster(tmp_path, **DROPOUT, backend="other") as running:
         for node in "abc":
             running.start(node)
         view = running.wait_until(lambda view: committed_step_of(view) >= 8, 60)
@@ -108,15 +108,23 @@ def test_collectives_that_may_leave_garbage_are_aborted_by_order_once_all_are_fe
             assert line["loss"] == with_dropout[step][rank]["loss"], (step, rank)
 
 
+STREAM = {"stream": True, "scaled": True, "micro_batches": 2, "stop_at": 20}
+
+
+@pytest.fixture(scope="module")
+def of_a_stream(tmp_path_factory: pytest.TempPathFactory) -> Lines:
+    return last_run_of_each_step(
+        made_once(tmp_path_factory, "of-a-stream", lambda it: run_undisturbed(it, **STREAM))
+    )
+
+
 @pytest.mark.parametrize("nodes_after", [1, 2])
 def test_scaled_micro_batches_of_a_stream_that_stop_early_are_those_of_an_undisturbed_run(
-    tmp_path: Path, nodes_after: int
+    tmp_path: Path, of_a_stream: Lines, nodes_after: int
 ) -> None:
     """Gradients accumulate, a GradScaler's scale grows, and rank 0 decides when to stop."""
-    options = {"stream": True, "scaled": True, "micro_batches": 2, "stop_at": 20}
-    undisturbed = run_undisturbed(tmp_path / "undisturbed", **options)
-    assert max(undisturbed) == 20
-    with cluster(tmp_path, **options) as running:
+    assert max(of_a_stream) == 20
+    with cluster(tmp_path, **STREAM) as running:
         running.start("a")
         running.start("b")
         running.wait_until(lambda view: committed_step_of(view) >= 6, 60)
@@ -126,11 +134,11 @@ def test_scaled_micro_batches_of_a_stream_that_stop_early_are_those_of_an_undist
             running.kill("b")
         assert running.wait("a", 120) == 0, running.output()
     disturbed = last_run_of_each_step(tmp_path)
-    assert samples(disturbed) == samples(undisturbed)
-    assert mean_losses(disturbed) == pytest.approx(mean_losses(undisturbed), rel=1e-3)
+    assert samples(disturbed) == samples(of_a_stream)
+    assert mean_losses(disturbed) == pytest.approx(mean_losses(of_a_stream), rel=1e-3)
     for step, lines in disturbed.items():
         for rank, line in lines.items():
-            expected = undisturbed[step][rank]
+            expected = of_a_stream[step][rank]
             assert line["scale"] == expected["scale"]
             if nodes_after == 2:
                 # NumPy's and Python's generators too are where they were.
@@ -140,7 +148,7 @@ def test_scaled_micro_batches_of_a_stream_that_stop_early_are_those_of_an_undist
 def test_wrongly_restored_state_is_found_never_committed_and_restored_again(
     tmp_path: Path, with_dropout: Lines
 ) -> None:
-    with cluster(tmp_path, dropout=0.1, restores_wrongly=True) as running:
+    with cluster(tmp_path, **DROPOUT, restores_wrongly=True) as running:
         running.start("a")
         running.start("b")
         running.wait_until(lambda view: step_of(view) >= 8, 60)
@@ -166,24 +174,6 @@ def test_wrongly_restored_state_is_found_never_committed_and_restored_again(
 def _restored_state(view: View) -> dict[str, Any] | None:
     restored: dict[str, Any] | None = summary(view, time.time())["restored_state"]
     return restored
-
-
-def test_several_optimizers_and_averaged_weights_are_restored(tmp_path: Path) -> None:
-    undisturbed = run_undisturbed(tmp_path / "undisturbed", two=True, average=True)
-    with cluster(tmp_path / "disturbed", two=True, average=True) as running:
-        running.start("a")
-        running.start("b")
-        running.wait_until(lambda view: step_of(view) >= 8, 60)
-        running.workers_of("a")[0].kill()
-        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
-    disturbed = last_run_of_each_step(tmp_path / "disturbed")
-    for step, lines in undisturbed.items():
-        for rank, expected in lines.items():
-            line = disturbed[step][rank]
-            assert (line["loss"], line["average"]) == (expected["loss"], expected["average"]), (
-                step,
-                rank,
-            )
 
 
 def test_writes_to_the_state_between_steps_are_reported_and_snapshots_continue(
@@ -254,7 +244,11 @@ def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) ->
         )
 
     with cluster(
-        tmp_path, snapshots="auto", every="auto", checkpoint=str(tmp_path / "checkpoint")
+        tmp_path,
+        steps=10**6,
+        snapshots="auto",
+        every="auto",
+        checkpoint=str(tmp_path / "checkpoint"),
     ) as running:
         running.start("a")
         running.start("b")
@@ -271,10 +265,10 @@ def test_job_with_automatic_intervals_shows_them_and_recovers(tmp_path: Path) ->
         assert "checkpoints, chosen:" in shown
         running.workers_of("b")[1].kill()
         view = running.wait_until(lambda view: len(view.history.recoveries) == 2, 60)
-        assert [running.wait(node, 60) for node in ("a", "b")] == [0, 0], running.output()
-    assert view.history.recoveries[1].source == "memory"
-    assert view.history.recoveries[1].after_failure
-    assert last_run_of_each_step(tmp_path).keys() == set(range(1, STEPS + 1))
+        recovery = view.history.recoveries[1]
+        running.wait_until(lambda view: step_of(view) > recovery.resumed_step, 60)
+    assert recovery.source == "memory"
+    assert recovery.after_failure
 
 
 def test_shards_missing_in_memory_are_read_from_storage_if_the_snapshot_is_stored(
@@ -358,16 +352,22 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
     assert runs == list(range(1, computed + 3))
 
 
-@pytest.mark.parametrize("damage", ["part", "tensor"])
-def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
-    tmp_path: Path, damage: str
-) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    with cluster(tmp_path, steps=10**6, every=3, checkpoint=str(checkpoint)) as running:
+def store_checkpoints(directory: Path) -> None:
+    """Run a job until it has stored two checkpoints."""
+    checkpoint = str(directory / "checkpoint")
+    with cluster(directory, steps=10**6, every=3, checkpoint=checkpoint) as running:
         for node in ("a", "b"):
             running.start(node)
         # Where storing is slow a due checkpoint may be skipped.
-        running.wait_until(lambda view: len(list_steps(str(checkpoint))) >= 2, 60)
+        running.wait_until(lambda view: len(list_steps(checkpoint)) >= 2, 60)
+
+
+@pytest.mark.parametrize("damage", ["part", "tensor"])
+def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, damage: str
+) -> None:
+    stored = made_once(tmp_path_factory, "stored-checkpoints", store_checkpoints)
+    checkpoint = Path(shutil.copytree(stored / "checkpoint", tmp_path / "checkpoint"))
     *_, older, newest = list_steps(str(checkpoint))[::-1]
     pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
     # One rank alone may find the damage; all of them take the other checkpoint.
@@ -388,32 +388,24 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     )  # fmt: skip
 
 
-def test_job_stores_compressed_and_resumes_from_it(tmp_path: Path) -> None:
+def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_well(
+    tmp_path: Path,
+) -> None:
+    """Also one that is done, or has done more steps than are asked for."""
     checkpoint = str(tmp_path / "checkpoint")
-    options = {"checkpoint": checkpoint, "compression": "zstd", "context": 8192}
-    for steps in (4, 6):
+    options = {"checkpoint": checkpoint, "every": 3, "compression": "zstd", "context": 8192}
+    for steps in (9, 9, 6, 12):
         with cluster(tmp_path, "1:1", steps=steps, **options) as running:
             running.start("a")
             assert running.wait("a", 120) == 0, running.output()
+            assert "not stored" not in running.output()
         source = StoredCheckpoint.open(checkpoint)
-        assert source.step == steps
+        assert source.step == max(9, steps)
         source.verify()
         # The only one of 1 MiB.
         assert source.stored_tensors["model/positions.weight"].compression == "zstd"
-    lines = (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(1, 7))
-
-
-def test_job_that_is_done_ends_well_when_it_is_run_again(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    for steps in (9, 9, 6, 12):
-        with cluster(tmp_path, "1:1", steps=steps, every=3, checkpoint=str(checkpoint)) as running:
-            running.start("a")
-            assert running.wait("a", 120) == 0, running.output()
-            assert "not stored" not in running.output()
     # Where storing is slow a due checkpoint may be skipped, but not the last one; none is repeated.
-    stored = [stored.step for stored in list_steps(str(checkpoint))]
-    assert stored[0] == 12
+    stored = [stored.step for stored in list_steps(checkpoint)]
     assert 9 in stored
     assert len(set(stored)) == len(stored)
     lines = (tmp_path / "log" / "rank-0.jsonl").read_text().splitlines()

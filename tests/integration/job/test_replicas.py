@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from keepstep.elastic.cli.status import summary
+from tests.integration.job.jobs import made_once
 from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).parent / "replicas.py"
@@ -57,14 +58,16 @@ def sums(directory: Path) -> dict[int, list[int]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    directory = tmp_path_factory.mktemp("undisturbed")
+def run_undisturbed(directory: Path) -> None:
     status, output, replicas = run(directory, parallel=True)
     assert status == 0, output
     assert replicas is not None
     assert (replicas["replicas"], replicas["finding"]) == (4, "")
-    return sums(directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    return sums(made_once(tmp_path_factory, "replicas", run_undisturbed))
 
 
 def test_replicas_that_are_equal_are_compared_and_nothing_is_said(
@@ -109,12 +112,14 @@ def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(
     assert list(replicas["differing"]) == []
 
 
-@pytest.fixture(scope="module")
-def undisturbed_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    directory = tmp_path_factory.mktemp("undisturbed_pair")
+def run_undisturbed_pair(directory: Path) -> None:
     status, output, _ = run(directory, workers=1, parallel=True, world_size=2, steps=PAIR_STEPS)
     assert status == 0, output
-    return sums(directory)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
+    return sums(made_once(tmp_path_factory, "pair-of-replicas", run_undisturbed_pair))
 
 
 @pytest.mark.parametrize("on_divergence", ["roll back", "replace"])

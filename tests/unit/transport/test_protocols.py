@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.memory.messages import CONTROL_PROTOCOL, SNAPSHOT_PROTOCOL
 from keepstep.checkpoint.saving.messages import WRITER_PROTOCOL
 from keepstep.elastic.agent.peer_connections import PROTOCOL as AGENT_PROTOCOL
+from keepstep.elastic.worker.fork_messages import FORK_PROTOCOL
 from keepstep.elastic.worker.messages import PROTOCOL as WORKER_PROTOCOL
 from keepstep.monitor.preflight.messages import PROTOCOL as DOCTOR_PROTOCOL
 from keepstep.transport import Codec, MalformedMessage, Message
 
 PROTOCOLS = (
-    AGENT_PROTOCOL, CONTROL_PROTOCOL, DOCTOR_PROTOCOL, SNAPSHOT_PROTOCOL, WORKER_PROTOCOL,
-    WRITER_PROTOCOL,
+    AGENT_PROTOCOL, CONTROL_PROTOCOL, DOCTOR_PROTOCOL, FORK_PROTOCOL, SNAPSHOT_PROTOCOL,
+    WORKER_PROTOCOL, WRITER_PROTOCOL,
 )  # fmt: skip
 CODECS: dict[str, Codec[Any]] = {
     f"{protocol.name}-{name}": codec

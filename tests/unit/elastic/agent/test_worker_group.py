@@ -16,6 +16,7 @@ import pytest
 
 from keepstep.elastic.agent import worker_group
 from keepstep.elastic.agent.assignments import JobContext, assignments_of
+from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.worker_group import WorkerGroup
 from keepstep.elastic.errors import JobFailed
 from keepstep.elastic.rendezvous.records import FailureKind, Generation, Member
@@ -77,10 +78,14 @@ class Group(WorkerGroup):
     """A worker group whose changes can be waited for."""
 
     def __init__(
-        self, command: Command, size: int, environment: Mapping[str, str] = os.environ
+        self,
+        command: Command,
+        size: int,
+        environment: Mapping[str, str] = os.environ,
+        fork_server: ForkServerProcess | None = None,
     ) -> None:
         self._changed = asyncio.Event()
-        super().__init__(command, size, 0, environment, self._changed.set)
+        super().__init__(command, size, 0, environment, self._changed.set, fork_server)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

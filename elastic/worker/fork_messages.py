@@ -1,0 +1,50 @@
+"""The messages between an agent and its fork server, over a socket pair that only the two have."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from keepstep.transport import Codec, Message, Protocol, VersionRange
+
+
+class PassProgressBoard(Message, frozen=True, kw_only=True):
+    """The progress board of the next worker rides on this message."""
+
+
+class ForkWorker(Message, frozen=True, kw_only=True):
+    """Fork a worker; its connection to the agent rides on this message."""
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """PyTorch is imported, and workers can be forked at once."""
+
+
+class Forked(Message, frozen=True, kw_only=True):
+    """A worker was forked; it is a child of the agent.
+
+    Args:
+        process: its id.
+    """
+
+    process: int
+
+
+class Unable(Message, frozen=True, kw_only=True):
+    """Nothing can be forked, now or later; the fork server ends next."""
+
+    reason: str
+
+
+ForkRequest: TypeAlias = PassProgressBoard | ForkWorker
+"""What an agent sends."""
+
+ForkReply: TypeAlias = Prepared | Forked | Unable
+"""What a fork server sends."""
+
+FORK_PROTOCOL = Protocol(
+    name="fork",
+    versions=VersionRange(1, 1),  # One keepstep runs both ends.
+    requests=Codec[ForkRequest](PassProgressBoard, ForkWorker),
+    replies=Codec[ForkReply](Prepared, Forked, Unable),
+)
+"""Spoken over the socket pair; the agent is the client."""

@@ -1,0 +1,256 @@
+"""Imports PyTorch once on a node, and forks its workers.
+
+    python -m keepstep.elastic.worker.fork_server CONTROL
+
+The agent starts it with the workers' environment, and asks for workers over the socket CONTROL. To
+import PyTorch takes seconds of a core; to fork takes milliseconds, and the memory of what is
+imported is shared. The idea is that of `multiprocessing.forkserver`. There the server is the parent
+of what it forks; here the agent is, so that nothing depends on the server's life: a process in
+between forks the worker and ends, upon which the kernel gives the worker to the agent
+(PR_SET_CHILD_SUBREAPER). The worker then does what one that was started does (`bootstrap`).
+
+A forked process has no other threads than the one that forked, and no usable devices if its parent
+used one. So nothing here computes: what is warmed up by computing is left to the worker. If what
+was imported has started threads, has opened devices or connections, nothing is forked, and the
+agent starts its workers one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import BinaryIO
+
+from keepstep.elastic.worker import bootstrap, telemetry
+from keepstep.elastic.worker.fork_messages import (
+    FORK_PROTOCOL,
+    Forked,
+    ForkReply,
+    ForkRequest,
+    ForkWorker,
+    PassProgressBoard,
+    Prepared,
+    Unable,
+)
+from keepstep.processes import die_with_parent
+from keepstep.transport import Connection
+
+_PROCESS_ID = struct.Struct("<q")
+_OWN_NAME, _WORKER_NAME = b"worker.fork_server", b"worker.bootstrap"
+_HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_ACCELERATORS = ("cuda", "xpu", "mtia")
+
+
+class ForkServer:
+    """Forks workers for the agent at the other end of a connection.
+
+    Args:
+        connection: to the agent.
+    """
+
+    def __init__(self, connection: Connection[ForkReply, ForkRequest]) -> None:
+        self._connection = connection
+        self._board = -1
+
+    def run(self) -> None:
+        """Serve until the agent closes the connection, or nothing can be forked."""
+        while (request := self._connection.receive()) is not None:
+            match request:
+                case PassProgressBoard():
+                    self._board = self._connection.take_descriptor()
+                case ForkWorker():
+                    channel = self._connection.take_descriptor()
+                    try:
+                        reply = self._fork(channel)
+                    finally:
+                        os.close(channel)
+                        os.close(self._board)
+                    self._connection.send(reply)
+                    if isinstance(reply, Unable):
+                        return
+
+    def _fork(self, channel: int) -> Forked | Unable:
+        threads = _other_threads()
+        if threads:
+            return Unable(reason=threads)
+        # What is still in a buffer would be written by every process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            with _pipe() as (identity, named), _pipe() as (start, started):
+                between = os.fork()
+                if between == 0:
+                    with _ending_this_process():
+                        if _fork_or_end() == 0:
+                            for end in (identity, started, self._connection):
+                                end.close()
+                            self._become_worker(channel, named, start)
+                named.close()
+                start.close()
+                text = identity.read(_PROCESS_ID.size)
+                _, status = os.waitpid(between, 0)
+                code = os.waitstatus_to_exitcode(status)
+                if code or not text:
+                    return Unable(reason=f"fork: {os.strerror(code) if code > 0 else 'it ended'}")
+                # By now the worker is the agent's child.
+                started.write(b".")
+        except OSError as error:
+            return Unable(reason=f"fork: {error.strerror}")
+        return Forked(process=_PROCESS_ID.unpack(text)[0])
+
+    def _become_worker(self, channel: int, named: BinaryIO, start: BinaryIO) -> None:
+        # Before the agent knows the process: it sends signals to the session.
+        os.setsid()
+        name_as_worker()
+        with named, start:
+            named.write(_PROCESS_ID.pack(os.getpid()))
+            if not start.read(1):
+                return  # The fork server was killed, and the agent does not know this process.
+        reseed_generators()
+        os.environ["KEEPSTEP_CHANNEL"] = str(channel)
+        os.environ["KEEPSTEP_PROGRESS"] = str(self._board)
+        bootstrap.main()
+
+
+def obstacle_to_forking(own: frozenset[int]) -> str:
+    """Return why a process forked from this one could not be a worker; "" if it could.
+
+    Args:
+        own: descriptors that this process was started with.
+    """
+    import torch
+
+    accelerators = _accelerators(torch)
+    # A first fork. OpenBLAS ends its threads before one, and starts them again at their first use.
+    child = os.fork()
+    if child == 0:
+        with _ending_this_process():
+            if any(module._is_in_bad_fork() for module in accelerators.values()):
+                os._exit(1)
+    _, status = os.waitpid(child, 0)
+    used = [name for name, module in accelerators.items() if module.is_initialized()]
+    if status or used:
+        return f"importing PyTorch used the accelerator ({', '.join(used or accelerators)})"
+    return _other_threads() or _open_resource(own)
+
+
+def _accelerators(torch: ModuleType) -> dict[str, ModuleType]:
+    """Return the modules of accelerators that may be in use, by name."""
+    names = (*_ACCELERATORS, torch._C._get_privateuse1_backend_name())
+    return {
+        name: module
+        for name in names
+        if isinstance(module := getattr(torch, name, None), ModuleType)
+        and hasattr(module, "is_initialized")
+        and hasattr(module, "_is_in_bad_fork")
+    }
+
+
+def _other_threads() -> str:
+    """Describe the threads of this process besides the calling one."""
+    count = len(os.listdir("/proc/self/task")) - 1
+    return f"what is imported with PyTorch has started threads ({count})" if count else ""
+
+
+def _open_resource(own: frozenset[int]) -> str:
+    """Describe something open that processes must not share, besides what this one started with."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) in own:
+            continue
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue  # The directory that was just listed.
+        is_device = target.startswith("/dev/") and not target.startswith("/dev/shm/")
+        if target.startswith(("socket:", "anon_inode:")) or (
+            is_device and target not in _HARMLESS_DEVICES
+        ):
+            return f"what is imported with PyTorch has opened {target}"
+    return ""
+
+
+def reseed_generators() -> None:
+    """Seed anew the generators that were seeded by chance when they were imported.
+
+    Processes that are forked would all draw the same. Python's own does it by itself.
+    """
+    import torch
+
+    torch.default_generator.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def name_as_worker() -> None:
+    """Replace the fork server's name in this process's command line by that of a worker.
+
+    People and their tools tell processes apart by it. It is the memory that the kernel placed the
+    arguments in; its size is fixed.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end; see proc(5).
+    arguments = ctypes.string_at(begin, end - begin)
+    position = arguments.rfind(_OWN_NAME + b"\0")
+    if position >= 0:
+        ctypes.memmove(begin + position, _WORKER_NAME.ljust(len(_OWN_NAME)), len(_OWN_NAME))
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    reader, writer = os.pipe()
+    with open(reader, "rb", buffering=0) as readable, open(writer, "wb", buffering=0) as writable:
+        yield readable, writable
+
+
+def _fork_or_end() -> int:
+    """Fork; if there can be no more processes, end this one with the error's number."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os._exit(error.errno or 1)
+
+
+@contextmanager
+def _ending_this_process() -> Iterator[None]:
+    """End a forked process with its block: what its parent has yet to do is not done twice."""
+    status = 0
+    try:
+        yield
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
+        traceback.print_exc()
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def main() -> None:
+    """Import what workers use, then fork workers until the agent is gone."""
+    # Workers take it from the environment too.
+    die_with_parent(int(os.environ["KEEPSTEP_AGENT_PID"]))
+    control = int(sys.argv[1])
+    connection = Connection.over_pair(
+        socket.socket(fileno=control), FORK_PROTOCOL.server, "the agent"
+    )
+    bootstrap.import_early()
+    if telemetry.RECORD_VARIABLE in os.environ:
+        importlib.import_module("keepstep.monitor.telemetry.attachment")
+    obstacle = obstacle_to_forking(frozenset((0, 1, 2, control)))
+    if obstacle:
+        connection.send(Unable(reason=obstacle))
+        return
+    connection.send(Prepared())
+    ForkServer(connection).run()
+
+
+if __name__ == "__main__":
+    main()
