@@ -152,18 +152,30 @@ def locate_foreign(url: str, form: Format | None = None) -> Recognized:
     return _located(url, form)[0]
 
 
-def open_located(url: str, found: Recognized) -> ForeignCheckpoint:
+def open_located(
+    url: str, found: Recognized, parameter_names: Sequence[str] | None = None
+) -> ForeignCheckpoint:
     """Open exactly the checkpoint that was found at a URL, whatever else is there by now.
 
     Args:
         url: where it was found.
         found: what `found_foreign` or `locate_foreign` has returned.
+        parameter_names: as for `open_foreign`.
 
     Raises:
         CheckpointError: as for `open_foreign`.
     """
+    return _open(url, found, files_of(url, found), parameter_names)
+
+
+def files_of(url: str, found: Recognized) -> ForeignFiles:
+    """Return the files of a checkpoint that was found at a URL.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+    """
     files = open_files(url)
-    return _open(url, found, files.below(found.directory) if found.directory else files)
+    return files.below(found.directory) if found.directory else files
 
 
 def _located(url: str, form: Format | None) -> tuple[Recognized, ForeignFiles]:
