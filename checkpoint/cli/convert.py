@@ -154,7 +154,7 @@ def convert_command(
         parameter_names=None if names is None else tuple(names),
         keeps_wrappers=keep_wrapper_names,
         rules=given_rules,
-        config=_config(config),
+        config=configuration_in(config),
         only_model=only == "model" or holds_models_only(to),
         model_dtype=_SHORT.get(dtype or "", dtype),
     )
@@ -224,15 +224,19 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
     Exit status 1 if a tensor is for no rule, or for several.
     """
     opened = open_any(source, step=step)
-    found = report(given, opened.source, configuration(opened, _config(config)))
+    found = report(given, opened.source, configuration(opened, configuration_in(config)))
     for line in found.lines():
         echo(line)
     if not found.is_complete:
         sys.exit(1)
 
 
-def _config(path: str | None) -> Mapping[str, Json] | None:
-    """Return the configuration in a file; None without a file."""
+def configuration_in(path: str | None) -> Mapping[str, Json] | None:
+    """Return the configuration in a file; None without a file.
+
+    Raises:
+        click.BadParameter: the file has no JSON object.
+    """
     if path is None:
         return None
     try:

@@ -86,7 +86,8 @@ def locate(url: str, form: Format | None = None, *, step: int | None = None) -> 
             )
         url, form = named.url, named.form
     if form is None:
-        form = recognized_at(url)[0].format
+        # Told without a list of all files, which may be many.
+        form = Format.UNIVERSAL if newest(url) is not None else recognized_at(url)[0].format
     if form == Format.UNIVERSAL:
         listed = (stored for stored in list_steps(url) if stored.step == step)
         chosen = newest(url) if step is None else next(listed, None)

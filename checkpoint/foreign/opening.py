@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.foreign.dcp_folders import read_dcp
@@ -16,7 +17,12 @@ from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
-from keepstep.checkpoint.foreign.recognition import Format, Recognized, recognize
+from keepstep.checkpoint.foreign.recognition import (
+    Format,
+    Recognized,
+    recognize,
+    recognize_all,
+)
 from keepstep.checkpoint.foreign.sharded_files import read_sharded_files
 from keepstep.checkpoint.foreign.state_dicts import read_state_dicts
 from keepstep.checkpoint.foreign.training_folders import (
@@ -106,16 +112,27 @@ def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
         FormatUnsupported: it is in no format that is known.
     """
     files = open_files(url)
-
-    def head(name: str, nbytes: int) -> tuple[bytes, int]:
-        whole = files.file(name).whole
-        return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
-
     try:
-        found = recognize(files.names, head)
+        found = recognize(files.names, partial(_head, files))
     except FormatUnsupported as error:
         raise FormatUnsupported(f"{url}: {error}") from None
     return found, files.below(found.directory) if found.directory else files
+
+
+def all_foreign(url: str) -> tuple[Recognized, ...]:
+    """Return every checkpoint of another tool at a URL, the one that is opened first.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+    """
+    files = open_files(url)
+    found = recognize_all(files.names, partial(_head, files))
+    return tuple(each for each in found if each.format != Format.UNIVERSAL)
+
+
+def _head(files: ForeignFiles, name: str, nbytes: int) -> tuple[bytes, int]:
+    whole = files.file(name).whole
+    return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
 
 
 def open_foreign(

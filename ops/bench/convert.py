@@ -218,9 +218,7 @@ class Conversions:
         target, own_target = self._directory / "torch.pt", self._directory / "own.pt"
         own = self.run(keepstep(f"dcp:{source}", own_target), own_target)
         remove(own_target)
-        peer = self.run(
-            [sys.executable, "-c", DCP_TO_TORCH_SAVE, str(source), str(target)], target
-        )
+        peer = self.run([sys.executable, "-c", DCP_TO_TORCH_SAVE, str(source), str(target)], target)
         for path in (source, target):
             remove(path)
         return compared(peer, own)
