@@ -171,6 +171,8 @@ class Conversions:
 
     def make(self, python: str, *wanted: str) -> None:
         """Make sources. Raises RuntimeError if that fails."""
+        # What DeepSpeed compiles is not shared with others who may be compiling it.
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(self._directory / "extensions")
         measure([python, str(SOURCES), str(self._directory), str(self._layers), *wanted])
 
     def run(self, command: Sequence[str], target: Path) -> Measured:
