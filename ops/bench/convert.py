@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,12 @@ def measure(command: Sequence[str]) -> Measured:
     return Measured(seconds, peak.nbytes)
 
 
+def measure_anew(command: Sequence[str], target: Path) -> Measured:
+    """Run a command that writes a target, which is removed before."""
+    remove(target)
+    return measure(command)
+
+
 def environment() -> dict[str, str]:
     """Return the environment of the conversions, without that of the one that measures."""
     return {**os.environ, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
@@ -163,25 +170,17 @@ def compared(peer: Measured, own: Measured) -> Result:
 class Conversions:
     """The sources in one directory, and the conversions that are measured."""
 
-    def __init__(self, directory: Path, layers: int, python: str | None, repeats: int) -> None:
+    def __init__(self, directory: Path, layers: int) -> None:
         self._directory = directory
-        self._python = python
         self._layers = layers
-        self._repeats = repeats
 
     def make(self, python: str, *wanted: str) -> None:
-        """Make sources. Raises RuntimeError if that fails."""
-        # What DeepSpeed compiles is not shared with others who may be compiling it.
-        os.environ["TORCH_EXTENSIONS_DIR"] = str(self._directory / "extensions")
-        measure([python, str(SOURCES), str(self._directory), str(self._layers), *wanted])
-
-    def run(self, command: Sequence[str], target: Path) -> Measured:
-        """Return the fastest of several runs, with the greatest memory."""
-        runs = []
-        for _ in range(self._repeats):
-            remove(target)
-            runs.append(measure(command))
-        return Measured(min(run.seconds for run in runs), max(run.peak_nbytes for run in runs))
+        """Make the sources that are not there. Raises RuntimeError if that fails."""
+        missing = [name for name in wanted if not (self._directory / name).exists()]
+        if missing:
+            # What DeepSpeed compiles is not shared with others who may be compiling it.
+            os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(self._directory / "extensions"))
+            measure([python, str(SOURCES), str(self._directory), str(self._layers), *missing])
 
     def deepspeed(self, python: str) -> tuple[Result, Result]:
         """Return keepstep's result and the comparison with DeepSpeed's."""
@@ -189,13 +188,13 @@ class Conversions:
         (source,) = (self._directory / "zero").glob("global_step*")
         target, own_target = self._directory / "universal", self._directory / "keepstep"
         by_workers = {
-            workers: self.run(
+            workers: measure_anew(
                 keepstep(f"deepspeed:{source}", own_target, "--workers", str(workers)), own_target
             )
             for workers in (1, 2)
         }
         own = by_workers[2]
-        peer = self.run(
+        peer = measure_anew(
             [
                 python, "-m", "deepspeed.checkpoint.ds_to_universal",
                 "--input_folder", str(source), "--output_folder", str(target),
@@ -212,26 +211,30 @@ class Conversions:
                 workers: round(run.seconds, 2) for workers, run in by_workers.items()
             },
         }
-        return result, compared(peer, own) | {"differing": self._differing(target, own_target)}
+        against = compared(peer, own) | {"differing": self._differing(target, own_target)}
+        for path in (target, own_target):
+            remove(path)
+        return result, against
 
     def dcp_to_torch_save(self) -> Result:
         source = self._directory / "dcp"
         self.make(sys.executable, "dcp")
         target, own_target = self._directory / "torch.pt", self._directory / "own.pt"
-        own = self.run(keepstep(f"dcp:{source}", own_target), own_target)
+        own = measure_anew(keepstep(f"dcp:{source}", own_target), own_target)
         remove(own_target)
-        peer = self.run([sys.executable, "-c", DCP_TO_TORCH_SAVE, str(source), str(target)], target)
-        for path in (source, target):
-            remove(path)
+        peer = measure_anew(
+            [sys.executable, "-c", DCP_TO_TORCH_SAVE, str(source), str(target)], target
+        )
+        remove(target)
         return compared(peer, own)
 
     def transformers(self, python: str) -> Result:
         source = self._directory / "huggingface"
         self.make(python, "huggingface")
         target, own_target = self._directory / "saved", self._directory / "own"
-        own = self.run(keepstep(str(source), own_target, "--to", "huggingface"), own_target)
-        peer = self.run([python, "-c", SAVE_AGAIN, str(source), str(target)], target)
-        for path in (source, target, own_target):
+        own = measure_anew(keepstep(str(source), own_target, "--to", "huggingface"), own_target)
+        peer = measure_anew([python, "-c", SAVE_AGAIN, str(source), str(target)], target)
+        for path in (target, own_target):
             remove(path)
         return compared(peer, own)
 
@@ -250,21 +253,23 @@ class Conversions:
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print only the JSON line on stdout.")
-@click.option("--quick", is_flag=True, help="A model of one layer, converted once.")
+@click.option("--quick", is_flag=True, help="A model of one layer.")
 @click.option(
     "--deepspeed-python",
     type=click.Path(exists=True, dir_okay=False),
     help="Python of an environment with DeepSpeed and transformers.",
 )
 @click.option(
-    "--directory", type=click.Path(file_okay=False), help="Where to work; default: a temporary one."
+    "--directory",
+    type=click.Path(file_okay=False, exists=True),
+    help="Where to work, and to keep the sources, which are not made again; default: a temporary "
+    "one.",
 )
 def main(as_json: bool, quick: bool, deepspeed_python: str | None, directory: str | None) -> None:
     console = Console(stderr=as_json)
     results: Result = {}
-    with tempfile.TemporaryDirectory(dir=directory) as made:
-        layers, repeats = (QUICK_LAYERS, 1) if quick else (LAYERS, 2)
-        conversions = Conversions(Path(made), layers, deepspeed_python, repeats)
+    with nullcontext(directory) if directory else tempfile.TemporaryDirectory() as made:
+        conversions = Conversions(Path(made).absolute(), QUICK_LAYERS if quick else LAYERS)
         if deepspeed_python is None:
             reason = "not run: --deepspeed-python is not given"
             results |= {"keepstep": reason, "deepspeed": reason, "transformers": reason}
