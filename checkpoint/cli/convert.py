@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,10 +25,13 @@ from keepstep.checkpoint.conversion.conversion import (
     target_at,
     work_nbytes,
 )
-from keepstep.checkpoint.conversion.opened import Opened, locate, open_any
+from keepstep.checkpoint.conversion.opened import Opened, Place, locate, open_any
 from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
 from keepstep.checkpoint.conversion.rules_given import report
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
+from keepstep.checkpoint.conversion.trusted import code_in, run_code
+from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
+from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
 
@@ -118,6 +123,11 @@ def memory_size(text: str) -> int:
     is_flag=True,
     help="Keep the names of modules that only wrap another one, as DistributedDataParallel does.",
 )
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Load SOURCE, a file of torch.save, by the code that it names, run in another process.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def convert_command(
@@ -134,6 +144,7 @@ def convert_command(
     memory: int,
     workers: int,
     keep_wrapper_names: bool,
+    trust: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -142,7 +153,8 @@ def convert_command(
     Tensors are streamed, and what was written is read again and compared. Nothing at TARGET is
     replaced. What the target's format cannot hold is listed by name. An interrupted conversion to
     keepstep's format or to a Hugging Face folder goes on where it ended when it is given again.
-    Nothing in SOURCE is executed: pickles are read without running what they ask for.
+    Nothing in SOURCE is executed: pickles are read without running what they ask for, but with
+    --trust.
     """
     names = None
     if parameter_names is not None:
@@ -158,25 +170,33 @@ def convert_command(
         only_model=only == "model" or holds_models_only(to),
         model_dtype=_SHORT.get(dtype or "", dtype),
     )
-    opened = request.open()
-    chosen = request.select(opened)
-    if opened.without_wrappers and not as_json:
-        echo(f"took names of wrappers off {opened.without_wrappers} tensors", err=True)
-    if dry_run:
-        _print_plan(opened, chosen, to, as_json=as_json)
-        return
-    with progress(f"to {to}", work_nbytes(chosen, to), quiet=as_json) as report_nbytes:
-        done = convert(
-            opened,
-            source,
-            target,
-            to,
-            chosen,
-            memory_nbytes=memory,
-            report=report_nbytes,
-            workers=workers,
-            request=request,
-        )
+    with ExitStack() as trusted_file:
+        made: tuple[LeftOut, ...] = ()
+        code = code_in(request.place) if trust else ()
+        if trust:
+            echo(f"running code that {source} names: {', '.join(code) or 'none'}", err=True)
+            trusted = trusted_file.enter_context(run_code(request.place))
+            request, made = replace(request, place=trusted.place), trusted.left_out
+        opened = _opened(request)
+        opened = replace(opened, left_out=(*opened.left_out, *made))
+        chosen = request.select(opened)
+        if opened.without_wrappers and not as_json:
+            echo(f"took names of wrappers off {opened.without_wrappers} tensors", err=True)
+        if dry_run:
+            _print_plan(opened, chosen, to, as_json=as_json)
+            return
+        with progress(f"to {to}", work_nbytes(chosen, to), quiet=as_json) as report_nbytes:
+            done = convert(
+                opened,
+                source,
+                target,
+                to,
+                chosen,
+                memory_nbytes=memory,
+                report=report_nbytes,
+                workers=workers,
+                request=request,
+            )
     if as_json:
         print_json(
             {
@@ -192,10 +212,37 @@ def convert_command(
         return
     for line in done.left_out:
         echo(f"left out: {line}", err=True)
+    if done.left_out and not trust and (names_of_code := _code_in(request.place)):
+        echo(f"--trust would run code that it names: {', '.join(names_of_code)}", err=True)
     echo(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
+
+
+def _opened(request: ConversionRequest) -> Opened:
+    """Return the checkpoint; the error for one that needs code to be read says which.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        return request.open()
+    except FormatUnsupported as error:
+        code = _code_in(request.place)
+        if not code:
+            raise
+        raise FormatUnsupported(
+            f"{error}; or give --trust, which runs the code that it names: {', '.join(code)}"
+        ) from None
+
+
+def _code_in(place: Place) -> tuple[str, ...]:
+    """Return what `code_in` does; nothing for a file of which that is not known."""
+    try:
+        return code_in(place)
+    except CheckpointError:
+        return ()
 
 
 @click.group()
