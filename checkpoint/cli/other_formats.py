@@ -27,7 +27,7 @@ from keepstep.checkpoint.foreign.opening import (
 )
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.documents import CONFIG
-from keepstep.checkpoint.stored.reader import newest
+from keepstep.checkpoint.stored.steps import newest
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 FROM = click.option(

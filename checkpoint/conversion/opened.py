@@ -19,7 +19,8 @@ from keepstep.checkpoint.foreign.opening import (
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, newest
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps, newest
 
 _MODEL = "model/"
 
