@@ -277,7 +277,10 @@ def main(as_json: bool, quick: bool, deepspeed_python: str | None, directory: st
             # Not resolved: an environment's Python is a link, and its name says which one it is.
             python = str(Path(deepspeed_python).absolute())
             results["keepstep"], results["deepspeed"] = conversions.deepspeed(python)
+            # What was measured so far is not lost if the rest is stopped.
+            click.echo(json.dumps(results), err=True)
             results["transformers"] = conversions.transformers(python)
+            click.echo(json.dumps(results), err=True)
         results["dcp_to_torch_save"] = conversions.dcp_to_torch_save()
     show(console, results)
     click.echo(json.dumps(results))
