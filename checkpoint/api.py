@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Literal, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
@@ -212,7 +213,36 @@ def load(
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
 
-    def load_foreign(source: ForeignCheckpoint) -> int:
+    return load_state(
+        url, state,
+        step=step, strict=strict, convert=convert, fallback=fallback, resize=resize,
+        descriptions=descriptions,
+    ).step  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """What a state was filled from: the step, the documents, and the format in words."""
+
+    step: int
+    documents: Mapping[str, Json]
+    format_name: str
+
+
+def load_state(
+    url: str,
+    state: StateMapping,
+    *,
+    step: int | None = None,
+    strict: bool = True,
+    convert: bool = False,
+    fallback: bool = False,
+    resize: Collection[str] = (),
+    descriptions: Descriptions = NOT_DESCRIBED,
+) -> LoadedState:
+    """Fill `state` from a checkpoint, as `load` does, and return what it was filled from."""
+
+    def load_foreign(source: ForeignCheckpoint) -> LoadedState:
         return _load_foreign(
             source, state,
             strict=strict, convert=convert, resize=frozenset(resize), descriptions=descriptions,
@@ -228,7 +258,7 @@ def load(
     candidates = (stored for stored in all_steps if step in (None, stored.step))
     first = next(candidates, None)
 
-    def load_one(step: int | None, generation: int | None) -> int:
+    def load_one(step: int | None, generation: int | None) -> LoadedState:
         return _load(
             url, state, step, generation,
             strict=strict, convert=convert, resize=frozenset(resize),
@@ -251,7 +281,7 @@ def _load(
     convert: bool,
     resize: Collection[str],
     descriptions: Descriptions,
-) -> int:
+) -> LoadedState:
     opened = open_together(url, step, generation)
 
     def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
@@ -278,7 +308,7 @@ def _load_foreign(
     convert: bool,
     resize: Collection[str],
     descriptions: Descriptions,
-) -> int:
+) -> LoadedState:
     """Fill a state from another tool's checkpoint, of which each rank reads what it wants."""
 
     def fill_tensors(source: ForeignCheckpoint, live: LiveState, others: set[str]) -> str:
@@ -296,11 +326,11 @@ def _load_foreign(
         on_all_ranks(fill_own)
         return f"from {source.format_name}"
 
-    loaded_step = _fill_state(opened, opened.url, state, descriptions, fill_tensors)
+    loaded = _fill_state(opened, opened.url, state, descriptions, fill_tensors)
     if rank() == 0:
         for left in opened.left_out:
             log.warning("%s: left out %s: %s", opened.url, left.name, left.reason)
-    return loaded_step
+    return loaded
 
 
 def _fill_state(
@@ -309,8 +339,8 @@ def _fill_state(
     state: StateMapping,
     descriptions: Descriptions,
     fill_tensors: Callable[[_Opened, LiveState, set[str]], RestoreTraffic | str],
-) -> int:
-    """Fill a state from a checkpoint that all ranks have opened; return its step.
+) -> LoadedState:
+    """Fill a state from a checkpoint that all ranks have opened.
 
     Args:
         opened: the checkpoint.
@@ -344,7 +374,8 @@ def _fill_state(
         undo_allocations.pop_all()
     if rank() == 0:
         log.info("%s: loaded step %d: %s", url, source.step, told)
-    return source.step
+    format_name = source.format_name if isinstance(source, ForeignCheckpoint) else "keepstep"
+    return LoadedState(source.step, source.documents, format_name)
 
 
 def _names_of_all_ranks(state: StateMapping) -> set[str]:

@@ -1,4 +1,4 @@
-"""`keepstep ckpt`: lists, shows, verifies, compares, copies and removes stored checkpoints."""
+"""`keepstep ckpt`: lists, shows and verifies checkpoints, copies and removes stored ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,26 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from keepstep.checkpoint.cli.convert import convert_command, rules
+from keepstep.checkpoint.cli.diff import diff
+from keepstep.checkpoint.cli.other_formats import (
+    FROM,
+    list_others,
+    other_format,
+    show_other,
+    verify_others,
+)
 from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
 from keepstep.checkpoint.content_check import check_content
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, CheckpointTooNew
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMissing,
+    CheckpointTooNew,
+    FormatUnsupported,
+)
 from keepstep.checkpoint.layout.documents import CONFIG, PROVENANCE
 from keepstep.checkpoint.stored.housekeeping import (
     CheckpointSummary,
     collect_garbage,
-    compare,
     copy,
     metric_of,
     remove,
@@ -49,14 +61,23 @@ def ckpt() -> None:
 
 
 ckpt.add_command(convert_command)
+ckpt.add_command(diff)
 ckpt.add_command(rules)
 
 
 @ckpt.command()
 @click.argument("url")
+@FROM
 @_JSON
-def ls(url: str, as_json: bool) -> None:
-    """List the checkpoints at URL, newest first. Exit status 1 if there is none."""
+def ls(url: str, form: str | None, as_json: bool) -> None:
+    """List the checkpoints at URL, newest first. Exit status 1 if there is none.
+
+    Those of other tools are listed where there is none of keepstep's, and where a format stands
+    before the URL, as in deepspeed:/path.
+    """
+    if other := other_format(url, form):
+        list_others(other, as_json=as_json)
+        return
     summaries: list[CheckpointSummary] = []
     damaged: dict[str, str] = {}
     too_new: dict[str, str] = {}
@@ -105,12 +126,25 @@ def ls(url: str, as_json: bool) -> None:
 @click.argument("url")
 @_STEP
 @_GENERATION
+@FROM
 @click.option("--documents", is_flag=True, help="Also show the documents (all but tensors).")
 @_JSON
 def show(
-    url: str, step: int | None, generation: int | None, documents: bool, as_json: bool
+    url: str,
+    step: int | None,
+    generation: int | None,
+    form: str | None,
+    documents: bool,
+    as_json: bool,
 ) -> None:
-    """Show a checkpoint: its tensors, where it comes from, and the configuration saved with it."""
+    """Show a checkpoint: its tensors, where it comes from, and the configuration saved with it.
+
+    URL may be another tool's checkpoint, with its format before it or without.
+    """
+    if other := other_format(url, form):
+        _refuse_step(url, step, generation)
+        show_other(other, documents=documents, as_json=as_json)
+        return
     source = StoredCheckpoint.open(url, step, generation)
     total = summarize(source)
     if as_json:
@@ -173,6 +207,7 @@ def show(
     help="Read the tensors once more and compare them with the digest taken from memory, which "
     "checkpoints saved by save(..., block=False) have.",
 )
+@FROM
 @_JSON
 def verify(
     url: str,
@@ -180,9 +215,22 @@ def verify(
     generation: int | None,
     everything: bool,
     content: bool,
+    form: str | None,
     as_json: bool,
 ) -> None:
-    """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new."""
+    """Read every byte of a checkpoint and check it. Exit status 1 if one is damaged or too new.
+
+    Of another tool's checkpoint, that is compared which has checksums: how much is said. Whether
+    its files agree with each other, and with its tensors' shapes, is checked of any.
+    """
+    if other := other_format(url, form):
+        _refuse_step(url, step, generation)
+        if content:
+            raise FormatUnsupported(
+                f"{url}: no other tool's checkpoint has a digest of its content"
+            )
+        verify_others(other, everything=everything, as_json=as_json)
+        return
     results: dict[str, str | None] = {}
     wanted = (
         [(s.step, s.generation) for s in list_steps(url)] if everything else [(step, generation)]
@@ -206,46 +254,6 @@ def verify(
     if as_json:
         print_json({"checkpoints": results})
     if any(results.values()):
-        sys.exit(1)
-
-
-@ckpt.command()
-@click.argument("first")
-@click.argument("second")
-@click.option("--first-step", type=int, help="Step at FIRST. Default: the newest.")
-@click.option("--second-step", type=int, help="Step at SECOND. Default: the newest.")
-@_JSON
-def diff(
-    first: str, second: str, first_step: int | None, second_step: int | None, as_json: bool
-) -> None:
-    """Compare two checkpoints, tensor by tensor. Exit status 1 if they differ."""
-    difference = compare(
-        StoredCheckpoint.open(first, first_step), StoredCheckpoint.open(second, second_step)
-    )
-    if as_json:
-        print_json(
-            {
-                "only_first": difference.only_first,
-                "only_second": difference.only_second,
-                "changed": dict(difference.changed),
-                "documents": difference.documents,
-            }
-        )
-    else:
-        for key in difference.only_first:
-            echo(f"- {key}")
-        for key in difference.only_second:
-            echo(f"+ {key}")
-        for key, change in difference.changed.items():
-            echo(f"~ {key}: {change}")
-        for name in difference.documents:
-            echo(f"~ document {name}")
-    if (
-        difference.only_first
-        or difference.only_second
-        or difference.changed
-        or difference.documents
-    ):
         sys.exit(1)
 
 
@@ -358,6 +366,14 @@ def cp(source: str, target: str, step: int | None, generation: int | None, as_js
         print_json({"copied": opened.stored.directory, "nbytes": nbytes})
     else:
         click.echo(f"copied {opened.stored.directory} ({decimal(nbytes)}) to {target}")
+
+
+def _refuse_step(url: str, step: int | None, generation: int | None) -> None:
+    if step is not None or generation is not None:
+        raise FormatUnsupported(
+            f"{url} is another tool's checkpoint: give the URL of the step itself instead of "
+            "--step or --generation"
+        )
 
 
 def _numbers(summary: CheckpointSummary) -> dict[str, int]:

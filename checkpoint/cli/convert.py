@@ -6,6 +6,8 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -18,17 +20,20 @@ from keepstep.checkpoint.conversion.conversion import (
     Target,
     convert,
     documents_of,
+    holds_models_only,
     left_out_of,
-    nbytes_of,
-    selection,
     target_at,
+    work_nbytes,
 )
-from keepstep.checkpoint.conversion.opened import Opened, open_any
-from keepstep.checkpoint.conversion.rules_given import report, respell
+from keepstep.checkpoint.conversion.opened import Opened, Place, locate, open_any
+from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
+from keepstep.checkpoint.conversion.rules_given import report
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
+from keepstep.checkpoint.conversion.trusted import code_in, run_code
+from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
+from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
-from keepstep.checkpoint.layout.documents import CONFIG
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LEAST_MEMORY_NBYTES = 2**20
@@ -106,6 +111,23 @@ def memory_size(text: str) -> int:
     show_default=True,
     help="How much memory tensors may take.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Processes that work at the same time and share --memory; keepstep's format only.",
+)
+@click.option(
+    "--keep-wrapper-names",
+    is_flag=True,
+    help="Keep the names of modules that only wrap another one, as DistributedDataParallel does.",
+)
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Load SOURCE, a file of torch.save, by the code that it names, run in another process.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def convert_command(
@@ -120,6 +142,9 @@ def convert_command(
     config: str | None,
     parameter_names: str | None,
     memory: int,
+    workers: int,
+    keep_wrapper_names: bool,
+    trust: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -128,25 +153,50 @@ def convert_command(
     Tensors are streamed, and what was written is read again and compared. Nothing at TARGET is
     replaced. What the target's format cannot hold is listed by name. An interrupted conversion to
     keepstep's format or to a Hugging Face folder goes on where it ended when it is given again.
-    Nothing in SOURCE is executed: pickles are read without running what they ask for.
+    Nothing in SOURCE is executed: pickles are read without running what they ask for, but with
+    --trust.
     """
     names = None
     if parameter_names is not None:
         with open(parameter_names, encoding="utf-8") as file:
             names = [line.strip() for line in file.read().splitlines() if line.strip()]
-    form = None if source_format is None else Format(source_format)
-    opened = open_any(source, form, step=step, parameter_names=names)
-    if given_rules is not None:
-        opened = respell(opened, given_rules, _config(config, opened))
     to = target_at(target) if target_format is None else Target(target_format)
-    chosen = selection(
-        opened, to, only_model=only == "model", model_dtype=_SHORT.get(dtype or "", dtype)
+    request = ConversionRequest(
+        place=locate(source, None if source_format is None else Format(source_format), step=step),
+        parameter_names=None if names is None else tuple(names),
+        keeps_wrappers=keep_wrapper_names,
+        rules=given_rules,
+        config=configuration_in(config),
+        only_model=only == "model" or holds_models_only(to),
+        model_dtype=_SHORT.get(dtype or "", dtype),
     )
-    if dry_run:
-        _print_plan(opened, chosen, to, as_json=as_json)
-        return
-    with progress(f"to {to}", nbytes_of(chosen.tensors.values()), quiet=as_json) as report:
-        done = convert(opened, source, target, to, chosen, memory_nbytes=memory, report=report)
+    with ExitStack() as trusted_file:
+        made: tuple[LeftOut, ...] = ()
+        code = code_in(request.place) if trust else ()
+        if trust:
+            echo(f"running code that {source} names: {', '.join(code) or 'none'}", err=True)
+            trusted = trusted_file.enter_context(run_code(request.place))
+            request, made = replace(request, place=trusted.place), trusted.left_out
+        opened = _opened(request)
+        opened = replace(opened, left_out=(*opened.left_out, *made))
+        chosen = request.select(opened)
+        if opened.without_wrappers and not as_json:
+            echo(f"took names of wrappers off {opened.without_wrappers} tensors", err=True)
+        if dry_run:
+            _print_plan(opened, chosen, to, as_json=as_json)
+            return
+        with progress(f"to {to}", work_nbytes(chosen, to), quiet=as_json) as report_nbytes:
+            done = convert(
+                opened,
+                source,
+                target,
+                to,
+                chosen,
+                memory_nbytes=memory,
+                report=report_nbytes,
+                workers=workers,
+                request=request,
+            )
     if as_json:
         print_json(
             {
@@ -155,16 +205,44 @@ def convert_command(
                 "step": done.step,
                 "tensors": done.tensors,
                 "nbytes": done.nbytes,
+                "without_wrappers": opened.without_wrappers,
                 "left_out": done.left_out,
             }
         )
         return
     for line in done.left_out:
         echo(f"left out: {line}", err=True)
+    if done.left_out and not trust and (names_of_code := _code_in(request.place)):
+        echo(f"--trust would run code that it names: {', '.join(names_of_code)}", err=True)
     echo(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
+
+
+def _opened(request: ConversionRequest) -> Opened:
+    """Return the checkpoint; the error for one that needs code to be read says which.
+
+    Raises:
+        CheckpointError: it cannot be opened.
+    """
+    try:
+        return request.open()
+    except FormatUnsupported as error:
+        code = _code_in(request.place)
+        if not code:
+            raise
+        raise FormatUnsupported(
+            f"{error}; or give --trust, which runs the code that it names: {', '.join(code)}"
+        ) from None
+
+
+def _code_in(place: Place) -> tuple[str, ...]:
+    """Return what `code_in` does; nothing for a file of which that is not known."""
+    try:
+        return code_in(place)
+    except CheckpointError:
+        return ()
 
 
 @click.group()
@@ -193,22 +271,25 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
     Exit status 1 if a tensor is for no rule, or for several.
     """
     opened = open_any(source, step=step)
-    found = report(given, opened.source, _config(config, opened))
+    found = report(given, opened.source, configuration(opened, configuration_in(config)))
     for line in found.lines():
         echo(line)
     if not found.is_complete:
         sys.exit(1)
 
 
-def _config(path: str | None, opened: Opened) -> Mapping[str, Json]:
-    """Return the configuration in a file, or that of the checkpoint; empty if it has none."""
+def configuration_in(path: str | None) -> Mapping[str, Json] | None:
+    """Return the configuration in a file; None without a file.
+
+    Raises:
+        click.BadParameter: the file has no JSON object.
+    """
     if path is None:
-        content = opened.source.documents.get(CONFIG, {})
-    else:
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise click.BadParameter(f"{path} is not JSON: {error}") from None
+        return None
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.BadParameter(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise click.BadParameter("the configuration is no JSON object")
     return content
@@ -228,6 +309,7 @@ def _print_plan(opened: Opened, chosen: Selection, to: Target, *, as_json: bool)
                     for key, spec in chosen.tensors.items()
                 },
                 "documents": documents,
+                "without_wrappers": opened.without_wrappers,
                 "left_out": left_out,
             }
         )

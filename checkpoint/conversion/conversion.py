@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
 from keepstep.checkpoint.conversion.opened import Opened
+from keepstep.checkpoint.conversion.parallel import run_in_processes
+from keepstep.checkpoint.conversion.request import ConversionRequest, seen_in
 from keepstep.checkpoint.conversion.safetensors_target import (
     model_left_out,
     write_hugging_face,
     write_safetensors,
 )
 from keepstep.checkpoint.conversion.selection import Selection
-from keepstep.checkpoint.conversion.universal import write_universal
+from keepstep.checkpoint.conversion.universal import UniversalParts, run_here, write_universal
+from keepstep.checkpoint.conversion.worker_messages import Start
+from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.layout.documents import CONFIG, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
@@ -50,6 +55,11 @@ class Converted:
 _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
 
 
+def holds_models_only(target: Target) -> bool:
+    """Return whether a format holds nothing but models."""
+    return target in _MODELS_ONLY
+
+
 def target_at(url: str) -> Target:
     """Return the format that a URL's ending stands for: the universal one if it has no other."""
     for ending, target in (
@@ -72,6 +82,8 @@ def convert(
     *,
     memory_nbytes: int,
     report: Callable[[int], None] = lambda nbytes: None,
+    workers: int = 1,
+    request: ConversionRequest | None = None,
 ) -> Converted:
     """Write a checkpoint in a format, and compare what was written with what was read.
 
@@ -83,26 +95,28 @@ def convert(
         chosen: what of the checkpoint to write; see `selection`.
         memory_nbytes: how much memory tensors may take.
         report: called with bytes of tensors that were written, perhaps from several threads.
+        workers: how many processes; more than one for the universal format only.
+        request: what `chosen` was made from, which more than one process needs.
 
     Raises:
         CheckpointExists: the target has such a checkpoint.
+        FormatUnsupported: the target's format is written by one process.
         LayoutMismatch: the target's format cannot hold a tensor.
         CheckpointDamaged: the source is damaged, or what was written is not what was read.
         CheckpointError: a read or a write failed.
     """
     left_out = left_out_of(opened, chosen, target)
+    if workers > 1 and target != Target.UNIVERSAL:
+        raise FormatUnsupported(
+            f"{target} is written by one process: leave out --workers, or convert to keepstep's "
+            "format"
+        )
     if target == Target.UNIVERSAL:
         identity = json.dumps(
             [origin, opened.format_name, chosen.step, chosen.only_model, chosen.model_dtype]
         )
-        write_universal(
-            chosen,
-            url,
-            origin=identity,
-            converted_from=opened.format_name,
-            now=datetime.now(UTC),
-            memory_nbytes=memory_nbytes,
-            report=report,
+        _write_universal(
+            opened, chosen, url, identity, memory_nbytes, report, workers=workers, request=request
         )
     elif target == Target.TORCH_SAVE:
         # Loaded only here: it loads PyTorch.
@@ -122,25 +136,38 @@ def convert(
     )
 
 
-def selection(
-    opened: Opened, target: Target, *, only_model: bool, model_dtype: str | None
-) -> Selection:
-    """Return the part of a checkpoint that a conversion to a format writes.
-
-    Args:
-        opened: the checkpoint.
-        target: the format; some hold nothing but models.
-        only_model: leave out all but the model.
-        model_dtype: data type of the model's floating-point tensors; None keeps theirs.
-
-    Raises:
-        LayoutMismatch: the data type is none that can be rounded to.
-    """
-    return Selection(
-        whole=opened.source,
-        only_model=only_model or target in _MODELS_ONLY,
-        model_dtype=model_dtype,
-    )
+def _write_universal(
+    opened: Opened,
+    chosen: Selection,
+    url: str,
+    origin: str,
+    memory_nbytes: int,
+    report: Callable[[int], None],
+    *,
+    workers: int,
+    request: ConversionRequest | None,
+) -> None:
+    parts = UniversalParts(chosen, url, origin=origin, memory_nbytes=memory_nbytes)
+    with ExitStack() as processes:
+        run = run_here(parts, report)
+        if workers > 1 and request is not None:
+            start = Start(
+                parent=0,
+                request=request,
+                seen=seen_in(chosen),
+                url=url,
+                origin=origin,
+                memory_nbytes=memory_nbytes,
+                part_nbytes=parts.part_nbytes,
+            )
+            run = processes.enter_context(run_in_processes(start, workers, report))
+        write_universal(
+            parts,
+            chosen.documents,
+            run=run,
+            converted_from=opened.format_name,
+            now=datetime.now(UTC),
+        )
 
 
 def left_out_of(opened: Opened, chosen: Selection, target: Target) -> list[str]:
@@ -169,6 +196,13 @@ def documents_of(chosen: Selection, target: Target) -> list[str]:
     else:
         return sorted(chosen.documents)
     return sorted(kept & chosen.documents.keys())
+
+
+def work_nbytes(chosen: Selection, target: Target) -> int:
+    """Return how many bytes `convert` reports in all."""
+    nbytes = nbytes_of(chosen.tensors.values())
+    # Those that were written are read again, which takes as long.
+    return 2 * nbytes if target == Target.UNIVERSAL else nbytes
 
 
 def nbytes_of(specs: Iterable[TensorSpec]) -> int:

@@ -5,12 +5,13 @@ Nothing is read before a box is asked for; then the boxes that its views need ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from keepstep.checkpoint.conversion.boxes_in_order import boxes_in_order
 from keepstep.checkpoint.errors import CheckpointDamaged, RulesInvalid
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.layout.boxes import Box, Json
@@ -35,6 +36,10 @@ Planner = Callable[[Mapping[str, TensorSpec]], Plan]
 """Plans the tensors of the other spelling from those that a checkpoint has, by key."""
 
 _MODEL, _OPTIMIZER = "model/", "optim/"
+
+_COMPARED_NBYTES = 4 * 2**20
+# A request of less is read as if it had so much.
+_LEAST_READ_NBYTES = 2**20
 
 _OF_FORMER_SHAPES = frozenset({PARTS, PADDING, AVERAGES, SCALES})
 """Documents that do not hold of tensors that were cut and put together otherwise."""
@@ -101,7 +106,7 @@ class Respelled:
         return self.tensors.keys()
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
-        """See `Source.read`; takes the memory of the boxes around what is read of the source."""
+        """See `Source.read`; takes as much memory as a request, for what is read of the source."""
         for request in requests:
             self._read_one(request)
 
@@ -111,11 +116,13 @@ class Respelled:
         Raises:
             CheckpointDamaged: they differ.
         """
-        for keys in self.plan.equal:
-            contents = {key: self._content(key) for key in keys}
-            first = keys[0]
-            for key in keys[1:]:
-                if contents[key] != contents[first]:
+        for first, *others in self.plan.equal:
+            spec = self.whole.tensors[first]
+            for key in others:
+                if self.whole.tensors[key] != spec or any(
+                    self._bytes(key, box) != self._bytes(first, box)
+                    for box in boxes_in_order(spec, _COMPARED_NBYTES)
+                ):
                     raise CheckpointDamaged(
                         f"{key} and {first} differ, and become one tensor here: the checkpoint is "
                         "damaged, or the rules are of another model"
@@ -128,32 +135,53 @@ class Respelled:
             self.whole.read([BoxRequest(views[0].source, views[0].source_box, request.into)])
             return
         target = np.frombuffer(request.into, numpy_dtype(spec.dtype)).reshape(request.box.shape)
-        arrays: list[np.ndarray | None] = []
-        reads: list[BoxRequest] = []
-        for view in views:
-            if view.source is None:
-                arrays.append(None)
-                continue
-            box = view.source_box
-            array = np.empty(box.shape, numpy_dtype(spec.dtype))
-            arrays.append(array)
-            reads.append(BoxRequest(view.source, box, array.reshape(-1).view(np.uint8).data))
-        self.whole.read(reads)
-        for view, part in zip(views, arrays, strict=True):
+        most = max(request.into.nbytes, _LEAST_READ_NBYTES) // target.itemsize
+        for batch in _batches(views, most):
+            self._copy(batch, target, request.box)
+
+    def _copy(self, views: Sequence[View], target: np.ndarray, box: Box) -> None:
+        """Read what some views need, at once, and copy it to a box of their target."""
+        arrays = [
+            None if view.source is None else np.empty(view.source_box.shape, target.dtype)
+            for view in views
+        ]
+        self.whole.read([
+            BoxRequest(view.source, view.source_box, array.reshape(-1).view(np.uint8).data)
+            for view, array in zip(views, arrays, strict=True)
+            if view.source is not None and array is not None
+        ])  # fmt: skip
+        for view, array in zip(views, arrays, strict=True):
             copy_view(
                 view,
                 target,
-                part,
-                target_origin=request.box.offset,
+                array,
+                target_origin=box.offset,
                 source_origin=view.source_box.offset if view.source is not None else None,
             )
 
-    def _content(self, key: str) -> bytes:
-        spec = self.whole.tensors[key]
-        box = Box.whole(spec.shape)
-        content = np.empty(box.size * numpy_dtype(spec.dtype).itemsize, np.uint8)
-        self.whole.read([BoxRequest(key, box, content.data)])
-        return content.tobytes()
+    def _bytes(self, key: str, box: Box) -> bytes:
+        into = bytearray(box.size * numpy_dtype(self.whole.tensors[key].dtype).itemsize)
+        self.whole.read([BoxRequest(key, box, memoryview(into))])
+        return bytes(into)
+
+
+def _batches(views: Sequence[View], most: int) -> Iterator[list[View]]:
+    """Yield views whose boxes in their sources have at most so many elements together.
+
+    A view whose own box has more is cut; the box around a rotary permutation is far larger than
+    what the view has of it.
+    """
+    batch: list[View] = []
+    total = 0
+    for part in (part for view in views for part in view.within(most)):
+        size = part.source_box.size if part.source is not None else 0
+        if batch and total + size > most:
+            yield batch
+            batch, total = [], 0
+        batch.append(part)
+        total += size
+    if batch:
+        yield batch
 
 
 def respelled(source: Source, planner: Planner) -> Respelled:

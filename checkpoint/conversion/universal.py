@@ -3,6 +3,9 @@
 The name of the attempt depends on what is converted alone, so a conversion that was interrupted is
 taken up by the next one. It reads what the parts written before should have: if the source has
 changed meanwhile, they are written again.
+
+A part is written by whoever is asked to, in this process or in another one, and what is known of it
+is noted beside it. So processes share nothing but the storage.
 """
 
 from __future__ import annotations
@@ -10,27 +13,29 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
+from functools import cached_property
 
 import crc32c
 import numpy as np
 
-from keepstep.checkpoint.content_check import check_content, content_of
+from keepstep.checkpoint.content_check import content_of
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
 from keepstep.checkpoint.layout.content_digest import DIGEST, chunk_hash, digest_document, sum_of
 from keepstep.checkpoint.layout.documents import PROVENANCE
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.release import release_of
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
-from keepstep.checkpoint.stored.chunking import CHUNK_NBYTES, ChunkPlan, plan_chunks
+from keepstep.checkpoint.stored.chunking import CHUNK_NBYTES, Chunk, plan_chunks
 from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
-from keepstep.checkpoint.stored.storage import Storage, open_storage
+from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 from keepstep.checkpoint.stored.writer import (
@@ -45,10 +50,21 @@ from keepstep.checkpoint.stored.zarr_metadata import required_features
 PART_NBYTES = 256 * 2**20
 """About how much is written at once; so much is written again after an interruption."""
 
-# A chunk as it is read, once more as it is written, and what its reads of the source need.
-_THREAD_NBYTES = 3 * CHUNK_NBYTES
+THREAD_NBYTES = 3 * CHUNK_NBYTES
+"""A chunk as it is read, once more as it is written, and what its reads of the source need."""
 
 Report = Callable[[int], None]
+
+
+class Task(StrEnum):
+    """What is done to a part."""
+
+    WRITE = "write"
+    CHECK = "check"
+
+
+Run = Callable[[Task, Sequence[int]], None]
+"""Does a task for the parts of some numbers, all of them or, after an error, fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,91 +90,256 @@ class _WrittenPart:
             ) from error
 
 
-def write_universal(
-    source: Source,
-    url: str,
-    *,
-    origin: str,
-    converted_from: str,
-    now: datetime,
-    memory_nbytes: int,
-    report: Report = lambda nbytes: None,
-) -> StoredStep:
-    """Write a checkpoint in the universal format, verify it, and return its name.
+class UniversalParts:
+    """The parts of one conversion. Every process that has the same source has the same parts.
 
     Args:
         source: what to write; of generation 0.
         url: where to write.
         origin: identifies what is converted, and how: an interrupted conversion of the same goes
             on where it ended.
+        memory_nbytes: how much memory tensors may take.
+        part_nbytes: about how many bytes of tensors a part has; None for `PART_NBYTES`.
+
+    Raises:
+        CheckpointError: the memory is too little.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        url: str,
+        *,
+        origin: str,
+        memory_nbytes: int,
+        part_nbytes: int | None = None,
+    ) -> None:
+        self._threads = min(PARALLEL_WRITES, memory_nbytes // THREAD_NBYTES)
+        if self._threads < 1:
+            raise CheckpointError(
+                f"a conversion needs {THREAD_NBYTES / 2**20:.0f} MiB of memory at least, "
+                f"{memory_nbytes / 2**20:.0f} are given; give more"
+            )
+        self._source = source
+        self._url = url
+        self.part_nbytes = part_nbytes or PART_NBYTES
+        self.stored = StoredStep(source.step, 0)
+        self.attempt = Attempt(
+            self.stored, f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"
+        )
+        self.storage = open_storage(url)
+        self.plan = plan_chunks(list(_parts(source.tensors, self.part_nbytes)))
+
+    @property
+    def numbers(self) -> range:
+        """The numbers of all parts."""
+        return range(len(self.plan.chunks))
+
+    def write(self, number: int, report: Report) -> None:
+        """Write a part durably, unless it was written before from a source of the same content.
+
+        Args:
+            number: which one.
+            report: called with the bytes of tensors that are done, from several threads.
+
+        Raises:
+            CheckpointExists: the target has this step already.
+            CheckpointError: a read or a write failed.
+        """
+        if self._was_written(number, report):
+            return
+        hashes: list[int] = []
+        lock = threading.Lock()
+
+        def read_box(key: str, box: Box) -> np.ndarray:
+            values = np.empty((*box.shape, self._itemsize(key)), np.uint8)
+            self._source.read([BoxRequest(key, box, values.reshape(-1).data)])
+            chunk = self.plan.tensors[key].chunk
+            place = [start // extent for start, extent in zip(box.offset, chunk, strict=True)]
+            hashed = chunk_hash(key, place, crc32c.crc32c(values.reshape(-1).data))
+            with lock:
+                hashes.append(hashed)
+            report(values.nbytes)
+            return values
+
+        listing = write_part(
+            self.storage, self.attempt, self.plan, [number], read_box,
+            name=number, threads=self._threads,
+        )  # fmt: skip
+        note = _WrittenPart(listing, sum_of(hashes)).encode()
+        self.storage.write(self._note_name(number), [note])
+        self.storage.flush([self._note_name(number)])
+
+    def check(self, number: int, report: Report) -> None:
+        """Read a part that was written, and compare it with what was read of the source.
+
+        All parts have to be written.
+
+        Args:
+            number: which one.
+            report: called with the bytes of tensors that were read.
+
+        Raises:
+            CheckpointDamaged: it is something else, or cannot be read.
+        """
+        if self._content(self._checked, number, report) != self._written[number].content:
+            raise CheckpointDamaged(
+                f"{self._url}: part {number} of step {self.stored.step} is not what was read of "
+                "the source, although each object is as it was written; look at the memory of this "
+                "machine, and convert again"
+            )
+
+    def commit(self, documents: Mapping[str, Json]) -> None:
+        """Make the checkpoint visible, with these documents. All parts have to be checked.
+
+        Raises:
+            CheckpointExists: the target has this step already.
+            CheckpointDamaged: the documents contradict the tensors.
+            CheckpointError: a write failed.
+        """
+        content = digest_document(sum_of(part.content for part in self._written.values()))
+        metadata = self._metadata({**documents, DIGEST: content})
+        StoredCheckpoint.of(self._url, metadata)
+        listings = [part.listing for part in self._written.values()]
+        required = required_features(self.plan.tensors)
+        commit(self.storage, self.attempt, listings, metadata.objects, required)
+        self.delete_notes()
+
+    def delete_notes(self) -> None:
+        """Forget what was written: the next conversion writes all parts anew."""
+        for number in self.numbers:
+            self.storage.delete(self._note_name(number))
+
+    @cached_property
+    def _written(self) -> dict[int, _WrittenPart]:
+        """What is noted of the parts, once all of them are written."""
+        parts = {number: self._noted(number) for number in self.numbers}
+        missing = [number for number, part in parts.items() if part is None]
+        if missing:
+            raise CheckpointError(
+                f"{self._url}: part {missing[0]} of the conversion is gone; does another one of "
+                "the same checkpoint run? convert again"
+            )
+        return {number: part for number, part in parts.items() if part is not None}
+
+    @cached_property
+    def _checked(self) -> StoredCheckpoint:
+        """The checkpoint as a reader will see it, which nobody does before the manifest."""
+        return StoredCheckpoint.of(self._url, self._metadata({}))
+
+    def _metadata(self, documents: Mapping[str, Json]) -> StoredMetadata:
+        listings = [part.listing for part in self._written.values()]
+        objects = contents(
+            self.stored, listings, self.plan.tensors, self.plan.chunk_parts(),
+            encode(to_strict_json(dict(documents))),
+        )  # fmt: skip
+        required = required_features(self.plan.tensors)
+        manifest = manifest_of(self.attempt, listings, objects, required).encode()
+        return StoredMetadata(stored=self.stored, manifest=manifest, objects=objects)
+
+    def _noted(self, number: int) -> _WrittenPart | None:
+        name = self._note_name(number)
+        try:
+            return _WrittenPart.decode(self.storage.read(name), f"{self.storage.url}/{name}")
+        except CheckpointMissing:
+            return None
+
+    def _was_written(self, number: int, report: Report) -> bool:
+        """Return whether a part was written before, and the source still has its contents."""
+        part = self._noted(number)
+        if part is None or self._content(self._source, number, lambda nbytes: None) != part.content:
+            return False
+        report(sum(map(self._nbytes, self.plan.chunks[number])))
+        return True
+
+    def _content(self, source: Source, number: int, report: Report) -> int:
+        """Return the sum of the hashes of a part's chunks, as a source has them."""
+        total, batch, nbytes = 0, list[Chunk](), 0
+        for chunk in self.plan.chunks[number]:
+            if batch and nbytes + self._nbytes(chunk) > CHUNK_NBYTES:
+                total = sum_of((total, content_of(source, batch)))
+                report(nbytes)
+                batch, nbytes = [], 0
+            batch.append(chunk)
+            nbytes += self._nbytes(chunk)
+        total = sum_of((total, content_of(source, batch)))
+        report(nbytes)
+        return total
+
+    def _nbytes(self, chunk: Chunk) -> int:
+        return chunk.box.size * self._itemsize(chunk.key)
+
+    def _itemsize(self, key: str) -> int:
+        return numpy_dtype(self.plan.tensors[key].dtype).itemsize
+
+    def _note_name(self, number: int) -> str:
+        return f"{self.attempt.directory}/parts/{number:06d}-converted.json"
+
+
+def write_universal(
+    parts: UniversalParts,
+    documents: Mapping[str, Json],
+    *,
+    run: Run,
+    converted_from: str,
+    now: datetime,
+) -> None:
+    """Write a checkpoint in the universal format, and verify it before anybody sees it.
+
+    Args:
+        parts: what to write.
+        documents: what is no tensor.
+        run: writes, then checks, the parts of these numbers: in this process, or in several.
         converted_from: the source's format, in words.
         now: the time, to note when the checkpoint was written.
-        memory_nbytes: how much memory tensors may take meanwhile.
-        report: called with the bytes of tensors that are done, from several threads.
 
     Raises:
         CheckpointExists: the target has this step already.
-        CheckpointError: the memory is too little, a read or a write failed, or what was written is
-            not what was read.
+        CheckpointError: a read or a write failed, or what was written is not what was read.
     """
-    threads = min(PARALLEL_WRITES, memory_nbytes // _THREAD_NBYTES)
-    if threads < 1:
-        raise CheckpointError(
-            f"a conversion needs {_THREAD_NBYTES / 2**20:.0f} MiB of memory at least, "
-            f"{memory_nbytes / 2**20:.0f} are given; give more"
-        )
-    stored = StoredStep(source.step, 0)
-    attempt = Attempt(
-        stored, f"convert-{hashlib.blake2b(origin.encode(), digest_size=8).hexdigest()}"
-    )
-    storage = open_storage(url)
-    plan = plan_chunks(list(_parts(source.tensors)))
-    written = [
-        _written_before(source, storage, attempt, plan, number, report)
-        or _write(source, storage, attempt, plan, number, threads, report)
-        for number in range(len(plan.chunks))
-    ]
-    documents = {
-        **source.documents,
-        PROVENANCE: {
+    run(Task.WRITE, parts.numbers)
+    try:
+        run(Task.CHECK, parts.numbers)
+        provenance = {
             "keepstep": release_of("keepstep"),
             "torch": release_of("torch"),
             "world_size": 1,
             "saved_at": now.astimezone(UTC).isoformat(timespec="seconds"),
             "converted_from": converted_from,
-        },
-        DIGEST: digest_document(sum_of(part.content for part in written)),
-    }
-    listings = [part.listing for part in written]
-    objects = contents(
-        stored, listings, plan.tensors, plan.chunk_parts(), encode(to_strict_json(documents))
-    )
-    required = required_features(plan.tensors)
-    manifest = manifest_of(attempt, listings, objects, required).encode()
-    try:
-        # Before the manifest is written: nobody sees what is not what was read.
-        check_content(
-            StoredCheckpoint.of(
-                url, StoredMetadata(stored=stored, manifest=manifest, objects=objects)
-            )
-        )
+        }
+        parts.commit({**documents, PROVENANCE: provenance})
     except CheckpointDamaged:
         # Without their notes, the next conversion writes the parts anew.
-        _delete_notes(storage, attempt, plan)
+        parts.delete_notes()
         raise
-    commit(storage, attempt, listings, objects, required)
-    _delete_notes(storage, attempt, plan)
-    return stored
 
 
-def _parts(tensors: Mapping[str, TensorSpec]) -> Iterator[ShardIndex]:
+def run_here(parts: UniversalParts, report: Report) -> Run:
+    """Return what writes and checks parts in this process, one after the other."""
+
+    def run(task: Task, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            execute(parts, task, number, report)
+
+    return run
+
+
+def execute(parts: UniversalParts, task: Task, number: int, report: Report) -> None:
+    """Do one part's task. Raises what `UniversalParts.write` and `check` do."""
+    if task == Task.WRITE:
+        parts.write(number, report)
+    else:
+        parts.check(number, report)
+
+
+def _parts(tensors: Mapping[str, TensorSpec], part_nbytes: int) -> Iterator[ShardIndex]:
     """Yield what each part holds: tensors in order, large ones cut along their first dimension."""
     entries: list[Entry] = []
     nbytes = 0
     for key, spec in tensors.items():
-        for box in _cut(spec):
+        for box in _cut(spec, part_nbytes):
             size = box.size * numpy_dtype(spec.dtype).itemsize
-            if entries and nbytes + size > PART_NBYTES:
+            if entries and nbytes + size > part_nbytes:
                 yield ShardIndex(nbytes, tuple(entries), {})
                 entries, nbytes = [], 0
             entries.append(
@@ -175,79 +356,14 @@ def _parts(tensors: Mapping[str, TensorSpec]) -> Iterator[ShardIndex]:
     yield ShardIndex(nbytes, tuple(entries), {})
 
 
-def _cut(spec: TensorSpec) -> Iterator[Box]:
+def _cut(spec: TensorSpec, part_nbytes: int) -> Iterator[Box]:
     """Yield boxes of about a part's size, which cover a tensor."""
     whole = Box.whole(spec.shape)
     if not spec.shape or not whole.size:
         yield whole
         return
     row = math.prod(spec.shape[1:]) * numpy_dtype(spec.dtype).itemsize
-    rows = max(1, PART_NBYTES // row)
+    rows = max(1, part_nbytes // row)
     for first in range(0, spec.shape[0], rows):
         count = min(rows, spec.shape[0] - first)
         yield Box((first, *whole.offset[1:]), (count, *spec.shape[1:]))
-
-
-def _write(
-    source: Source,
-    storage: Storage,
-    attempt: Attempt,
-    plan: ChunkPlan,
-    number: int,
-    threads: int,
-    report: Report,
-) -> _WrittenPart:
-    hashes: list[int] = []
-    lock = threading.Lock()
-
-    def read_box(key: str, box: Box) -> np.ndarray:
-        values = np.empty((*box.shape, _itemsize(plan, key)), np.uint8)
-        source.read([BoxRequest(key, box, values.reshape(-1).data)])
-        chunk = plan.tensors[key].chunk
-        place = [start // extent for start, extent in zip(box.offset, chunk, strict=True)]
-        hashed = chunk_hash(key, place, crc32c.crc32c(values.reshape(-1).data))
-        with lock:
-            hashes.append(hashed)
-        report(values.nbytes)
-        return values
-
-    listing = write_part(storage, attempt, plan, [number], read_box, name=number, threads=threads)
-    part = _WrittenPart(listing, sum_of(hashes))
-    name = _note_name(attempt, number)
-    storage.write(name, [part.encode()])
-    storage.flush([name])
-    return part
-
-
-def _written_before(
-    source: Source,
-    storage: Storage,
-    attempt: Attempt,
-    plan: ChunkPlan,
-    number: int,
-    report: Report,
-) -> _WrittenPart | None:
-    """Return a part that an interrupted conversion wrote, if the source still has its contents."""
-    name = _note_name(attempt, number)
-    try:
-        part = _WrittenPart.decode(storage.read(name), f"{storage.url}/{name}")
-    except CheckpointMissing:
-        return None
-    content = sum_of(content_of(source, [chunk]) for chunk in plan.chunks[number])
-    if content != part.content:
-        return None
-    report(sum(chunk.box.size * _itemsize(plan, chunk.key) for chunk in plan.chunks[number]))
-    return part
-
-
-def _delete_notes(storage: Storage, attempt: Attempt, plan: ChunkPlan) -> None:
-    for number in range(len(plan.chunks)):
-        storage.delete(_note_name(attempt, number))
-
-
-def _note_name(attempt: Attempt, number: int) -> str:
-    return f"{attempt.directory}/parts/{number:06d}-converted.json"
-
-
-def _itemsize(plan: ChunkPlan, key: str) -> int:
-    return numpy_dtype(plan.tensors[key].dtype).itemsize

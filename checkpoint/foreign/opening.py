@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.foreign.dcp_folders import read_dcp
@@ -16,7 +17,12 @@ from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
-from keepstep.checkpoint.foreign.recognition import Format, Recognized, recognize
+from keepstep.checkpoint.foreign.recognition import (
+    Format,
+    Recognized,
+    recognize,
+    recognize_all,
+)
 from keepstep.checkpoint.foreign.sharded_files import read_sharded_files
 from keepstep.checkpoint.foreign.state_dicts import read_state_dicts
 from keepstep.checkpoint.foreign.training_folders import (
@@ -106,16 +112,27 @@ def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
         FormatUnsupported: it is in no format that is known.
     """
     files = open_files(url)
-
-    def head(name: str, nbytes: int) -> tuple[bytes, int]:
-        whole = files.file(name).whole
-        return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
-
     try:
-        found = recognize(files.names, head)
+        found = recognize(files.names, partial(_head, files))
     except FormatUnsupported as error:
         raise FormatUnsupported(f"{url}: {error}") from None
     return found, files.below(found.directory) if found.directory else files
+
+
+def all_foreign(url: str) -> tuple[Recognized, ...]:
+    """Return every checkpoint of another tool at a URL, the one that is opened first.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+    """
+    files = open_files(url)
+    found = recognize_all(files.names, partial(_head, files))
+    return tuple(each for each in found if each.format != Format.UNIVERSAL)
+
+
+def _head(files: ForeignFiles, name: str, nbytes: int) -> tuple[bytes, int]:
+    whole = files.file(name).whole
+    return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
 
 
 def open_foreign(
@@ -152,18 +169,30 @@ def locate_foreign(url: str, form: Format | None = None) -> Recognized:
     return _located(url, form)[0]
 
 
-def open_located(url: str, found: Recognized) -> ForeignCheckpoint:
+def open_located(
+    url: str, found: Recognized, parameter_names: Sequence[str] | None = None
+) -> ForeignCheckpoint:
     """Open exactly the checkpoint that was found at a URL, whatever else is there by now.
 
     Args:
         url: where it was found.
         found: what `found_foreign` or `locate_foreign` has returned.
+        parameter_names: as for `open_foreign`.
 
     Raises:
         CheckpointError: as for `open_foreign`.
     """
+    return _open(url, found, files_of(url, found), parameter_names)
+
+
+def files_of(url: str, found: Recognized) -> ForeignFiles:
+    """Return the files of a checkpoint that was found at a URL.
+
+    Raises:
+        CheckpointMissing: there is nothing.
+    """
     files = open_files(url)
-    return _open(url, found, files.below(found.directory) if found.directory else files)
+    return files.below(found.directory) if found.directory else files
 
 
 def _located(url: str, form: Format | None) -> tuple[Recognized, ForeignFiles]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from keepstep.checkpoint.errors import CheckpointDamaged
@@ -75,6 +75,17 @@ def unpickle(
     return value, machine.position
 
 
+def names_in(data: bytes, location: str) -> frozenset[str]:
+    """Return the names of classes and functions that a pickle refers to.
+
+    Raises:
+        CheckpointDamaged: as for `unpickle`.
+    """
+    machine = _Machine(data, 0, location, {}, lambda identity: None)
+    machine.run()
+    return frozenset(machine.names)
+
+
 class _Machine:
     """The state of one pickle's execution."""
 
@@ -98,6 +109,11 @@ class _Machine:
         self._containers = 0
         self._copied = 0
         self._most_copied = _COPIED_BY_ANY + _COPIED_PER_BYTE * len(data)
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names of classes and functions that were referred to so far."""
+        return self._globals
 
     def run(self) -> object:
         """Execute the opcodes up to the end of the pickle, and return the value."""

@@ -110,6 +110,20 @@ def recognize(names: Sequence[str], head: Head) -> Recognized:
     )
 
 
+def recognize_all(names: Sequence[str], head: Head) -> tuple[Recognized, ...]:
+    """Return every checkpoint at a place, the one that `recognize` takes first.
+
+    Args:
+        names: as for `recognize`.
+        head: as for `recognize`.
+    """
+    if len(names) == 1 and (form := _format_of_file(names[0], head)) is not None:
+        return (Recognized(form, "", names[0]),)
+    directories = dict.fromkeys(_directories(names, head))
+    forms = ((directory, _format_at(directory, names, head)) for directory in directories)
+    return tuple(Recognized(form, directory) for directory, form in forms if form is not None)
+
+
 def _directories(names: Sequence[str], head: Head) -> Iterator[str]:
     """Yield where a checkpoint may be, the likeliest first."""
     yield ""

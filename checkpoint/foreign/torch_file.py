@@ -20,7 +20,7 @@ from keepstep.checkpoint.foreign.pickled_tensors import (
     storage_of_id,
     torch_constructors,
 )
-from keepstep.checkpoint.foreign.pickles import MOST_NBYTES, unpickle
+from keepstep.checkpoint.foreign.pickles import MOST_NBYTES, names_in, unpickle
 from keepstep.checkpoint.foreign.ranged_file import RangedFile
 
 ZIP_SIGNATURE = b"PK\x03\x04"
@@ -83,6 +83,21 @@ def read_torch_file(extent: Extent) -> object:
     )
 
 
+def names_in_torch_file(extent: Extent) -> frozenset[str]:
+    """Return the names of classes and functions that a file of `torch.save` refers to.
+
+    Raises:
+        CheckpointDamaged: it contradicts itself.
+        FormatUnsupported: it is no such file, or was written before torch 1.6.
+    """
+    file = RangedFile(extent)
+    if not file.at(0, min(extent.nbytes, 4)).startswith(ZIP_SIGNATURE):
+        raise FormatUnsupported(
+            f"{extent.location}: it was not written by torch 1.6 or later; save it again"
+        )
+    return _TorchZip(extent, file).names()
+
+
 class _TorchZip:
     """The zip of `torch.save`: a pickle, and a stored entry for each storage."""
 
@@ -119,6 +134,11 @@ class _TorchZip:
             self._bytes(pickle), pickle.location, torch_constructors(), self._storage
         )
         return value
+
+    def names(self) -> frozenset[str]:
+        """Return the names of classes and functions that what was saved refers to."""
+        pickle = self._content("data.pkl")
+        return names_in(self._bytes(pickle), pickle.location)
 
     def _directory(self) -> dict[str, _Entry]:
         """Return the entries, once they are shown to be distinct, plain, and beside each other."""

@@ -139,6 +139,47 @@ class View:
                 tuple(order),
             )
 
+    def within(self, most: int) -> Iterator[View]:
+        """Yield views that are this one together, whose boxes in the source are small.
+
+        Args:
+            most: how many elements a box may have; one at least.
+        """
+        pending = [self]
+        while pending:
+            view = pending.pop()
+            box = view.source_box
+            if box.size <= most or not view.axes:
+                yield view
+                continue
+            # In the dimension with the largest gaps; without any, in the outermost one, where the
+            # halves are runs of the source.
+            filled = [1] * len(box.shape)
+            for axis in view.axes:
+                filled[axis.source_dim] *= axis.extent
+            dim = min(
+                (axis.source_dim for axis in view.axes), key=lambda d: (filled[d] / box.shape[d], d)
+            )
+            axis = max(
+                (axis for axis in view.axes if axis.source_dim == dim),
+                key=lambda a: (a.extent - 1) * a.source_stride,
+            )
+            pending += reversed(_halves(view, axis))
+
+
+def _halves(view: View, axis: Axis) -> tuple[View, View]:
+    """Return the two views that a view is when one of its axes is cut in the middle."""
+    others = [other for other in view.axes if other is not axis]
+    cut = axis.extent // 2
+    target_offset, source_offset = list(view.target_offset), list(view.source_offset)
+    target_offset[axis.target_dim] += cut * axis.target_stride
+    source_offset[axis.source_dim] += cut * axis.source_stride
+    first, second = replace(axis, extent=cut), replace(axis, extent=axis.extent - cut)
+    return (
+        make_view(view.source, view.target_offset, view.source_offset, [*others, first]),
+        make_view(view.source, target_offset, source_offset, [*others, second]),
+    )
+
 
 def make_view(
     source: str | None,

@@ -46,6 +46,7 @@ from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_pee
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
+from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.device_environment import set_device_variables
@@ -76,6 +77,8 @@ def join(
     checkpoint: str | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     checkpoint_compression: Compression | None = None,
+    start_from: str | None = None,
+    start_from_only: Literal["model"] | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -97,6 +100,15 @@ def join(
             and when a preempted job would lose its memory.
         checkpoint_compression: "zstd": compress stored tensors of 1 MiB or more, without loss;
             None: nothing.
+        start_from: checkpoint that the job begins from if it has none of its own under
+            `checkpoint`, nor a snapshot: of another job, or of another tool, in any format that
+            `keepstep ckpt convert` reads (`deepspeed:/path` if the files do not tell). It must have
+            all of the module's names and no others; data types are converted. What it has of
+            optimizers and schedulers is taken, and its step, 0 if it has none. Data and random
+            numbers begin as in any new job, `State.extra` keeps its initial state, and
+            `State.initialize` is not called.
+        start_from_only: "model": take the module alone from `start_from`, and begin at step 0;
+            None: all of the above.
         snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
             least expected loss.
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
@@ -130,6 +142,10 @@ def join(
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
+    if start_from_only not in (None, "model"):
+        raise UsageError(f'start_from_only={start_from_only!r}: give "model", or leave it out')
+    if start_from_only is not None and start_from is None:
+        raise UsageError("start_from_only needs start_from=URL, the checkpoint to begin from")
     try:
         check_compression(checkpoint_compression)
     except ValueError as error:
@@ -158,6 +174,7 @@ def join(
         build=build,
         mesh=sizes,
         checkpoint=checkpoint,
+        start_from=StartFrom(start_from, start_from_only == "model") if start_from else None,
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
         seed=seed,
         compare_replicas_every=compare_replicas_every,
@@ -181,6 +198,7 @@ class Job:
         build: Build,
         mesh: Mapping[str, int],
         checkpoint: str | None,
+        start_from: StartFrom | None,
         snapshot_every: int,
         seed: int,
         compare_replicas_every: int | None,
@@ -192,6 +210,7 @@ class Job:
         self._build = build
         self._mesh = mesh
         self._checkpoint = checkpoint
+        self._start_from = start_from
         self._snapshot_every = snapshot_every
         self._seed = seed
         self._position = Position()
@@ -507,6 +526,7 @@ class Job:
             partial(self._may_seal, assignment.generation),
             self._snapshot_interval,
             self._stream_state,
+            start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
         )
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)

@@ -40,6 +40,7 @@ from keepstep.elastic.rendezvous.records import (
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
+from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import BegunRestore, TrainingState
 from keepstep.elastic.worker.messages import Assignment
@@ -76,7 +77,8 @@ class Resumed:
 
     Attributes:
         position: the position.
-        source: where the state came from, comma-separated; "start" if it was initialized. Beside
+        source: where the state came from, comma-separated; "start" if it was initialized, and
+            "start_from" with the format if another job's or tool's checkpoint was loaded. Beside
             "storage" stands how many bytes were read per byte of distinct tensors.
         loaded: what was found in storage, if it came from there alone.
     """
@@ -101,6 +103,7 @@ class SnapshotManager:
         interval: SnapshotInterval,
         stream_state: Callable[[Position], Json],
         *,
+        start_from: StartFrom | None = None,
         copies_synchronously: bool = False,
     ) -> None:
         self._snapshot_interval = interval
@@ -108,6 +111,7 @@ class SnapshotManager:
         self._completed_step = 0
         self._assignment = assignment
         self._checkpoint = checkpoint
+        self._start_from = start_from
         self.training = TrainingState(state, device, assignment.rank)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
@@ -136,7 +140,7 @@ class SnapshotManager:
         )
 
     def resume(self, seed: int) -> Resumed:
-        """Restore the state from memory, else from storage, else initialize it.
+        """Restore the state from memory, else from storage, else begin with a new one.
 
         Args:
             seed: seed for random numbers of ranks that the source has no state of.
@@ -354,15 +358,15 @@ class SnapshotManager:
             return Resumed(position, source.describe())
 
     def _resume_without_memory(self, seed: int) -> Resumed:
-        """Restore the newest stored checkpoint that no rank finds damaged, else initialize."""
+        """Restore the newest stored checkpoint that no rank finds damaged, else begin."""
         url = self._checkpoint
         if url is None:
-            return Resumed(self.training.start_fresh(seed), "start")
+            return self._begin(seed)
         # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
         on_all_ranks(lambda: open_storage(url).probe_writable() if rank() == 0 else None)
         steps = agreed_steps(url)
         if not steps:
-            return Resumed(self.training.start_fresh(seed), "start")
+            return self._begin(seed)
 
         def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
             opened = open_together(url, stored.step, stored.generation)
@@ -389,6 +393,13 @@ class SnapshotManager:
             ", ".join([f"storage ({traffic.ratio:.2f} x)", *damaged]),
             LoadedCheckpoint(loaded.stored.step, max(stored.generation for stored in steps)),
         )
+
+    def _begin(self, seed: int) -> Resumed:
+        """Begin a job that has neither a snapshot nor a checkpoint of its own."""
+        if self._start_from is None:
+            return Resumed(self.training.start_fresh(seed), "start")
+        position, source = self.training.start_from(self._start_from, seed)
+        return Resumed(position, source)
 
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""

@@ -35,6 +35,7 @@ from keepstep.elastic.trainer import numpy_generator
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 from keepstep.elastic.trainer.process_groups import check_mesh_position
+from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State
 
 _TRAINER = "trainer"
@@ -102,6 +103,28 @@ class TrainingState:
             )
         self._seed_randomness(seed, 0)
         return Position()
+
+    def start_from(self, start: StartFrom, seed: int) -> tuple[Position, str]:
+        """Initialize the state of a run from a checkpoint that is not its own.
+
+        Args:
+            start: the checkpoint.
+            seed: seed of the random number generators.
+
+        Returns:
+            The position, and where the state came from.
+
+        Raises:
+            CheckpointError: as `begin_from` raises.
+        """
+        if self._was_meta:
+            # Padding that the checkpoint has no values for has no others either.
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.zero_()
+        begun = begin_from(start, self.model, self.optimizers, self.schedulers, self._descriptions)
+        self._seed_randomness(seed, begun.step)
+        return Position(begun.step), begun.source
 
     def restore_from(self, source: Source, seed: int) -> Position:
         """Restore the state from a source and return its position.

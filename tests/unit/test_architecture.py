@@ -78,7 +78,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.content_check": "checkpoint.errors checkpoint.layout checkpoint.stored",
         "checkpoint.conversion": (
             "checkpoint.content_check checkpoint.errors checkpoint.foreign checkpoint.layout"
-            " checkpoint.live checkpoint.rules checkpoint.stored"
+            " checkpoint.live checkpoint.rules checkpoint.stored processes"
         ),
         "checkpoint.cli": (
             "checkpoint.content_check checkpoint.conversion checkpoint.errors checkpoint.foreign"
@@ -136,8 +136,8 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " transport"
         ),
         "elastic.trainer": (
-            "checkpoint.agreement checkpoint.collective checkpoint.errors checkpoint.layout"
-            " checkpoint.live checkpoint.memory checkpoint.shared_metadata"
+            "checkpoint.agreement checkpoint.api checkpoint.collective checkpoint.errors"
+            " checkpoint.layout checkpoint.live checkpoint.memory checkpoint.shared_metadata"
             " checkpoint.shared_restore checkpoint.stored elastic.errors elastic.rendezvous"
             " elastic.worker monitor"
         ),

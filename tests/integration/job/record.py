@@ -186,6 +186,7 @@ with keepstep.join(
     checkpoint=options.get("checkpoint"),
     checkpoint_every=options.get("every"),
     checkpoint_compression=options.get("compression"),
+    start_from=options.get("start_from"),
     snapshot_every=options.get("snapshots", 1),
     mesh=options.get("mesh"),
     backend=options.get("backend"),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
+import pytest
 import torch
 
 from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.conversion.respelling import Respelled, respelled
+from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.layout.boxes import Box
-from keepstep.checkpoint.layout.source import BoxRequest
+from keepstep.checkpoint.layout.source import BoxRequest, Source
+from keepstep.checkpoint.rules.plan import Plan
 from keepstep.checkpoint.rules.planning import apply
 from keepstep.checkpoint.rules.rule_file import parse_rules
 
@@ -107,3 +112,44 @@ def test_options_and_numbers_of_dropped_parameters_are_named(tmp_path: Path) -> 
     assert [left.name for left in whole.left_out()] == [
         "model/b", "optim/groups: b", "optim/scalars: b/step"
     ]  # fmt: skip
+
+
+def test_no_read_takes_more_of_the_source_than_was_asked_for(tmp_path: Path) -> None:
+    """Rotary rows lie far apart, and a box around some of them has most of the tensor."""
+    weights = torch.arange(2**21, dtype=torch.float32).reshape(2048, 1024)
+    torch.save({"w": weights}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    text = '[[rule]]\nmatch = "w"\nreorder = { dim = 0, shape = [2, 1024], order = [1, 0] }\n'
+    rules = parse_rules(text, "rules.toml")["rule"]
+    whole = respelled(source, lambda tensors: apply(rules, tensors, {}))
+    read: list[int] = []
+
+    class Counted:
+        tensors, documents = source.tensors, source.documents
+
+        def read(self, requests: Sequence[BoxRequest]) -> None:
+            read.append(sum(request.into.nbytes for request in requests))
+            source.read(requests)
+
+    counted = replace(whole, whole=cast(Source, Counted()))
+    into = np.empty((512, 1024), np.float32)
+    counted.read(
+        [BoxRequest("model/w", Box((512, 0), into.shape), into.reshape(-1).view("u1").data)]
+    )
+    expected = weights.reshape(2, 1024, 1024).transpose(0, 1).reshape(2048, 1024)
+    assert np.array_equal(into, expected[512:1024])
+    assert max(read) <= into.nbytes
+    assert sum(read) == into.nbytes
+
+
+def test_tensors_that_become_one_are_compared_to_the_last_byte(tmp_path: Path) -> None:
+    weights = torch.ones(2**21)
+    torch.save({"a": weights, "b": weights.clone()}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    plan = Plan(tensors={}, equal=(("model/a", "model/b"),))
+    Respelled(whole=source, plan=plan, documents={}).check_equal()
+    weights[-1] = 2
+    torch.save({"a": weights, "b": torch.ones(2**21)}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    with pytest.raises(CheckpointDamaged, match="model/b and model/a differ"):
+        Respelled(whole=source, plan=plan, documents={}).check_equal()

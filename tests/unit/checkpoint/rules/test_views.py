@@ -116,6 +116,29 @@ def test_clipped_view_is_the_part_in_the_box_and_box_copies_are_the_view(
 
 
 @given(st.data())
+def test_a_view_that_is_cut_is_the_same_view_with_small_boxes(data: st.DataObject) -> None:
+    source_shape = tuple(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=2)))
+    shape, view = data.draw(views_of(source_shape))
+    most = data.draw(st.integers(1, 40))
+    source = np.arange(math.prod(source_shape), dtype=np.int64).reshape(source_shape)
+    parts = list(view.within(most))
+    assert np.array_equal(
+        filled(shape, parts, {"source": source}), filled(shape, [view], {"source": source})
+    )
+    assert sum(part.size for part in parts) == view.size
+    assert max(part.source_box.size for part in parts) <= most
+
+
+def test_a_permutation_is_cut_into_runs_of_the_source() -> None:
+    rows = make_view("source", (0, 0), (0, 0), [
+        Axis(100, 0, 2, 0, 1), Axis(2, 0, 1, 0, 100), Axis(50, 1, 1, 1, 1),
+    ])  # fmt: skip
+    assert [part.source_box for part in rows.within(5000)] == [
+        Box((0, 0), (100, 50)), Box((100, 0), (100, 50))
+    ]  # fmt: skip
+
+
+@given(st.data())
 def test_inverted_view_brings_every_element_back(data: st.DataObject) -> None:
     source_shape = tuple(data.draw(st.lists(st.integers(1, 24), min_size=1, max_size=2)))
     shape, view = data.draw(views_of(source_shape))

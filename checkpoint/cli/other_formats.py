@@ -1,0 +1,214 @@
+"""What `ls`, `show` and `verify` print of checkpoints of other tools."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+
+import click
+from rich.console import Console
+from rich.filesize import decimal
+from rich.text import Text
+
+from keepstep.checkpoint.cli.output import echo, new_table, print_json, progress, shape_text
+from keepstep.checkpoint.conversion.conversion import nbytes_of
+from keepstep.checkpoint.conversion.verification import nbytes_of_files, verify_foreign
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
+from keepstep.checkpoint.foreign.opening import (
+    NamedForeign,
+    all_foreign,
+    format_before,
+    found_foreign,
+    locate_foreign,
+    open_located,
+)
+from keepstep.checkpoint.foreign.recognition import Format, Recognized
+from keepstep.checkpoint.layout.documents import CONFIG
+from keepstep.checkpoint.stored.steps import newest
+from keepstep.checkpoint.stored.strict_json import to_strict_json
+
+FROM = click.option(
+    "--from",
+    "form",
+    type=click.Choice([known.value for known in Format]),
+    help="Its format. Default: told from its files.",
+)
+
+
+def other_format(url: str, form: str | None) -> NamedForeign | None:
+    """Return what a user names if it is another tool's checkpoint; None if it is keepstep's.
+
+    Args:
+        url: its URL, before which its format may stand.
+        form: its format, where it was given.
+
+    Raises:
+        FormatUnsupported: two formats are given.
+    """
+    if named := format_before(url):
+        if form not in (None, named.form):
+            raise FormatUnsupported(
+                f"{url}: the format is given as {named.form} and as {form}; give one"
+            )
+        return named
+    if form is not None:
+        return None if form == Format.UNIVERSAL else NamedForeign(url, Format(form))
+    if newest(url) is None and found_foreign(url) is not None:
+        return NamedForeign(url, None)
+    return None
+
+
+def list_others(named: NamedForeign, *, as_json: bool) -> None:
+    """Print the checkpoints of other tools at a URL, that one first which is opened by it.
+
+    Raises:
+        CheckpointMissing: none of them can be read.
+    """
+    opened: list[tuple[Recognized, ForeignCheckpoint]] = []
+    damaged: dict[str, str] = {}
+    unsupported: dict[str, str] = {}
+    for found in _all(named):
+        try:
+            opened.append((found, open_located(named.url, found)))
+        except CheckpointDamaged as error:
+            damaged[_name(found)] = str(error)
+        except FormatUnsupported as error:
+            unsupported[_name(found)] = str(error)
+    if as_json:
+        listed = [
+            {
+                "format": found.format,
+                "directory": found.directory,
+                "file": found.file_name,
+                "step": checkpoint.step,
+                **_numbers(checkpoint),
+            }
+            for found, checkpoint in opened
+        ]
+        print_json({"checkpoints": listed, "damaged": damaged, "unsupported": unsupported})
+        if not opened:
+            sys.exit(1)
+        return
+    table = new_table("checkpoint", "format", "step", "size", "tensors", "elements")
+    for found, checkpoint in opened:
+        numbers = _numbers(checkpoint)
+        table.add_row(
+            Text(_name(found)),
+            found.format,
+            str(checkpoint.step),
+            decimal(numbers["nbytes"]),
+            str(numbers["tensors"]),
+            f"{numbers['elements']:,}",
+        )
+    if opened:
+        Console().print(table)
+    for message in damaged.values():
+        echo(f"damaged: {message}", err=True)
+    for message in unsupported.values():
+        echo(f"not read: {message}", err=True)
+    if not opened:
+        raise CheckpointMissing(f"there is no readable checkpoint at {named.url}")
+
+
+def show_other(named: NamedForeign, *, documents: bool, as_json: bool) -> None:
+    """Print the tensors of a checkpoint of another tool, and what of it is not carried."""
+    found = locate_foreign(named.url, named.form)
+    checkpoint = open_located(named.url, found)
+    numbers = _numbers(checkpoint)
+    left_out = [f"{item.name}: {item.reason}" for item in checkpoint.left_out]
+    if as_json:
+        extra = {"documents": checkpoint.documents} if documents else {}
+        print_json(
+            {
+                "format": found.format,
+                "format_name": checkpoint.format_name,
+                "directory": found.directory,
+                "step": checkpoint.step,
+                **numbers,
+                CONFIG: checkpoint.documents.get(CONFIG),
+                "tensors": {
+                    key: {
+                        "dtype": tensor.spec.dtype,
+                        "shape": tensor.spec.shape,
+                        "pieces": len(tensor.pieces),
+                    }
+                    for key, tensor in checkpoint.foreign_tensors.items()
+                },
+                "left_out": left_out,
+            }
+            | extra
+        )
+        return
+    table = new_table("tensor", "data type", "shape", "pieces")
+    for key, tensor in sorted(checkpoint.foreign_tensors.items()):
+        # `Text`: a name may look like Rich's markup.
+        table.add_row(
+            Text(key), tensor.spec.dtype, shape_text(tensor.spec.shape), str(len(tensor.pieces))
+        )
+    console = Console()
+    console.print(table)
+    if documents:
+        console.print_json(json.dumps(to_strict_json(dict(checkpoint.documents))))
+    for line in left_out:
+        echo(f"left out: {line}")
+    echo(
+        f"{checkpoint.format_name}, step {checkpoint.step}: {numbers['tensors']} tensors, "
+        f"{numbers['elements']:,} elements, {decimal(numbers['nbytes'])}, in {checkpoint.url}"
+    )
+
+
+def verify_others(named: NamedForeign, *, everything: bool, as_json: bool) -> None:
+    """Read every byte of checkpoints of other tools; exit status 1 if one is damaged.
+
+    Args:
+        named: where they are.
+        everything: all that are there, and not only the one that is opened.
+        as_json: print JSON.
+    """
+    results: dict[str, str | None] = {}
+    checked: dict[str, object] = {}
+    wanted = _all(named) if everything else (locate_foreign(named.url, named.form),)
+    for found in wanted:
+        name = _name(found)
+        try:
+            nbytes = nbytes_of_files(named.url, found)
+            with progress(name, nbytes, quiet=as_json) as report:
+                verified = verify_foreign(named.url, found, report)
+            results[name] = None
+            checked[name] = {
+                "format": found.format,
+                "files": verified.files,
+                "nbytes": verified.nbytes,
+                "checked_nbytes": verified.checked_nbytes,
+                "left_out": verified.left_out,
+            }
+            line = verified.line()
+        except CheckpointDamaged as error:
+            results[name] = line = str(error)
+        if not as_json:
+            echo(f"{name}: {line}")
+    if as_json:
+        print_json({"checkpoints": results, "checked": checked})
+    if any(results.values()):
+        sys.exit(1)
+
+
+def _all(named: NamedForeign) -> Sequence[Recognized]:
+    found = [each for each in all_foreign(named.url) if named.form in (None, each.format)]
+    return found or [locate_foreign(named.url, named.form)]
+
+
+def _name(found: Recognized) -> str:
+    return found.file_name or found.directory.rstrip("/") or "."
+
+
+def _numbers(checkpoint: ForeignCheckpoint) -> dict[str, int]:
+    specs = checkpoint.tensors.values()
+    return {
+        "nbytes": nbytes_of(specs),
+        "tensors": len(specs),
+        "elements": sum(math.prod(spec.shape) for spec in specs),
+    }

@@ -1,0 +1,125 @@
+"""Begins a job from a checkpoint that is not its own: of another run, or of another tool.
+
+The checkpoint fills the module and, unless the module alone is wanted, what it has of optimizers
+and schedulers. Data begin at their beginning, and random numbers with the job's seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from keepstep.checkpoint.api import load_state
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.descriptions import Descriptions
+from keepstep.elastic.trainer.json_values import from_json_value
+
+_TRAINER = "trainer"
+_VALUES = "values"
+_ONE_SCHEDULER = ("scheduler", "lr_scheduler")
+_SCHEDULERS = "lr_schedulers"
+_PROGRESS = "last_epoch"
+
+
+@dataclass(frozen=True, slots=True)
+class StartFrom:
+    """The checkpoint that a job begins from.
+
+    Attributes:
+        url: as for `checkpoint.load`; a format may stand before it.
+        only_model: leave optimizers, schedulers and the step as they are.
+    """
+
+    url: str
+    only_model: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What a job has begun from: the number of completed steps, and where the state came from."""
+
+    step: int
+    source: str
+
+
+def begin_from(
+    start: StartFrom,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[LRScheduler],
+    descriptions: Descriptions,
+) -> Begun:
+    """Fill a job's state from a checkpoint; all ranks call it together.
+
+    Tensors of another data type are converted, for the job says which type it wants.
+
+    Args:
+        start: the checkpoint.
+        model: the module; the checkpoint must have all of its names and no others.
+        optimizers: the optimizers; what the checkpoint has of them is taken.
+        schedulers: their schedulers; those that the checkpoint has no state of begin anew.
+        descriptions: as for `checkpoint.load`.
+
+    Raises:
+        CheckpointMissing: there is no such checkpoint.
+        LayoutMismatch: it does not fit the module.
+        CheckpointDamaged: stored bytes were changed or lost, or files contradict each other.
+    """
+    state: dict[str, object] = {"model": model}
+    if not start.only_model:
+        state |= {f"optimizer {number}": each for number, each in enumerate(optimizers)}
+    loaded = load_state(start.url, state, convert=True, descriptions=descriptions)
+    if start.only_model:
+        return Begun(0, f"start_from ({loaded.format_name}, the model)")
+    for number, scheduler in enumerate(schedulers):
+        own = scheduler.state_dict()
+        stored = scheduler_state(loaded.documents, number, len(schedulers), own)
+        if stored is not None:
+            scheduler.load_state_dict(stored)
+    return Begun(loaded.step, f"start_from ({loaded.format_name}, step {loaded.step})")
+
+
+def scheduler_state(
+    documents: Mapping[str, Json], number: int, count: int, own: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return what a checkpoint has of a scheduler's state, with the rest as it is. Pure.
+
+    Args:
+        documents: those of the checkpoint.
+        number: which of the job's schedulers it is.
+        count: how many the job has.
+        own: the scheduler's state.
+
+    Returns:
+        None if the checkpoint does not say how far the scheduler was.
+    """
+    trainer = documents.get(_TRAINER)
+    if isinstance(trainer, Mapping) and number < len(trainer.get("schedulers", ())):
+        stored: dict[str, Any] = from_json_value(trainer["schedulers"][number], own)
+        return stored
+    values = documents.get(_VALUES, {})
+    found = _in_values(values, number, count)
+    common = {name: from_json_value(value) for name, value in found.items() if name in own}
+    return {**own, **common} if _PROGRESS in common else None
+
+
+def _in_values(values: Mapping[str, Json], number: int, count: int) -> Mapping[str, Json]:
+    """Return a scheduler's state as training scripts and their tools name it; empty without."""
+    listed: Json = values.get(_SCHEDULERS)
+    if isinstance(listed, list) and number < len(listed) and isinstance(listed[number], Mapping):
+        return dict(listed[number])
+    for name in _ONE_SCHEDULER if count == 1 else ():
+        prefix = f"{name}/"
+        found = {
+            key.removeprefix(prefix): value
+            for key, value in values.items()
+            if key.startswith(prefix)
+        }
+        if found:
+            return found
+    return {}

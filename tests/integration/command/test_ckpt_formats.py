@@ -1,0 +1,186 @@
+"""Tests of `keepstep ckpt` on other tools' checkpoints: listed, shown, verified, compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from keepstep.elastic.cli.main import main
+
+DEEPSPEED = Path(__file__).parents[2] / "foreign_fixtures" / "deepspeed"
+WEIGHTS = torch.arange(4000, dtype=torch.float32).reshape(40, 100)
+
+
+def keepstep(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["ckpt", *map(str, arguments)])
+
+
+def json_of(*arguments: object, status: int = 0) -> Any:
+    done = keepstep(*arguments, "--json")
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)
+
+
+def state() -> dict[str, Any]:
+    return {"model": {"w": WEIGHTS.clone(), "b": torch.ones(3)}, "step": 7}
+
+
+def torch_file(root: Path) -> Path:
+    torch.save(state(), root / "a.pt")
+    return root / "a.pt"
+
+
+def safetensors_file(root: Path) -> Path:
+    save_file(state()["model"], root / "a.safetensors")
+    return root / "a.safetensors"
+
+
+def dcp_folder(root: Path) -> Path:
+    dcp.save(state(), checkpoint_id=root / "dcp", no_dist=True)
+    return root / "dcp"
+
+
+def deepspeed_folder(root: Path) -> Path:
+    return DEEPSPEED / "zero2_bf16_2"
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "step"),
+    [
+        (torch_file, "torch", 7),
+        (safetensors_file, "safetensors", 0),
+        (dcp_folder, "dcp", 7),
+        (deepspeed_folder, "deepspeed", 3),
+    ],
+)
+def test_checkpoints_of_other_tools_are_listed_shown_and_verified(
+    tmp_path: Path, make: Callable[[Path], Path], form: str, step: int
+) -> None:
+    path = make(tmp_path)
+    (listed,) = json_of("ls", path)["checkpoints"]
+    assert (listed["format"], listed["step"]) == (form, step)
+    for url in (path, f"{form}:{path}"):
+        shown = json_of("show", url, "--documents")
+        assert (shown["format"], shown["step"], shown["left_out"]) == (form, step, [])
+        assert len(shown["tensors"]) == listed["tensors"]
+    if form != "deepspeed":
+        weight = {"dtype": "float32", "shape": [40, 100], "pieces": 1}
+        assert shown["tensors"]["model/w"] == weight
+    verified = json_of("verify", path, "--from", form)
+    (checked,) = verified["checked"].values()
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    # A folder of DeepSpeed has its pointer beside it, and the fixture what it should hold.
+    of_checkpoint = [f for f in files if f.name not in ("latest", "expected.pt")]
+    assert checked["nbytes"] == sum(file.stat().st_size for file in of_checkpoint)
+    assert (checked["checked_nbytes"] > 0) == (form != "safetensors")
+    text = keepstep("show", path).output
+    assert "float32" in text
+    assert f"step {step}" in text
+    assert form in keepstep("ls", path).output
+    assert "no damage found" in keepstep("verify", path).output
+
+
+def flip(path: Path, content: bytes) -> None:
+    """Change a bit of these bytes in a file."""
+    data = path.read_bytes()
+    at = data.index(content)
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("make", "file_name"), [(torch_file, "a.pt"), (dcp_folder, "__0_0.distcp")]
+)
+def test_verify_finds_a_changed_bit_where_there_are_checksums(
+    tmp_path: Path, make: Callable[[Path], Path], file_name: str
+) -> None:
+    path = make(tmp_path)
+    flip(path if path.is_file() else path / file_name, WEIGHTS[7].numpy().tobytes())
+    (error,) = json_of("verify", path, status=1)["checkpoints"].values()
+    assert file_name in error
+    assert "do not match their checksum" in error
+
+
+def test_verify_says_what_has_no_checksum(tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path)
+    flip(path, WEIGHTS[7].numpy().tobytes())
+    (checked,) = json_of("verify", path)["checked"].values()
+    assert (checked["nbytes"], checked["checked_nbytes"]) == (path.stat().st_size, 0)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert keepstep("verify", path).exit_code == 1
+
+
+def test_checksums_that_were_not_computed_are_not_compared(tmp_path: Path) -> None:
+    assert keepstep("convert", torch_file(tmp_path), tmp_path / "b.pt").exit_code == 0
+    (checked,) = json_of("verify", tmp_path / "b.pt")["checked"].values()
+    assert 0 < checked["checked_nbytes"] < checked["nbytes"] - WEIGHTS.nbytes
+
+
+def test_all_checkpoints_of_a_folder_are_listed_and_verified(tmp_path: Path) -> None:
+    for step in (5, 10):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"w": torch.full((3,), float(step))}, folder / "model.safetensors")
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+    listed = json_of("ls", tmp_path)["checkpoints"]
+    assert [(each["directory"], each["step"]) for each in listed] == [
+        ("checkpoint-10/", 10), ("checkpoint-5/", 5)
+    ]  # fmt: skip
+    assert set(json_of("verify", tmp_path)["checkpoints"]) == {"checkpoint-10"}
+    (tmp_path / "checkpoint-5" / "model.safetensors").write_bytes(b"\x10")
+    assert list(json_of("ls", tmp_path)["damaged"]) == ["checkpoint-5"]
+    results = json_of("verify", tmp_path, "--all", status=1)["checkpoints"]
+    assert [name for name, error in results.items() if error] == ["checkpoint-5"]
+
+
+def test_diff_compares_different_formats_by_values(tmp_path: Path) -> None:
+    path = torch_file(tmp_path)
+    assert keepstep("convert", path, tmp_path / "run").exit_code == 0
+    assert keepstep("diff", path, tmp_path / "run").exit_code == 0
+    assert keepstep("diff", f"dcp:{dcp_folder(tmp_path)}", tmp_path / "run").exit_code == 0
+    assert keepstep("diff", DEEPSPEED / "zero2_bf16_2", DEEPSPEED / "zero2_bf16_2_universal"
+                    ).exit_code == 0  # fmt: skip
+    flip(path, WEIGHTS[7].numpy().tobytes())
+    difference = json_of("diff", path, tmp_path / "run", status=1)
+    assert difference == {
+        "only_first": [], "only_second": [], "changed": {"model/w": "values"}, "documents": []
+    }  # fmt: skip
+
+
+def test_diff_sees_tied_names_and_follows_rules(tmp_path: Path) -> None:
+    tied = {"old.w": WEIGHTS, "old.head": WEIGHTS}
+    torch.save(tied, tmp_path / "a.pt")
+    save_file({"new.w": WEIGHTS, "new.head": WEIGHTS.clone()}, tmp_path / "b.safetensors")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nmatch = "old.{rest...}"\nrename = "new.{rest...}"\n')
+    difference = json_of(
+        "diff", tmp_path / "a.pt", tmp_path / "b.safetensors", "--rules", rules, status=1
+    )
+    assert difference == {
+        "only_first": [], "only_second": [], "changed": {}, "documents": ["model/tied"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "torch:{path}", "--from", "dcp"), "given as torch and as dcp"),
+        (("show", "{path}", "--step", "3"), "URL of the step itself"),
+        (("verify", "{path}", "--content"), "no other tool's checkpoint has a digest"),
+        (("ls", "megatron-lm:{path}"), "readable checkpoint"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    path = safetensors_file(tmp_path)
+    done = keepstep(*(argument.format(path=path) for argument in arguments))
+    assert done.exit_code != 0
+    assert message in done.output.replace("\n", " ")
