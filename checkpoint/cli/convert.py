@@ -24,8 +24,9 @@ from keepstep.checkpoint.conversion.conversion import (
     target_at,
 )
 from keepstep.checkpoint.conversion.opened import Opened, open_any
-from keepstep.checkpoint.conversion.rules_given import report, respell
+from keepstep.checkpoint.conversion.rules_given import rank_rules, report, respell
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import CONFIG
@@ -135,7 +136,9 @@ def convert_command(
         with open(parameter_names, encoding="utf-8") as file:
             names = [line.strip() for line in file.read().splitlines() if line.strip()]
     form = None if source_format is None else Format(source_format)
-    opened = open_any(source, form, step=step, parameter_names=names)
+    opened = open_any(
+        source, form, step=step, parameter_names=names, rank_rules=_rank_rules(given_rules, config)
+    )
     if given_rules is not None:
         opened = respell(opened, given_rules, _config(config, opened))
     to = target_at(target) if target_format is None else Target(target_format)
@@ -192,7 +195,7 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
 
     Exit status 1 if a tensor is for no rule, or for several.
     """
-    opened = open_any(source, step=step)
+    opened = open_any(source, step=step, rank_rules=_rank_rules(given, config))
     found = report(given, opened.source, _config(config, opened))
     for line in found.lines():
         echo(line)
@@ -200,10 +203,15 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
         sys.exit(1)
 
 
-def _config(path: str | None, opened: Opened) -> Mapping[str, Json]:
+def _rank_rules(given: str | None, config: str | None) -> RankRules | None:
+    """Return the rules given as what ranks' own files hold, for checkpoints that have such."""
+    return None if given is None else rank_rules(given, _config(config))
+
+
+def _config(path: str | None, opened: Opened | None = None) -> Mapping[str, Json]:
     """Return the configuration in a file, or that of the checkpoint; empty if it has none."""
     if path is None:
-        content = opened.source.documents.get(CONFIG, {})
+        content = {} if opened is None else opened.source.documents.get(CONFIG, {})
     else:
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))

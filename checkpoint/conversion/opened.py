@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.opening import open_foreign, recognized_at
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
@@ -37,6 +38,7 @@ def open_any(
     *,
     step: int | None = None,
     parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
 ) -> Opened:
     """Open a checkpoint of any format that is read.
 
@@ -46,11 +48,13 @@ def open_any(
         step: the step, of the universal format's only; None for the newest.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
+        rank_rules: what each rank's own files hold, for formats that do not say it.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is read, or a step is given for another format.
         CheckpointDamaged: the files contradict themselves or each other.
+        RulesInvalid: the rules do not fit the tensors.
     """
     if form is None:
         form = recognized_at(url)[0].format
@@ -61,5 +65,5 @@ def open_any(
         raise FormatUnsupported(
             f"{url} is in the format {form}: give the URL of the step itself instead of --step"
         )
-    foreign = open_foreign(url, form, parameter_names)
+    foreign = open_foreign(url, form, parameter_names, rank_rules)
     return Opened(foreign, foreign.format_name, foreign.left_out)
