@@ -161,7 +161,9 @@ class UniversalInfo:
         if math.prod(resolved) * size != elements:
             raise ValueError(f"{elements} elements are not of the shape {tuple(view)} of {_PARTS}")
         outer, inner = math.prod(resolved[:dim]), math.prod(resolved[dim:])
-        for own_dim in range(len(shapes[0])):
+        # A view of as many dimensions has the parameter's own.
+        is_own = len(view) == len(shapes[0])
+        for own_dim in (dim,) if is_own else range(len(shapes[0])):
             before = math.prod(shapes[0][:own_dim])
             after = math.prod(shapes[0][own_dim + 1 :])
             if before and after and outer % before == 0 and inner % after == 0:

@@ -57,14 +57,15 @@ def read_layers(files: ForeignFiles, names: Mapping[int, str]) -> Layers:
 
 
 def stage_modules(
-    layers: Layers, trained: Sequence[Mapping[str, Shape]], url: str
+    layers: Layers, trained: Sequence[Mapping[str, Shape | None]], url: str
 ) -> list[dict[str, Any]]:
     """Return the module's state of each stage of a pipeline, by the names in the module.
 
     Args:
         layers: of one rank of tensor parallelism.
-        trained: names and shapes of the parameters that each stage trains, as this rank has them.
-            If they are not known, the first stage has all layers, by their numbers.
+        trained: names and shapes of the parameters that each stage trains, as this rank has them;
+            None for a shape that is not known. Without names the first stage has all layers, by
+            their numbers.
         url: of the checkpoint, for messages.
 
     Raises:
@@ -95,7 +96,7 @@ def stage_modules(
 def _tied_key(
     layer: int,
     state: Mapping[str, Any],
-    known: Mapping[str, Shape],
+    known: Mapping[str, Shape | None],
     keys: Collection[str],
     url: str,
 ) -> str | None:
@@ -110,7 +111,8 @@ def _tied_key(
             for name, shape in known.items()
             if name.startswith(prefix)
         }
-        if all(_shape(state.get(name)) == shape for name, shape in parameters.items()):
+        shapes = ((_shape(state.get(name)), shape) for name, shape in parameters.items())
+        if all(own is not None and shape in (None, own) for own, shape in shapes):
             fitting.append(key)
     if len(fitting) > 1:
         raise FormatUnsupported(

@@ -17,13 +17,14 @@ from keepstep.checkpoint.foreign.deepspeed_differences import buffer_differences
 from keepstep.checkpoint.foreign.deepspeed_files import (
     MASTER_SLOT,
     ModelFile,
+    OptimizerFile,
     left_out_files,
     model_files,
     optimizer_files,
     optimizer_names,
 )
 from keepstep.checkpoint.foreign.deepspeed_layers import layer_names, read_layers, stage_modules
-from keepstep.checkpoint.foreign.deepspeed_zero import read_model_rank
+from keepstep.checkpoint.foreign.deepspeed_zero import names_of_slices, read_model_rank
 from keepstep.checkpoint.foreign.files import ForeignFiles, damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint, LeftOut
 from keepstep.checkpoint.foreign.pieces import ForeignTensor, whole
@@ -95,9 +96,15 @@ def read_deepspeed(
     layers = layer_names(files)
     stages, ranks = parallel_degrees(models, len(layers))
     if layers:
-        models = _with_modules(files, models, layers, stages, ranks)
+        models = _with_modules(files, models, optimizers, layers, stages, ranks)
+    if not any(row[0].module or row[0].trained for row in models):
+        raise damaged(
+            models[0][0].location, "neither it nor a file of layers has the module's state"
+        )
+    # Names in order are those of one optimizer, and each stage has its own.
+    names = parameter_names if stages == 1 else None
     model_ranks = [
-        ModelRank(read_model_rank(files.url, row, optimizers_of_rank, parameter_names), row[0])
+        ModelRank(read_model_rank(files.url, row, optimizers_of_rank, names), row[0])
         for row, optimizers_of_rank in zip(models, optimizers or [[] for _ in models], strict=True)
     ]
     whole_checkpoint = join_model_ranks(files.url, model_ranks, stages, ranks, rank_rules)
@@ -210,6 +217,7 @@ def join_model_ranks(
 def _with_modules(
     files: ForeignFiles,
     models: Sequence[Sequence[ModelFile]],
+    optimizers: Sequence[Sequence[OptimizerFile]],
     layers: Mapping[int, Mapping[int, str]],
     stages: int,
     ranks: int,
@@ -218,7 +226,10 @@ def _with_modules(
     changed = [list(row) for row in models]
     for rank in range(ranks):
         of_rank = [stage * ranks + rank for stage in range(stages)]
-        trained = [models[model_rank][0].trained for model_rank in of_rank]
+        trained = [
+            models[n][0].trained or names_of_slices(optimizers[n] if optimizers else ())
+            for n in of_rank
+        ]
         modules = stage_modules(read_layers(files, layers[rank]), trained, files.url)
         for model_rank, module in zip(of_rank, modules, strict=True):
             changed[model_rank][0] = replace(models[model_rank][0], module=module)

@@ -111,6 +111,12 @@ def read_deepspeed_universal(
         contents.add(key, tensor)
     for left in untrained.left_out:
         contents.leave_out(left.name, left.reason)
+    for model_rank in modules:
+        if model_rank.content.get("module") is None:
+            for name in sorted(model_rank.buffers):
+                contents.leave_out(
+                    f"model/{name}", "ds_to_universal does not copy the layers' files of a pipeline"
+                )
     opened = {_OPTIMIZER}
     for parameter, names_of_slots in slots.items():
         is_known = parameter in shapes_by_rank or any(parameter in m.module for m in modules)

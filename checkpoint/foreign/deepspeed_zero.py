@@ -86,7 +86,8 @@ def read_model_rank(
         FormatUnsupported: it is of no stage that is read, or it has experts.
     """
     model = models[0]
-    if not model.module and not model.trained:
+    is_of_layers = model.content.get("module") is None
+    if not model.module and not model.trained and not is_of_layers:
         raise damaged(model.location, "it has no module's state")
     if not optimizers:
         contents = Contents(url, "DeepSpeed")
@@ -369,22 +370,33 @@ def _stage(optimizer: OptimizerFile) -> int:
     return int(stage)
 
 
-def _groups_of(model: ModelFile, optimizers: Sequence[OptimizerFile]) -> list[dict[str, Shape]]:
-    """Return names and shapes of the trained parameters from where their slices are."""
-    groups: list[dict[str, Shape]] = []
+def names_of_slices(optimizers: Sequence[OptimizerFile]) -> dict[str, None]:
+    """Return the names of the parameters of which ranks have slices; their shapes are not there."""
+    return {name: None for group in _sliced_groups(optimizers) for name in group}
+
+
+def _sliced_groups(optimizers: Sequence[OptimizerFile]) -> list[dict[str, str]]:
+    """Return the parameters of which ranks have slices, by groups, with a file that says so."""
+    groups: list[dict[str, str]] = []
     for optimizer in optimizers:
         mappings = optimizer.state.get("param_slice_mappings")
         for number, mapping in enumerate(mappings if isinstance(mappings, list) else ()):
             if number == len(groups):
                 groups.append({})
-            for name in mapping_of(mapping):
-                tensor = model.module.get(name)
-                if not isinstance(tensor, FileArray):
-                    raise damaged(
-                        optimizer.location,
-                        f"it has {name}, and the module's file has no such tensor",
-                    )
-                groups[number][name] = tensor.shape
+            groups[number].update(dict.fromkeys(mapping_of(mapping), optimizer.location))
+    return groups
+
+
+def _groups_of(model: ModelFile, optimizers: Sequence[OptimizerFile]) -> list[dict[str, Shape]]:
+    """Return names and shapes of the trained parameters from where their slices are."""
+    groups: list[dict[str, Shape]] = []
+    for group in _sliced_groups(optimizers):
+        groups.append({})
+        for name, location in group.items():
+            tensor = model.module.get(name)
+            if not isinstance(tensor, FileArray):
+                raise damaged(location, f"it has {name}, which the module's file has not")
+            groups[-1][name] = tensor.shape
     return groups
 
 

@@ -222,9 +222,9 @@ class Writer:
                 )
                 for group in groups
             ],
-            "frozen_param_shapes": None,
+            "frozen_param_shapes": OrderedDict() if layout.stage > 1 else None,
             "shared_params": {},
-            "frozen_param_fragments": None,
+            "frozen_param_fragments": OrderedDict() if layout.stage > 1 else None,
             "lr_scheduler": None,
             "skipped_steps": 0,
             "global_steps": 3,
@@ -442,6 +442,7 @@ def stand_ins() -> Iterator[None]:
         for module, name in (
             ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
             ("deepspeed.utils.tensor_fragment", "fragment_address"),
+            ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
         ):
             holder = ModuleType(module)
             setattr(holder, name, type(name, (), {"__module__": module}))
