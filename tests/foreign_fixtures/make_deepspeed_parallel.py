@@ -105,7 +105,10 @@ class Layer(nn.Module):
         for name, (shape, dim, parts) in KINDS[kind].items():
             values = whole_of(name_of(number, kind, name), shape, 1, "values")
             part = own_part(values, dim, parts, rank, ranks)
-            self.register_parameter(name, nn.Parameter(part))
+            parameter = nn.Parameter(part)
+            # So DeepSpeed counts it on each rank when it sums squares.
+            parameter.tensor_model_parallel = dim is not None
+            self.register_parameter(name, parameter)
         if kind == "block":
             self.register_buffer("seen", torch.tensor([5.0, 7.0]))
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
 from keepstep.checkpoint.errors import (
@@ -24,6 +26,7 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import open_foreign
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.unit.checkpoint.foreign.deepspeed_layouts import (
     Layout,
@@ -51,7 +54,7 @@ REAL = {
         Layout(tp=2, dp=2, stage=2),
     ),
 }
-UNIVERSAL = ("pipe_2_2_2_zero1_bf16", "autotp_2_2_zero1_bf16")
+UNIVERSAL = ("pipe_2_2_2_zero1_bf16", "autotp_2_2_zero1_bf16", "autotp_2_1_zero3_bf16")
 BESIDE = "it is beside the checkpoint's directory, not in it"
 BLOCK = {
     "norm": Parameter((6,)),
@@ -290,6 +293,63 @@ def test_rules_say_what_files_do_not_and_rename(tmp_path: Path, layout: Layout) 
     for key in ("model/{}", "optim/{}/exp_avg", "optim/{}/master_param"):
         fused = expected[key.format("2.fc1")]
         assert_same(apart, key.format("2.up"), fused[10:])
+
+
+def test_command_takes_rules_for_ranks_files(tmp_path: Path) -> None:
+    layout = Layout(tp=2, dp=2)
+    state = state_of(SAYING_NOTHING)
+    run = write(tmp_path / "run", SAYING_NOTHING, state, layout)
+    rules = tmp_path / "mine.toml"
+    rules.write_text(RULES)
+    arguments = ["convert", str(run), str(tmp_path / "converted"), "--rules", str(rules)]
+    done = CliRunner().invoke(ckpt, arguments)
+    assert done.exit_code == 0, done.output
+    converted = StoredCheckpoint.open(str(tmp_path / "converted"))
+    expected = expected_of(MODEL, state, layout)
+    assert_same(converted, "model/1.gate", expected["model/1.fc1"][:10])
+    assert_same(converted, "optim/2.dense/exp_avg", expected["optim/2.dense/exp_avg"])
+    checked = CliRunner().invoke(ckpt, ["rules", "check", str(run), "--rules", str(rules)])
+    assert checked.exit_code == 0, checked.output
+    assert "{layer:int}.fc1: 2 tensors" in checked.output
+
+
+def test_mean_of_drifted_copies_by_rules_is_rounded_from_masters(tmp_path: Path) -> None:
+    drifting = Model(({"norm": Parameter((5,), is_averaged=True)},))
+    state = state_of(drifting)
+    layout = Layout(tp=3)
+    run = write(tmp_path / "run", drifting, state, layout)
+    rules = tmp_path / "mine.toml"
+    rules.write_text('[[rule]]\nmatch = "0.norm"\naverage = true')
+    source = open_any(str(run), rank_rules=rank_rules(str(rules), {})).source
+    for key, tensor in expected_of(drifting, state, layout).items():
+        assert_same(source, key, tensor)
+
+
+def test_bf16_optimizer_without_zero_names_parameters_by_their_slices(tmp_path: Path) -> None:
+    def change(step: Path) -> None:
+        for path in step.glob("mp_rank_*"):
+            edit(path.name, set_value("param_shapes", None))(step)
+        for path in step.glob("*optim_states.pt"):
+            edit(path.name, lambda c: c["optimizer_state_dict"].pop("zero_stage"))(step)
+
+    layout = Layout(tp=2, pp=2, dp=2)
+    source = opened_after(tmp_path, layout, change)
+    expected = expected_of(MODEL, state_of(MODEL), layout)
+    for key, tensor in expected.items():
+        assert_same(source, key, tensor)
+    assert set(source.tensors) == set(expected)
+
+
+def test_pipeline_without_zero_has_its_optimizer_by_the_names_in_groups(tmp_path: Path) -> None:
+    layout = Layout(tp=2, stage=0, dtype=torch.float32)
+    source = opened_after(tmp_path, layout, lambda _: None)
+    for key, tensor in expected_of(MODEL, state_of(MODEL), layout).items():
+        assert_same(source, key, tensor)
+    real = open_foreign(str(FIXTURES / "pipe_2_2_1_zero0_fp32"))
+    expected = expected_of_real("pipe_2_2_1_zero0_fp32")
+    for key in (key for key in expected if key.startswith("model/")):
+        assert_same(real, key.replace("tied_modules.embed", "0"), expected[key])
+    assert "optimizer" in [item.name for item in real.left_out]
 
 
 def test_rules_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
