@@ -39,8 +39,6 @@ PIPELINES = {
     "pipe_2_2_2_zero1_bf16": (2, 2, 2, 1, "bf16"),
     "pipe_1_2_2_zero1_fp32": (1, 2, 2, 1, "fp32"),
     "pipe_2_2_1_zero0_fp32": (2, 2, 1, 0, "fp32"),
-    # DeepSpeed's BF16 optimizer, as BLOOM was trained.
-    "pipe_2_2_2_zero0_bf16": (2, 2, 2, 0, "bf16"),
     # Without a pipeline's engine: a module of the same names, and a grid of ranks.
     "cut_2_1_2_zero2_bf16": (2, 1, 2, 2, "bf16"),
 }
@@ -105,10 +103,7 @@ class Layer(nn.Module):
         for name, (shape, dim, parts) in KINDS[kind].items():
             values = whole_of(name_of(number, kind, name), shape, 1, "values")
             part = own_part(values, dim, parts, rank, ranks)
-            parameter = nn.Parameter(part)
-            # So DeepSpeed counts it on each rank when it sums squares.
-            parameter.tensor_model_parallel = dim is not None
-            self.register_parameter(name, parameter)
+            self.register_parameter(name, nn.Parameter(part))
         if kind == "block":
             self.register_buffer("seen", torch.tensor([5.0, 7.0]))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from keepstep.checkpoint.api import load
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
@@ -33,6 +34,7 @@ from tests.unit.checkpoint.foreign.deepspeed_layouts import (
     Model,
     Parameter,
     expected_of,
+    is_decayed,
     stand_ins,
     state_of,
     write,
@@ -142,6 +144,39 @@ def test_state_is_what_plain_training_arrives_at(name: str) -> None:
         assert source.documents["padding"] == {
             "model/tied_modules.embed.weight": {"logical_shape": [11, 6]}
         }
+
+
+@pytest.mark.parametrize("name", ["pipe_1_2_2_zero1_fp32", "pipe_2_2_2_zero1_bf16_universal"])
+def test_modules_in_another_layout_load_it_without_a_conversion(name: str) -> None:
+    # One process with all layers: neither stages nor ranks of tensor parallelism.
+    expected = expected_of_real(name)
+    model = torch.nn.ModuleDict()
+    for key in (key for key in expected if key.startswith("model/")):
+        if "seen" in key or (name.endswith("universal") and "embed" in key):
+            continue
+        path = key.removeprefix("model/").split(".")
+        holder: torch.nn.Module = model
+        for part in path[:-1]:
+            if not hasattr(holder, part):
+                holder.add_module(part, torch.nn.Module())
+            holder = holder.get_submodule(part)
+        holder.register_parameter(path[-1], torch.nn.Parameter(torch.randn(expected[key].shape)))
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named.items() if is_decayed(n) is decayed]}
+            for decayed in (False, True)
+        ]
+    )
+    state = {"model": model, "optimizer": optimizer}
+    url = f"deepspeed{'-universal' * name.endswith('universal')}:{FIXTURES / name}"
+    assert load(url, state, strict=False) == 2
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02]
+    for key, parameter in named.items():
+        master = expected.get(f"optim/{key}/master_param", expected[f"model/{key}"])
+        assert torch.equal(parameter, master), key
+        for slot in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(optimizer.state[parameter][slot], expected[f"optim/{key}/{slot}"])
 
 
 def universal_tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -487,6 +522,33 @@ def test_files_of_a_whole_stage_that_are_missing_are_noticed(tmp_path: Path) -> 
 
     with pytest.raises(CheckpointDamaged, match=r"2 stages .* files of 1 model ranks"):
         opened_after(tmp_path, Layout(pp=2, dp=2), remove)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (
+            "zero/1.dense/fp32.pt", {"cat_dim": 0},
+            r"1\.dense/fp32.pt: its shape is \(6, 4\), put together along 0 \(`cat_dim`\), and the "
+            r"ranks have \(6, 2\), \(6, 2\)",
+        ),
+        ("zero/1.dense/exp_avg.pt", {"cat_dim": 2}, "put together along 2"),
+        ("zero/1.dense/exp_avg.pt", {"param": torch.zeros(6, 5)}, r"its shape is \(6, 5\)"),
+        (
+            "zero/tied_modules.embed.weight/fp32.pt", {"param": torch.zeros(13, 6)},
+            r"its shape is \(13, 6\)",
+        ),
+        ("zero/1.norm/fp32.pt", {"param": torch.zeros(13)}, r"its shape is \(13,\)"),
+    ],
+)  # fmt: skip
+def test_universal_tensors_that_contradict_the_ranks_are_refused(
+    tmp_path: Path, file: str, change: dict[str, object], message: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / "pipe_2_2_2_zero1_bf16_universal", run)
+    edit(file, lambda content: content.update(change))(run / "global_step2_universal")
+    with pytest.raises(CheckpointDamaged, match=message):
+        open_foreign(str(run))
 
 
 def test_tied_layers_that_nothing_tells_apart_are_refused(tmp_path: Path) -> None:
