@@ -111,7 +111,7 @@ def read_deepspeed_universal(
         contents.add(key, tensor)
     for left in untrained.left_out:
         contents.leave_out(left.name, left.reason)
-    for model_rank in modules:
+    for model_rank in modules[::ranks]:
         if model_rank.content.get("module") is None:
             for name in sorted(model_rank.buffers):
                 contents.leave_out(
