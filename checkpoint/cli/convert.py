@@ -27,7 +27,7 @@ from keepstep.checkpoint.conversion.conversion import (
 )
 from keepstep.checkpoint.conversion.opened import Opened, Place, locate, open_any
 from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
-from keepstep.checkpoint.conversion.rules_given import report
+from keepstep.checkpoint.conversion.rules_given import rank_rules, report
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
 from keepstep.checkpoint.conversion.trusted import code_in, run_code
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
@@ -270,8 +270,9 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
 
     Exit status 1 if a tensor is for no rule, or for several.
     """
-    opened = open_any(source, step=step)
-    found = report(given, opened.source, configuration(opened, configuration_in(config)))
+    given_config = configuration_in(config)
+    opened = open_any(source, step=step, rank_rules=rank_rules(given, given_config or {}))
+    found = report(given, opened.source, configuration(opened, given_config))
     for line in found.lines():
         echo(line)
     if not found.is_complete:

@@ -16,6 +16,7 @@ from keepstep.checkpoint.foreign.opening import (
     open_located,
     recognized_at,
 )
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.layout.wrapper_names import PARALLEL, without_wrappers
@@ -105,22 +106,28 @@ def locate(url: str, form: Format | None = None, *, step: int | None = None) -> 
     return Place(url, found.format, found.directory, found.file_name)
 
 
-def open_place(place: Place, parameter_names: Sequence[str] | None = None) -> Opened:
+def open_place(
+    place: Place,
+    parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
+) -> Opened:
     """Open a checkpoint that was located.
 
     Args:
         place: where it is.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
+        rank_rules: what each rank's own files hold, for formats that do not say it.
 
     Raises:
         CheckpointMissing: it is gone.
         FormatUnsupported: its format is not read.
         CheckpointDamaged: the files contradict themselves or each other.
+        RulesInvalid: the rules do not fit the tensors.
     """
     if place.form == Format.UNIVERSAL:
         return Opened(StoredCheckpoint.open(place.url, place.step, place.generation), "keepstep")
-    foreign = open_located(place.url, place.recognized, parameter_names)
+    foreign = open_located(place.url, place.recognized, parameter_names, rank_rules)
     return Opened(foreign, foreign.format_name, foreign.left_out)
 
 
@@ -130,9 +137,10 @@ def open_any(
     *,
     step: int | None = None,
     parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
 ) -> Opened:
     """Open a checkpoint of any format that is read. Arguments and errors as for the two above."""
-    return open_place(locate(url, form, step=step), parameter_names)
+    return open_place(locate(url, form, step=step), parameter_names, rank_rules)
 
 
 def without_wrapper_names(opened: Opened) -> Opened:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Self
 
 from keepstep.checkpoint.conversion.opened import Opened, Place, open_place, without_wrapper_names
-from keepstep.checkpoint.conversion.rules_given import respell
+from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.foreign.recognition import Format
@@ -46,7 +46,9 @@ class ConversionRequest:
         Raises:
             CheckpointError: it cannot be opened, or the rules do not fit it.
         """
-        opened = open_place(self.place, self.parameter_names)
+        # Before it is opened, what a checkpoint says of its configuration is not known.
+        of_ranks = None if self.rules is None else rank_rules(self.rules, self.config or {})
+        opened = open_place(self.place, self.parameter_names, of_ranks)
         if not self.keeps_wrappers:
             opened = without_wrapper_names(opened)
         if self.rules is None:

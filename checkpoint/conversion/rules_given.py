@@ -9,6 +9,7 @@ from pathlib import Path
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.respelling import Planner, aliases_of, respelled
 from keepstep.checkpoint.errors import CheckpointMissing, RulesInvalid
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.source import Source, TensorSpec
 from keepstep.checkpoint.rules.matching import MatchReport, match_names
@@ -73,11 +74,29 @@ def report(given: str, source: Source, config: Mapping[str, Json]) -> MatchRepor
         CheckpointMissing: there is no such file.
         RulesInvalid: they are no rules, or there is no such preset.
     """
-    named = _preset(given)
-    rules = preset(named[0]).rules(named[1]) if named is not None else _read_rules(given)
+    rules = _source_rules(given)
     firsts = aliases_of(source)
     tensors = {**source.tensors, **{a: source.tensors[first] for a, first in firsts.items()}}
     return match_names(rules, names_of(tensors), rules.variables(config))
+
+
+def rank_rules(given: str, config: Mapping[str, Json]) -> RankRules:
+    """Return the rules that a user names, as what each rank's own files hold.
+
+    Args:
+        given: as for `planner`; of a preset, the rules from FROM to Hugging Face's spelling.
+        config: the model's configuration, of a checkpoint that is not opened yet.
+
+    Raises:
+        CheckpointMissing: there is no such file.
+        RulesInvalid: they are no rules, or there is no such preset.
+    """
+    return RankRules(_source_rules(given), config)
+
+
+def _source_rules(given: str) -> RuleSet:
+    named = _preset(given)
+    return preset(named[0]).rules(named[1]) if named is not None else _read_rules(given)
 
 
 def _preset(given: str) -> tuple[str, str, str] | None:

@@ -1,21 +1,25 @@
 """Files of a checkpoint of DeepSpeed: which there are, and what the module's file has.
 
-One file has the module's state, as rank 0 had it, and what the script added; in stage 3 each rank
-has one. The parameters that are trained are named in the order of the optimizer's groups, which is
-the order of the flat buffers in the optimizer's files.
+Each rank of model parallelism has a file with the module's state, as its first rank of data
+parallelism had it, and what the script added; in stage 3 each rank has one. Model ranks count
+through the ranks of tensor parallelism first, then through the pipeline's stages; a pipeline's
+modules are in files of layers instead (`keepstep.checkpoint.foreign.deepspeed_layers`). The
+parameters that are trained are named in the order of the optimizer's groups, which is the order of
+the flat buffers in the optimizer's files.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.contents import Contents, mapping_of, step_of
 from keepstep.checkpoint.foreign.files import ForeignFiles, damaged
+from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
@@ -33,14 +37,7 @@ Shape = tuple[int, ...]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_UNSUPPORTED = (
-    (re.compile(r"layer_\d+_expert_.*|expp_rank_.*"), "it has experts of DeepSpeed"),
-    (re.compile(r"layer_.*model_states\.pt"), "it was trained with DeepSpeed's pipeline"),
-)
-_INSTEAD = (
-    "load it with the script that trained it, and save whole parameters, such as with "
-    "torch.distributed.checkpoint; what ds_to_universal makes of it is not read either"
-)
+_EXPERTS = re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*")
 # What the module's file has beside what the script added.
 _STRUCTURE = (
     "module",
@@ -56,6 +53,9 @@ _STRUCTURE = (
     "universal_checkpoint_info",
 )
 _SETTINGS = ("ds_config", "ds_version")
+# What DeepSpeed writes beside its checkpoints, and by which they are known.
+_BESIDE = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_CHECKPOINT = re.compile(rf"(?:{_MODEL.pattern})|(?:{_OPTIMIZER.pattern})|zero/.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ class ModelFile:
         groups: names and shapes of the trained parameters, for each flat buffer in order.
         shared: names that are other parameters' too, and those.
         frozen: names and shapes of what stage 3 partitioned and did not train.
+        buffers: names of the module's buffers.
     """
 
     location: str
@@ -77,6 +78,7 @@ class ModelFile:
     groups: Sequence[Mapping[str, Shape]]
     shared: Mapping[str, str]
     frozen: Mapping[str, Shape]
+    buffers: frozenset[str]
 
     @property
     def trained(self) -> dict[str, Shape]:
@@ -92,51 +94,80 @@ class OptimizerFile:
     state: Mapping[str, Any] = field(repr=False)
 
 
-def model_files(files: ForeignFiles) -> list[ModelFile]:
-    """Return what the modules' files have, by rank: one, or in stage 3 one for each.
+def model_files(files: ForeignFiles) -> list[list[ModelFile]]:
+    """Return what the modules' files have, by model rank: of each one, or in stage 3 of each rank.
+
+    Of a pipeline they have no module.
 
     Raises:
         CheckpointMissing: one of the files is not there.
         CheckpointDamaged: one contradicts itself.
-        FormatUnsupported: model parallelism cut the parameters.
+        FormatUnsupported: there are experts' files.
     """
-    return [_model_file(files, name) for name in _names_by_rank(files, _MODEL)]
-
-
-def optimizer_files(files: ForeignFiles) -> list[OptimizerFile]:
-    """Return what the optimizers' files have, by rank.
-
-    Raises:
-        CheckpointMissing: one of the files is not there.
-        CheckpointDamaged: one contradicts itself.
-        FormatUnsupported: model parallelism cut the parameters.
-    """
-    found = []
-    for name in optimizer_names(files):
-        file = files.file(name)
-        state = mapping_of(mapping_of(read_torch_file(file.whole)).get("optimizer_state_dict"))
-        if not state:
-            raise damaged(file.location, "it has no optimizer_state_dict")
-        found.append(OptimizerFile(file.location, state))
-    return found
-
-
-def leave_out_others(contents: Contents, files: ForeignFiles, opened: Collection[str]) -> None:
-    """Leave out all files by name but those that were opened, and the modules'."""
-    of_modules = _names_by_rank(files, _MODEL)
     for name in files.names:
-        if name not in opened and name not in of_modules:
-            contents.leave_out(name, "it was not opened: DeepSpeed has no state of its own in it")
+        if _EXPERTS.fullmatch(name):
+            raise FormatUnsupported(
+                f"{files.url}/{name}: it has experts of DeepSpeed, which are not read; load it "
+                "with the script that trained it, and save whole parameters, such as with "
+                "torch.distributed.checkpoint"
+            )
+    return [[_model_file(files, name) for name in row] for row in _names_by_rank(files, _MODEL)]
 
 
-def optimizer_names(files: ForeignFiles) -> list[str]:
-    """Return the names of the optimizers' files, by rank.
+def optimizer_files(files: ForeignFiles) -> list[list[OptimizerFile]]:
+    """Return what the optimizers' files have, by model rank and rank.
 
     Raises:
         CheckpointMissing: one of the files is not there.
-        FormatUnsupported: model parallelism cut the parameters.
+        CheckpointDamaged: one contradicts itself.
+    """
+    return [[_optimizer_file(files, name) for name in row] for row in optimizer_names(files)]
+
+
+def left_out_files(files: ForeignFiles, opened: Collection[str]) -> list[LeftOut]:
+    """Return the files that were not opened: all by name but those that were, and the modules'.
+
+    Beside the checkpoint's directory, files and directories are meant that are no other checkpoints
+    of DeepSpeed's, and none of what it writes there.
+    """
+    of_modules = {name for row in _names_by_rank(files, _MODEL) for name in row}
+    left_out = [
+        LeftOut(name, "it was not opened: DeepSpeed has no state of its own in it")
+        for name in files.names
+        if name not in opened and name not in of_modules
+    ]
+    parent = files.directory.rstrip("/").rpartition("/")[0]
+    above = f"{parent}/" if parent else ""
+    beside: dict[str, list[str]] = {}
+    for name in files.all_names if files.directory else ():
+        if not name.startswith(files.directory):
+            inside = name[len(above) :] if name.startswith(above) else name
+            top, slash, rest = inside.partition("/")
+            beside.setdefault(f"{top}{slash}", []).append(rest)
+    for top, names in beside.items():
+        if top not in _BESIDE and not any(_CHECKPOINT.fullmatch(name) for name in names):
+            count = f" ({len(names)} files)" if len(names) > 1 else ""
+            left_out.append(
+                LeftOut(f"{top}{count}", "it is beside the checkpoint's directory, not in it")
+            )
+    return left_out
+
+
+def optimizer_names(files: ForeignFiles) -> list[list[str]]:
+    """Return the names of the optimizers' files, by model rank and rank.
+
+    Raises:
+        CheckpointMissing: one of the files is not there.
     """
     return _names_by_rank(files, _OPTIMIZER)
+
+
+def is_state(name: str) -> bool:
+    """Return whether DeepSpeed itself has a part of the state, or a setting, under a name.
+
+    The rest of a module's file is what the script added, and the same on all ranks.
+    """
+    return name in _STRUCTURE or name in _SETTINGS
 
 
 def add_rest(contents: Contents, model: ModelFile, settings: Mapping[str, Any]) -> int:
@@ -150,7 +181,7 @@ def add_rest(contents: Contents, model: ModelFile, settings: Mapping[str, Any]) 
     for name, first in model.shared.items():
         contents.tie(name, first)
     for name, value in model.content.items():
-        if name not in _STRUCTURE and name not in _SETTINGS and value is not None:
+        if not is_state(name) and value is not None:
             contents.add_value(name, value)
     known: dict[str, Json] = {}
     for name, value in [
@@ -212,9 +243,9 @@ def shapes_of(value: object, location: str) -> dict[str, Shape]:
 def _model_file(files: ForeignFiles, name: str) -> ModelFile:
     file = files.file(name)
     content = mapping_of(read_torch_file(file.whole))
-    module = mapping_of(content.get("module"))
-    if not module:
+    if "module" not in content:
         raise damaged(file.location, "it has no module's state")
+    module = mapping_of(content.get("module"))
     listed = content.get("param_shapes") or []
     if not isinstance(listed, list):
         raise damaged(file.location, "its param_shapes are no list")
@@ -234,34 +265,40 @@ def _model_file(files: ForeignFiles, name: str) -> ModelFile:
         groups,
         shared,
         shapes_of(content.get("frozen_param_shapes"), file.location),
+        frozenset(name for name in content.get("buffer_names") or () if isinstance(name, str)),
     )
 
 
-def _names_by_rank(files: ForeignFiles, pattern: re.Pattern[str]) -> list[str]:
-    """Return the names of the files of all ranks of data parallelism, in their order."""
-    for name in files.names:
-        for unsupported, reason in _UNSUPPORTED:
-            if unsupported.fullmatch(name):
-                raise FormatUnsupported(
-                    f"{files.url}/{name}: {reason}, and only parameters that each rank had whole "
-                    f"are read; {_INSTEAD}"
-                )
-    found = dict(_matches(files, pattern))
-    for rank in range(len(found)):
-        if rank not in found:
-            # The listing lacks it, so this says so.
-            files.file(re.sub(r"(pp_rank_)\d+", rf"\g<1>{rank}", next(iter(found.values()))))
-    return [found[rank] for rank in range(len(found))]
+def _optimizer_file(files: ForeignFiles, name: str) -> OptimizerFile:
+    file = files.file(name)
+    state = mapping_of(mapping_of(read_torch_file(file.whole)).get("optimizer_state_dict"))
+    if not state:
+        raise damaged(file.location, "it has no optimizer_state_dict")
+    return OptimizerFile(file.location, state)
 
 
-def _matches(files: ForeignFiles, pattern: re.Pattern[str]) -> Iterator[tuple[int, str]]:
-    for name in files.names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        if int(match[2]):
-            raise FormatUnsupported(
-                f"{files.url}/{name}: model parallelism cut its parameters, and nothing in the "
-                f"file says how; {_INSTEAD}"
-            )
-        yield int(match[1] or 0), name
+def _names_by_rank(files: ForeignFiles, pattern: re.Pattern[str]) -> list[list[str]]:
+    """Return the names of all ranks' files, by model rank and rank of data parallelism.
+
+    Raises:
+        CheckpointMissing: a rank's is not there.
+    """
+    found = {
+        (int(match[2]), int(match[1] or 0)): name
+        for name in files.names
+        if (match := pattern.fullmatch(name))
+    }
+    if not found:
+        return []
+    some = next(iter(found.values()))
+    rows = []
+    for model_rank in range(max(rank for rank, _ in found) + 1):
+        row = []
+        for rank in range(max(rank for _, rank in found) + 1):
+            if (model_rank, rank) not in found:
+                missing = re.sub(r"(?<=zero_pp_rank_)\d+", f"{rank}", some)
+                # The listing lacks it, so this says so.
+                files.file(re.sub(r"(?<=mp_rank_)\d+", f"{model_rank:02d}", missing))
+            row.append(found[model_rank, rank])
+        rows.append(row)
+    return rows

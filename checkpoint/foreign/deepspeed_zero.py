@@ -1,4 +1,7 @@
-"""Checkpoints of DeepSpeed's ZeRO: stages 1, 2 and 3, without model parallelism.
+"""What one model rank of DeepSpeed's ZeRO has: stages 1, 2 and 3.
+
+Its ranks of data parallelism are joined here; `keepstep.checkpoint.foreign.deepspeed_ranks` joins
+model ranks.
 
 The optimizer works on one flat buffer for each group of parameters, in the order of the groups.
 
@@ -18,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.arrays import FileArray
 from keepstep.checkpoint.foreign.contents import Contents, mapping_of
 from keepstep.checkpoint.foreign.converted_arrays import ConvertedArray
+from keepstep.checkpoint.foreign.deepspeed_cuts import INFO
 from keepstep.checkpoint.foreign.deepspeed_files import (
     MASTER_SLOT,
     MASTERS,
@@ -32,12 +37,8 @@ from keepstep.checkpoint.foreign.deepspeed_files import (
     Shape,
     add_groups,
     add_rest,
-    leave_out_others,
-    model_files,
-    optimizer_files,
-    optimizer_names,
 )
-from keepstep.checkpoint.foreign.files import ForeignFiles, damaged
+from keepstep.checkpoint.foreign.files import damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.optimizer_state import add_optimizer_state, is_optimizer_state
 from keepstep.checkpoint.foreign.pickled_values import Record
@@ -59,34 +60,37 @@ _STRUCTURE = (
     "zero_stage",
     "ds_version",
     "ds_zero_partition_groups",
+    INFO,
 )
 
 # Elements of a parameter, each with the place of the first in the flattened parameter.
 _Ranges = list[tuple[int, FileArray]]
 
 
-def read_deepspeed(
-    files: ForeignFiles, parameter_names: Sequence[str] | None = None
+def read_model_rank(
+    url: str,
+    models: Sequence[ModelFile],
+    optimizers: Sequence[OptimizerFile],
+    parameter_names: Sequence[str] | None = None,
 ) -> ForeignCheckpoint:
-    """Return the checkpoint of a folder such as `global_step1000`.
+    """Return what one rank of model parallelism has, as a checkpoint of its own.
 
     Args:
-        files: the folder's.
+        url: of the checkpoint.
+        models: its modules' files; the first one has the module's state.
+        optimizers: its optimizers' files, by rank of data parallelism.
         parameter_names: see `add_optimizer_state`; ZeRO's files have names of their own.
 
     Raises:
-        CheckpointMissing: a rank's file is not there.
         CheckpointDamaged: files contradict themselves or each other.
-        FormatUnsupported: parameters were cut by model parallelism, or it has experts.
+        FormatUnsupported: it is of no stage that is read, or it has experts.
     """
-    models = model_files(files)
-    optimizers = optimizer_files(files)
-    if not models:
-        raise damaged(files.url, "no file there has the module's state")
     model = models[0]
+    is_of_layers = model.content.get("module") is None
+    if not model.module and not model.trained and not is_of_layers:
+        raise damaged(model.location, "it has no module's state")
     if not optimizers:
-        contents = Contents(files.url, "DeepSpeed")
-        leave_out_others(contents, files, ())
+        contents = Contents(url, "DeepSpeed")
         add_module(contents, model, {})
         state = model.content.get("optimizer")
         if is_optimizer_state(state):
@@ -98,8 +102,10 @@ def read_deepspeed(
         return contents.checkpoint(add_rest(contents, model, {}))
     _check_world(optimizers)
     stage = _stage(optimizers[0])
-    contents = Contents(files.url, f"DeepSpeed ZeRO {stage}")
-    leave_out_others(contents, files, optimizer_names(files))
+    contents = Contents(url, f"DeepSpeed ZeRO {stage}")
+    if not model.groups:
+        # DeepSpeed's BF16 optimizer without ZeRO partitions as stage 1, and writes no shapes.
+        model = replace(model, groups=_groups_of(model, optimizers))
     if stage == 3:
         add_frozen_parts(contents, models)
     add_module(contents, model, model.trained if stage == 3 else {})
@@ -348,6 +354,8 @@ def _flat(value: object, location: str) -> FileArray:
 def _stage(optimizer: OptimizerFile) -> int:
     """Return the stage of ZeRO, which newer releases store as an enumeration's member."""
     stage = optimizer.state.get("zero_stage")
+    if stage is None and _MASTERS[0] in optimizer.state:
+        return 1
     if isinstance(stage, Record) and len(stage.args) == 1:
         stage = stage.args[0]
     if stage not in (1, 2, 3):
@@ -360,6 +368,36 @@ def _stage(optimizer: OptimizerFile) -> int:
             "read; load it with the script that trained it, and save whole parameters"
         )
     return int(stage)
+
+
+def names_of_slices(optimizers: Sequence[OptimizerFile]) -> dict[str, None]:
+    """Return the names of the parameters of which ranks have slices; their shapes are not there."""
+    return {name: None for group in _sliced_groups(optimizers) for name in group}
+
+
+def _sliced_groups(optimizers: Sequence[OptimizerFile]) -> list[dict[str, str]]:
+    """Return the parameters of which ranks have slices, by groups, with a file that says so."""
+    groups: list[dict[str, str]] = []
+    for optimizer in optimizers:
+        mappings = optimizer.state.get("param_slice_mappings")
+        for number, mapping in enumerate(mappings if isinstance(mappings, list) else ()):
+            if number == len(groups):
+                groups.append({})
+            groups[number].update(dict.fromkeys(mapping_of(mapping), optimizer.location))
+    return groups
+
+
+def _groups_of(model: ModelFile, optimizers: Sequence[OptimizerFile]) -> list[dict[str, Shape]]:
+    """Return names and shapes of the trained parameters from where their slices are."""
+    groups: list[dict[str, Shape]] = []
+    for group in _sliced_groups(optimizers):
+        groups.append({})
+        for name, location in group.items():
+            tensor = model.module.get(name)
+            if not isinstance(tensor, FileArray):
+                raise damaged(location, f"it has {name}, which the module's file has not")
+            groups[-1][name] = tensor.shape
+    return groups
 
 
 def _check_world(optimizers: Sequence[OptimizerFile]) -> None:

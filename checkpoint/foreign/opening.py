@@ -12,11 +12,12 @@ from functools import partial
 
 from keepstep.checkpoint.errors import CheckpointMissing, FormatUnsupported
 from keepstep.checkpoint.foreign.dcp_folders import read_dcp
+from keepstep.checkpoint.foreign.deepspeed_ranks import read_deepspeed
 from keepstep.checkpoint.foreign.deepspeed_universal import read_deepspeed_universal
-from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import (
     Format,
     Recognized,
@@ -41,11 +42,13 @@ class Opening:
         file_name: the file, where the checkpoint is one.
         parameter_names: names of the optimizer's parameters in the order of its groups, if the
             caller knows them.
+        rank_rules: what each rank's own files hold of the parameters, if the caller knows it.
     """
 
     files: ForeignFiles
     file_name: str | None = None
     parameter_names: Sequence[str] | None = None
+    rank_rules: RankRules | None = None
 
     @property
     def file(self) -> str:
@@ -67,8 +70,8 @@ _READERS: Mapping[Format, Reader] = {
     Format.SAFETENSORS: lambda o: read_safetensors_alone(o.files, o.file),
     Format.DCP: lambda o: read_dcp(o.files, o.parameter_names),
     Format.TORCHTITAN: lambda o: read_dcp(o.files, o.parameter_names),
-    Format.DEEPSPEED: lambda o: read_deepspeed(o.files, o.parameter_names),
-    Format.DEEPSPEED_UNIVERSAL: lambda o: read_deepspeed_universal(o.files),
+    Format.DEEPSPEED: lambda o: read_deepspeed(o.files, o.parameter_names, o.rank_rules),
+    Format.DEEPSPEED_UNIVERSAL: lambda o: read_deepspeed_universal(o.files, o.rank_rules),
     Format.HUGGING_FACE: lambda o: read_hugging_face(o.files),
     Format.TRAINER: lambda o: read_training_folder(
         o.files, "Hugging Face Trainer", o.parameter_names
@@ -136,7 +139,10 @@ def _head(files: ForeignFiles, name: str, nbytes: int) -> tuple[bytes, int]:
 
 
 def open_foreign(
-    url: str, form: Format | None = None, parameter_names: Sequence[str] | None = None
+    url: str,
+    form: Format | None = None,
+    parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open a checkpoint of another tool.
 
@@ -146,13 +152,16 @@ def open_foreign(
         form: its format; None to tell it from the files.
         parameter_names: names of the optimizer's parameters in the order of its groups, for
             formats that number them.
+        rank_rules: what each rank's own files hold, for formats with files of ranks of tensor
+            parallelism that do not say it.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is read here.
         CheckpointDamaged: the files contradict themselves or each other.
+        RulesInvalid: the rules do not fit the tensors.
     """
-    return _open(url, *_located(url, form), parameter_names)
+    return _open(url, *_located(url, form), parameter_names, rank_rules)
 
 
 def locate_foreign(url: str, form: Format | None = None) -> Recognized:
@@ -170,7 +179,10 @@ def locate_foreign(url: str, form: Format | None = None) -> Recognized:
 
 
 def open_located(
-    url: str, found: Recognized, parameter_names: Sequence[str] | None = None
+    url: str,
+    found: Recognized,
+    parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open exactly the checkpoint that was found at a URL, whatever else is there by now.
 
@@ -178,11 +190,12 @@ def open_located(
         url: where it was found.
         found: what `found_foreign` or `locate_foreign` has returned.
         parameter_names: as for `open_foreign`.
+        rank_rules: as for `open_foreign`.
 
     Raises:
         CheckpointError: as for `open_foreign`.
     """
-    return _open(url, found, files_of(url, found), parameter_names)
+    return _open(url, found, files_of(url, found), parameter_names, rank_rules)
 
 
 def files_of(url: str, found: Recognized) -> ForeignFiles:
@@ -214,8 +227,9 @@ def _open(
     found: Recognized,
     files: ForeignFiles,
     parameter_names: Sequence[str] | None = None,
+    rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     reader = _READERS.get(found.format)
     if reader is None:
         raise FormatUnsupported(f"{url}: checkpoints of {found.format} cannot be read yet")
-    return reader(Opening(files, found.file_name, parameter_names))
+    return reader(Opening(files, found.file_name, parameter_names, rank_rules))

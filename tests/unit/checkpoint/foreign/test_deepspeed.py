@@ -25,6 +25,7 @@ from keepstep.checkpoint.state_mapping import capture
 from tests.integration.checkpoint.foreign_reads import assert_same
 
 FIXTURES = Path(__file__).parents[3] / "foreign_fixtures" / "deepspeed"
+BESIDE = "it is beside the checkpoint's directory, not in it"
 STAGES = {
     "zero1_bf16_4": "DeepSpeed ZeRO 1",
     "zero1_fp32_2": "DeepSpeed ZeRO 1",
@@ -58,7 +59,7 @@ def test_state_is_what_plain_training_arrives_at(name: str) -> None:
     seen = torch.tensor([5.0, 7.0], dtype=expected["model/frozen.weight"].dtype)
     assert_same(source, "model/seen", seen)
     assert set(source.tensors) == {*expected, "model/seen"}
-    assert source.left_out == ()
+    assert [(left.name, left.reason) for left in source.left_out] == [("expected.pt", BESIDE)]
 
 
 @pytest.mark.parametrize("name", STAGES)
