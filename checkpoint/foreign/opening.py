@@ -16,6 +16,7 @@ from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.orbax_folders import read_orbax
 from keepstep.checkpoint.foreign.recognition import Format, Recognized, recognize
 from keepstep.checkpoint.foreign.sharded_files import read_sharded_files
 from keepstep.checkpoint.foreign.state_dicts import read_state_dicts
@@ -69,6 +70,7 @@ _READERS: Mapping[Format, Reader] = {
     ),
     Format.ACCELERATE: lambda o: read_training_folder(o.files, "Accelerate", o.parameter_names),
     Format.ADAPTER: lambda o: read_adapter(o.files),
+    Format.ORBAX: lambda o: read_orbax(o.files),
     Format.LIGHTNING: lambda o: read_lightning(o.files, o.file, o.parameter_names),
 }
 
@@ -89,17 +91,21 @@ def format_before(text: str) -> NamedForeign | None:
     return NamedForeign(rest, Format(prefix)) if is_format else None
 
 
-def found_foreign(url: str) -> Recognized | None:
-    """Return the checkpoint of another tool at a URL; None if there is none."""
+def found_foreign(url: str, step: int | None = None) -> Recognized | None:
+    """Return the checkpoint of another tool at a URL, of a step if there; None if there is none."""
     try:
-        found, _ = recognized_at(url)
+        found, _ = recognized_at(url, step)
     except (CheckpointMissing, FormatUnsupported):
         return None
     return None if found.format == Format.UNIVERSAL else found
 
 
-def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
+def recognized_at(url: str, step: int | None = None) -> tuple[Recognized, ForeignFiles]:
     """Return the format of what is at a URL, and the files of the checkpoint.
+
+    Args:
+        url: as for `open_foreign`.
+        step: the step that is wanted where directories of several are; None for the latest.
 
     Raises:
         CheckpointMissing: there is nothing.
@@ -112,7 +118,7 @@ def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
         return whole.part(0, min(nbytes, whole.nbytes)).read(nbytes), whole.nbytes
 
     try:
-        found = recognize(files.names, head)
+        found = recognize(files.names, head, step)
     except FormatUnsupported as error:
         raise FormatUnsupported(f"{url}: {error}") from None
     return found, files.below(found.directory) if found.directory else files
@@ -138,18 +144,19 @@ def open_foreign(
     return _open(url, *_located(url, form), parameter_names)
 
 
-def locate_foreign(url: str, form: Format | None = None) -> Recognized:
+def locate_foreign(url: str, form: Format | None = None, step: int | None = None) -> Recognized:
     """Return which checkpoint `open_foreign` opens.
 
     Args:
         url: as for `open_foreign`.
         form: as for `open_foreign`.
+        step: as for `recognized_at`.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is known, and none is given.
     """
-    return _located(url, form)[0]
+    return _located(url, form, step)[0]
 
 
 def open_located(url: str, found: Recognized) -> ForeignCheckpoint:
@@ -166,9 +173,11 @@ def open_located(url: str, found: Recognized) -> ForeignCheckpoint:
     return _open(url, found, files.below(found.directory) if found.directory else files)
 
 
-def _located(url: str, form: Format | None) -> tuple[Recognized, ForeignFiles]:
+def _located(
+    url: str, form: Format | None, step: int | None = None
+) -> tuple[Recognized, ForeignFiles]:
     try:
-        found, files = recognized_at(url)
+        found, files = recognized_at(url, step)
     except FormatUnsupported:
         if form is None:
             raise
