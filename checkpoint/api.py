@@ -252,7 +252,7 @@ def load_state(
         return load_foreign(open_foreign_together(named, step=step))
     listed = newest_first(url) if step is None else iter(agreed_steps(url))
     newest = next(listed, None)
-    if newest is None and (found := find_foreign_together(url)):
+    if newest is None and (found := find_foreign_together(url, step)):
         return load_foreign(open_foreign_together(NamedForeign(url, None), found, step=step))
     all_steps = itertools.chain(() if newest is None else [newest], listed)
     candidates = (stored for stored in all_steps if step in (None, stored.step))

@@ -24,13 +24,17 @@ from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.boxes import Json
 
 
-def find_foreign_together(url: str) -> Recognized | None:
+def find_foreign_together(url: str, step: int | None = None) -> Recognized | None:
     """Return the checkpoint of another tool that rank 0 finds at a URL; None if it finds none.
+
+    Args:
+        url: where it looks.
+        step: the step to prefer where there are directories of several; None for the latest.
 
     Raises:
         CheckpointError: rank 0 could not look; on all ranks.
     """
-    return _from_rank_0(lambda: found_foreign(url))
+    return _from_rank_0(lambda: found_foreign(url, step))
 
 
 def open_foreign_together(
@@ -51,7 +55,7 @@ def open_foreign_together(
         CheckpointError: another rank could not open it.
     """
     url = named.url
-    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form))
+    chosen = found or _from_rank_0(lambda: locate_foreign(url, named.form, step))
     assert chosen is not None
 
     def seen(opened: ForeignCheckpoint) -> Json:

@@ -2,6 +2,8 @@
 
 Whoever wrote them is not trusted. A file is opened only by a name that the storage listed, so no
 name inside a file leads out of the checkpoint, and every range is checked against the file's size.
+A link in a folder leads no further than the folder, or to the cache that Hugging Face's library
+keeps beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.stored.files import FileStorage
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 _READ_AT_ONCE_NBYTES = 2**26
@@ -134,11 +137,13 @@ class ForeignFiles:
         storage: where the files are.
         all_names: names of the storage's files, sorted.
         directory: where the checkpoint is in the storage: empty, or ends with a slash.
+        is_named: whether the user named the file, so that a link there is the user's own.
     """
 
     storage: Storage
     all_names: tuple[str, ...]
     directory: str = ""
+    is_named: bool = False
 
     @property
     def url(self) -> str:
@@ -169,14 +174,31 @@ class ForeignFiles:
 
         Raises:
             CheckpointMissing: the listing has no such file, whatever path the name may lead along.
+            CheckpointDamaged: it is a link that leads out of the folder.
         """
+        full_name = self._full_name(name)
+        return ForeignFile(self.storage, full_name, self.storage.size(full_name))
+
+    def file_of_size(self, name: str, nbytes: int) -> ForeignFile:
+        """Return a file of which something else tells the size; it is not asked for.
+
+        Raises:
+            CheckpointMissing: the listing has no such file.
+            CheckpointDamaged: it is a link that leads out of the folder.
+        """
+        return ForeignFile(self.storage, self._full_name(name), nbytes)
+
+    def _full_name(self, name: str) -> str:
+        """Return a file's name in the storage, once it is shown to be one of the folder."""
         if name not in self._known:
             raise CheckpointMissing(
                 f"{self.url}: there is no file {name!r}, which the checkpoint needs; copy all of "
                 "its files"
             )
         full_name = f"{self.directory}{name}"
-        return ForeignFile(self.storage, full_name, self.storage.size(full_name))
+        if isinstance(self.storage, FileStorage) and not self.is_named:
+            _check_link(self.storage.root, full_name)
+        return full_name
 
     def read(self, name: str, most_nbytes: int = _READ_AT_ONCE_NBYTES) -> bytes:
         """Return a small file's bytes.
@@ -199,7 +221,7 @@ def open_files(url: str) -> ForeignFiles:
     if parsed.scheme in ("", "file"):
         path = Path(unquote(parsed.path) if parsed.scheme else url).absolute()
         if _is_regular(path):
-            return ForeignFiles(open_storage(str(path.parent)), (path.name,))
+            return ForeignFiles(open_storage(str(path.parent)), (path.name,), is_named=True)
     storage = open_storage(url)
     names = tuple(storage.names())
     if names:
@@ -210,6 +232,25 @@ def open_files(url: str) -> ForeignFiles:
         if name in directory.names(name):
             return ForeignFiles(directory, (name,))
     raise CheckpointMissing(f"{url}: there is no file and no directory with files")
+
+
+def _check_link(root: Path, name: str) -> None:
+    """Refuse a link out of a folder: whoever made it chose which of the reader's files it names.
+
+    Raises:
+        CheckpointDamaged: it is one.
+    """
+    path = root / name
+    if not path.is_symlink():
+        return
+    target, folder = path.resolve(), root.resolve()
+    # Hugging Face's library keeps `snapshots/<revision>/<name>` as links to `blobs/<hash>`.
+    blobs = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    if not target.is_relative_to(folder) and target.parent != blobs:
+        raise CheckpointDamaged(
+            f"{path}: it is a link to {target}, outside of the folder; copy that file to the "
+            "folder if it belongs there"
+        )
 
 
 def _is_regular(path: Path) -> bool:

@@ -17,6 +17,7 @@ from keepstep.checkpoint.foreign.deepspeed_universal import read_deepspeed_unive
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.orbax_folders import read_orbax
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import (
     Format,
@@ -78,6 +79,7 @@ _READERS: Mapping[Format, Reader] = {
     ),
     Format.ACCELERATE: lambda o: read_training_folder(o.files, "Accelerate", o.parameter_names),
     Format.ADAPTER: lambda o: read_adapter(o.files),
+    Format.ORBAX: lambda o: read_orbax(o.files),
     Format.LIGHTNING: lambda o: read_lightning(o.files, o.file, o.parameter_names),
 }
 
@@ -98,17 +100,21 @@ def format_before(text: str) -> NamedForeign | None:
     return NamedForeign(rest, Format(prefix)) if is_format else None
 
 
-def found_foreign(url: str) -> Recognized | None:
-    """Return the checkpoint of another tool at a URL; None if there is none."""
+def found_foreign(url: str, step: int | None = None) -> Recognized | None:
+    """Return the checkpoint of another tool at a URL, of a step if there; None if there is none."""
     try:
-        found, _ = recognized_at(url)
+        found, _ = recognized_at(url, step)
     except (CheckpointMissing, FormatUnsupported):
         return None
     return None if found.format == Format.UNIVERSAL else found
 
 
-def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
+def recognized_at(url: str, step: int | None = None) -> tuple[Recognized, ForeignFiles]:
     """Return the format of what is at a URL, and the files of the checkpoint.
+
+    Args:
+        url: as for `open_foreign`.
+        step: the step that is wanted where directories of several are; None for the latest.
 
     Raises:
         CheckpointMissing: there is nothing.
@@ -116,7 +122,7 @@ def recognized_at(url: str) -> tuple[Recognized, ForeignFiles]:
     """
     files = open_files(url)
     try:
-        found = recognize(files.names, partial(_head, files))
+        found = recognize(files.names, partial(_head, files), step)
     except FormatUnsupported as error:
         raise FormatUnsupported(f"{url}: {error}") from None
     return found, files.below(found.directory) if found.directory else files
@@ -164,18 +170,19 @@ def open_foreign(
     return _open(url, *_located(url, form), parameter_names, rank_rules)
 
 
-def locate_foreign(url: str, form: Format | None = None) -> Recognized:
+def locate_foreign(url: str, form: Format | None = None, step: int | None = None) -> Recognized:
     """Return which checkpoint `open_foreign` opens.
 
     Args:
         url: as for `open_foreign`.
         form: as for `open_foreign`.
+        step: as for `recognized_at`.
 
     Raises:
         CheckpointMissing: there is nothing.
         FormatUnsupported: it is in no format that is known, and none is given.
     """
-    return _located(url, form)[0]
+    return _located(url, form, step)[0]
 
 
 def open_located(
@@ -208,9 +215,11 @@ def files_of(url: str, found: Recognized) -> ForeignFiles:
     return files.below(found.directory) if found.directory else files
 
 
-def _located(url: str, form: Format | None) -> tuple[Recognized, ForeignFiles]:
+def _located(
+    url: str, form: Format | None, step: int | None = None
+) -> tuple[Recognized, ForeignFiles]:
     try:
-        found, files = recognized_at(url)
+        found, files = recognized_at(url, step)
     except FormatUnsupported:
         if form is None:
             raise

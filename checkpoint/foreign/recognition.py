@@ -72,7 +72,12 @@ _SIGNS: tuple[tuple[Format, re.Pattern[str]], ...] = tuple(
             r"(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt",
         ),
         (Format.MEGATRON_LM, r"mp_rank_\d+(?:_\d+)*/model_(?:optim_)?rng\.pt"),
-        (Format.ORBAX, r"(?:[^/]+/)?_METADATA|_CHECKPOINT_METADATA"),
+        # A folder of steps has trees in folders too, which are named by numbers.
+        (
+            Format.ORBAX,
+            r"(?:(?![A-Za-z_-]*\d+/|[^/]*\.orbax-checkpoint-tmp)[^/]+/)?_METADATA"
+            r"|_CHECKPOINT_METADATA",
+        ),
         (Format.TRAINER, r"trainer_state\.json"),
         (Format.ACCELERATE, r"random_states_\d+\.pkl"),
         (Format.ADAPTER, r"adapter_model\.(?:safetensors|bin)"),
@@ -81,12 +86,13 @@ _SIGNS: tuple[tuple[Format, re.Pattern[str]], ...] = tuple(
 )
 
 
-def recognize(names: Sequence[str], head: Head) -> Recognized:
+def recognize(names: Sequence[str], head: Head, step: int | None = None) -> Recognized:
     """Return the format of what lies at a place.
 
     Args:
         names: all files there, relative to the place; of a file alone, its name.
         head: reads the beginning of one.
+        step: the step that is wanted of several; None for the latest.
 
     Raises:
         FormatUnsupported: it is none that is known; the message says what was looked for.
@@ -95,7 +101,7 @@ def recognize(names: Sequence[str], head: Head) -> Recognized:
         form = _format_of_file(names[0], head)
         if form is not None:
             return Recognized(form, "", names[0])
-    for directory in _directories(names, head):
+    for directory in _directories(names, head, step):
         form = _format_at(directory, names, head)
         if form is not None:
             return Recognized(form, directory)
@@ -119,14 +125,13 @@ def recognize_all(names: Sequence[str], head: Head) -> tuple[Recognized, ...]:
     """
     if len(names) == 1 and (form := _format_of_file(names[0], head)) is not None:
         return (Recognized(form, "", names[0]),)
-    directories = dict.fromkeys(_directories(names, head))
+    directories = dict.fromkeys(_directories(names, head, None))
     forms = ((directory, _format_at(directory, names, head)) for directory in directories)
     return tuple(Recognized(form, directory) for directory, form in forms if form is not None)
 
 
-def _directories(names: Sequence[str], head: Head) -> Iterator[str]:
+def _directories(names: Sequence[str], head: Head, step: int | None) -> Iterator[str]:
     """Yield where a checkpoint may be, the likeliest first."""
-    yield ""
     known = set(names)
     directories = {name[: name.index("/") + 1] for name in names if "/" in name}
     if "checkpoint/" in directories:
@@ -136,17 +141,19 @@ def _directories(names: Sequence[str], head: Head) -> Iterator[str]:
             if name.startswith("checkpoint/") and name.count("/") > 1
         }
         directories |= inner
+    numbered = []
+    for directory in directories:
+        match = _NUMBERED.fullmatch(directory.rstrip("/").rpartition("/")[2])
+        if match:
+            numbered.append((int(match[1]), directory))
+    yield from (directory for number, directory in sorted(numbered) if number == step)
+    yield ""
     for pointer in _POINTERS:
         if pointer in known:
             content = head(pointer, _POINTER_NBYTES)[0].decode(errors="replace").strip()
             named = f"iter_{int(content):07d}" if re.fullmatch(r"\d{1,9}", content) else content
             if f"{named}/" in directories:
                 yield f"{named}/"
-    numbered = []
-    for directory in directories:
-        match = _NUMBERED.fullmatch(directory.rstrip("/").rpartition("/")[2])
-        if match:
-            numbered.append((int(match[1]), directory))
     for _, directory in sorted(numbered, reverse=True):
         yield directory
 

@@ -58,7 +58,8 @@ def read_adapter(files: ForeignFiles) -> ForeignCheckpoint:
     contents = Contents(files.url, "PEFT")
     # PEFT appends biases and modules that are saved whole.
     contents.note_other_order()
-    weights = next(name for name in _ADAPTERS if name in files)
+    # The first, which is not there either, if there is none: that is said of it.
+    weights = next((name for name in _ADAPTERS if name in files), _ADAPTERS[0])
     add_named_file(contents, files, weights)
     _add_other_files(contents, files, {weights}, None)
     return contents.checkpoint(0)

@@ -57,6 +57,9 @@ CASES: list[tuple[list[str], dict[str, bytes], Format, str]] = [
      "global_step3_universal/"),
     (["_METADATA", "manifest.ocdbt"], {}, Format.ORBAX, ""),
     (["3/_CHECKPOINT_METADATA", "3/state/_METADATA"], {}, Format.ORBAX, "3/"),
+    (["3/_METADATA", "20/_METADATA"], {}, Format.ORBAX, "20/"),
+    (["_CHECKPOINT_METADATA", "state2/_METADATA", "state/_METADATA"], {}, Format.ORBAX, ""),
+    (["3/_METADATA", "20.orbax-checkpoint-tmp/_METADATA"], {}, Format.ORBAX, "3/"),
 ]  # fmt: skip
 
 
@@ -70,6 +73,17 @@ def test_formats_are_told_apart(
 
     found = recognize(sorted(names), head)
     assert (found.format, found.directory) == (form, directory)
+
+
+def test_a_step_is_chosen_by_the_number_of_its_directory() -> None:
+    names = ["latest", *(f"global_step{n}/mp_rank_00_model_states.pt" for n in (2, 3, 20))]
+
+    def directory(step: int | None) -> str:
+        return recognize(names, lambda name, n: (b"global_step3", 0), step).directory
+
+    assert [directory(step) for step in (None, 2, 20, 4)] == [
+        "global_step3/", "global_step2/", "global_step20/", "global_step3/",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.arrays import FileArray
-from keepstep.checkpoint.foreign.contents import has_tensor
 from keepstep.checkpoint.foreign.files import ForeignFile
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
@@ -320,40 +316,6 @@ def test_files_of_other_kinds_are_told(tmp_path: Path) -> None:
     torch.jit.save(script, buffer)
     with pytest.raises(FormatUnsupported, match="TorchScript"):
         read(tmp_path, buffer.getvalue())
-
-
-def _arrays(value: object) -> list[FileArray]:
-    if isinstance(value, FileArray):
-        return [value]
-    if isinstance(value, dict):
-        return [array for item in value.values() for array in _arrays(item)]
-    if isinstance(value, list | tuple):
-        return [array for item in value for array in _arrays(item)]
-    return []
-
-
-@given(st.booleans(), st.integers(0, 10**6), st.binary(min_size=1, max_size=4), st.booleans())
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.timeout(120)
-def test_changed_bytes_are_read_or_refused(
-    tmp_path: Path, legacy: bool, at: int, changed: bytes, cuts: bool
-) -> None:
-    content = FUZZED[legacy]
-    at %= len(content)
-    content = content[:at] + changed + (b"" if cuts else content[at + len(changed) :])
-    try:
-        tree = read(tmp_path, content)
-        for array in _arrays(tree):
-            array.read()
-        has_tensor(tree)
-    except CheckpointError:
-        pass
-
-
-FUZZED = [
-    saved({"w": torch.ones(3, 2), "b": [torch.ones(2)[:1], 1.5], "n": np.arange(3)}, legacy=legacy)
-    for legacy in (False, True)
-]
 
 
 def test_text_of_python2_is_read(tmp_path: Path) -> None:

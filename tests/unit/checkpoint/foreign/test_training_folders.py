@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from keepstep.checkpoint.errors import CheckpointDamaged
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.foreign.opening import open_foreign
+from keepstep.checkpoint.foreign.recognition import Format
 from tests.unit.checkpoint.foreign.test_hugging_face import weights
 from tests.unit.checkpoint.foreign.test_state_dicts import optimizer_of
 from tests.unit.checkpoint.foreign.written import tensor_of
@@ -83,6 +84,12 @@ def test_folder_of_accelerate_is_read(tmp_path: Path) -> None:
     assert tensor_of(source, "optim/w/momentum_buffer").tolist() == [3, 3, 3]
     assert tensor_of(source, "random_states_0/torch_manual_seed").tolist() == [1, 1]
     assert source.documents["values"]["custom_checkpoint_0/best"] == 0.5
+
+
+def test_folder_of_an_adapter_without_one_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointMissing, match=r"no file 'adapter_model\.safetensors'"):
+        open_foreign(str(tmp_path), Format.ADAPTER)
 
 
 @pytest.mark.parametrize("weights_name", ["model.safetensors", "pytorch_model.bin.index.json"])
