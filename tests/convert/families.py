@@ -37,20 +37,20 @@ class Family:
     Attributes:
         name: its name here.
         preset: the preset that is for it.
-        config: makes its configuration.
+        config: makes its configuration; takes other sizes by name.
         lacking: spellings of the preset whose frameworks do not have what this model has.
     """
 
     name: str
     preset: str
-    config: Callable[[], Any]
+    config: Callable[..., Any]
     lacking: frozenset[str] = frozenset()
 
-    def built(self, seed: int) -> nn.Module:
+    def built(self, seed: int, **sizes: Any) -> nn.Module:
         """Return the model with random weights, norms and biases too, ready to be trained."""
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
-            self.config(), attn_implementation="eager"
+            self.config(**sizes), attn_implementation="eager"
         )
         with torch.no_grad():
             for _, parameter in sorted(model.named_parameters()):
@@ -63,8 +63,8 @@ class Family:
         return model.train()
 
 
-def _config(name: str, sizes: dict[str, Any], **more: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, name)(**{**sizes, **more})
+def _config(name: str, sizes: dict[str, Any], **more: Any) -> Callable[..., Any]:
+    return lambda **others: getattr(transformers, name)(**{**sizes, **more, **others})
 
 
 FAMILIES = (
@@ -147,9 +147,12 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def tokens(seed: int) -> torch.Tensor:
+BY_NAME = {family.name: family for family in FAMILIES}
+
+
+def tokens(seed: int, vocabulary: int = 250) -> torch.Tensor:
     """Return two sequences of tokens."""
-    return torch.randint(3, 250, (2, 11), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(3, vocabulary, (2, 11), generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: nn.Module) -> torch.Tensor:

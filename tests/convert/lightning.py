@@ -98,14 +98,23 @@ class Module(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, step_size=100)]
 
 
-def fitted(kind: str, is_tied: bool, directory: Path) -> tuple[Module, list[torch.optim.Optimizer]]:
-    """Train a module for some steps, and save it."""
+def fitted(
+    kind: str, is_tied: bool, directory: Path, has_callback: bool = True
+) -> tuple[Module, list[torch.optim.Optimizer]]:
+    """Train a module for some steps, and save it.
+
+    Args:
+        kind: of optimizer, as for `Module`.
+        is_tied: as for `Module`.
+        directory: where to save it as `last.ckpt`.
+        has_callback: with the callback that notes where it has saved what.
+    """
     torch.manual_seed(0)
     module = Module(kind, is_tied)
     ids = torch.randint(31, (8 * STEPS, 9), generator=torch.Generator().manual_seed(1))
     trainer = lightning.Trainer(
         default_root_dir=str(directory), max_epochs=1, accelerator="cpu", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=has_callback,
     )  # fmt: skip
     trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=8))
     trainer.save_checkpoint(directory / "last.ckpt")

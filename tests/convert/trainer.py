@@ -41,11 +41,14 @@ _WITHOUT_COUNTERPART = "training_args"
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Random sequences, of which each is its own label."""
 
+    def __init__(self, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
+
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        ids = tokens(200 + number)[0]
+        ids = tokens(200 + number, self._vocabulary)[0]
         return {"input_ids": ids, "labels": ids}
 
 
@@ -65,7 +68,8 @@ def trainer_of(model: nn.Module, directory: Path, steps: int) -> Trainer:
         seed=3,
         logging_steps=1,
     )
-    return Trainer(model=model, args=arguments, train_dataset=Sequences())
+    sequences = Sequences(model.config.vocab_size)
+    return Trainer(model=model, args=arguments, train_dataset=sequences)
 
 
 def names_in_groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
