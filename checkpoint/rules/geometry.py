@@ -16,7 +16,7 @@ from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.planner import subtract
 from keepstep.checkpoint.rules.expressions import ExpressionError
 from keepstep.checkpoint.rules.matching import Matched
-from keepstep.checkpoint.rules.rule import Rule, Shape, Side
+from keepstep.checkpoint.rules.rule import PART, Reorder, Rule, Shape, Side
 from keepstep.checkpoint.rules.views import View, box_view, compose
 
 Instance = Mapping[tuple[int, tuple[int, ...]], Matched]
@@ -136,17 +136,30 @@ def _units(
         if is_fused:
             layer[rule.source.dim] = sizes[each]
         before = tuple(layer)
-        after, inside = _transformed(rule, before, variables)
+        after, inside = _transformed(rule, each if sizes else None, before, variables)
         yield _Unit(part=each, before=before, after=after, inside=inside)
 
 
 def _transformed(
-    rule: Rule, before: Shape, variables: Mapping[str, int]
+    rule: Rule, part: int | None, before: Shape, variables: Mapping[str, int]
 ) -> tuple[Shape, View | None]:
-    """Return what the transforms make of a unit: the shape, and the view that fills it."""
+    """Return what the transforms make of a unit: the shape, and the view that fills it.
+
+    Args:
+        rule: the rule.
+        part: which part of a fused dimension the unit is; None where there are none.
+        before: the unit's shape.
+        variables: as `RuleSet.variables` returns them.
+    """
     whole = Box.whole(before)
     shape, view = before, box_view(None, whole, whole)
+    name = None
+    if part is not None:
+        name = rule.parts[part].name
+        variables = {**variables, PART: rule.parts[part].size.value(variables)}
     for transform in rule.transforms:
+        if isinstance(transform, Reorder) and not transform.is_for(name):
+            continue
         shape, step = transform.apply(shape, variables)
         if whole.size and 0 not in shape:
             # Transforms permute, and cut off or add at one end: what remains is one view.

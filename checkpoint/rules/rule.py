@@ -27,6 +27,9 @@ Shape = tuple[int, ...]
 
 _NOT_INTERLEAVED = Expression("1")
 
+PART = "part"
+"""The variable that has the size of the part at hand, in the shape of a `Reorder`."""
+
 
 class Sharding(enum.Enum):
     """How the ranks of tensor parallelism hold a tensor, where each rank has files of its own."""
@@ -161,16 +164,28 @@ class Reorder:
 
     The permutation between rotary halves and rotary pairs is one: the rows of
     [heads, 2, head_dim / 2] become those of [heads, head_dim / 2, 2].
+
+    Args:
+        dim: the dimension.
+        shape: the grid's.
+        order: of its axes in the result.
+        parts: names of the parts of a fused dimension that are permuted; None for all.
     """
 
     dim: int
     shape: tuple[Expression, ...]
     order: tuple[int, ...]
+    parts: frozenset[str] | None = None
 
     @property
     def inverted(self) -> Reorder:
         """The permutation back."""
-        return Reorder(self.dim, tuple(self.shape[dim] for dim in self.order), _inverse(self.order))
+        shape = tuple(self.shape[dim] for dim in self.order)
+        return replace(self, shape=shape, order=_inverse(self.order))
+
+    def is_for(self, part: str | None) -> bool:
+        """Return whether a part is permuted; None is the whole dimension."""
+        return self.parts is None or part in self.parts
 
     def apply(self, shape: Shape, variables: Mapping[str, int]) -> tuple[Shape, View]:
         """Return the shape of the result, which is the unit's, and the view that fills it.
@@ -241,6 +256,7 @@ class Rule:
         ranges: bounds of placeholders that are numbers, as (first, end), for rules that hold for
             some layers only.
         drop: why the tensors are left out; None for those that are not.
+        is_one_way: another rule makes the tensors of the target's names on the way back.
     """
 
     place: str
@@ -250,6 +266,7 @@ class Rule:
     transforms: tuple[Transform, ...] = ()
     ranges: tuple[tuple[str, Expression, Expression | None], ...] = ()
     drop: str | None = None
+    is_one_way: bool = False
 
     @property
     def label(self) -> str:
@@ -289,7 +306,8 @@ class RuleSet:
     @property
     def inverted(self) -> RuleSet:
         """The rules that lead back. What rules left out does not come back."""
-        return replace(self, rules=tuple(rule.inverted for rule in self.rules if rule.drop is None))
+        both_ways = [rule for rule in self.rules if rule.drop is None and not rule.is_one_way]
+        return replace(self, rules=tuple(rule.inverted for rule in both_ways))
 
     def variables(self, config: Mapping[str, Json]) -> dict[str, int]:
         """Return the variables of the sizes for a model's configuration.

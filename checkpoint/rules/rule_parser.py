@@ -23,7 +23,7 @@ from keepstep.checkpoint.rules.tables import Table, unknown
 _KEYS = (
     "match", "rename", "also", "parts", "dim", "interleave", "rename_interleave", "stacked",
     "experts", "transpose", "reorder", "pad", "range", "drop", "replicated", "shard", "fragments",
-    "average",
+    "average", "one_way",
 )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def parse_rule(table: Table) -> Rule:
     source_stacks = tuple(stack for stack in stacks if stack.placeholder in _placeholders(rename))
     target_stacks = tuple(stack for stack in stacks if stack not in source_stacks)
     _check_placeholders(table, match, rename, stacks)
-    transforms = _transforms(table, has_parts=bool(parts))
+    transforms = _transforms(table, parts)
     dim = _dimension(table, "dim", content.get("dim", 0))
     if ("dim" in content or "interleave" in content) and not parts:
         table.refuse("dim" if "dim" in content else "interleave", "`parts` says of which parts")
@@ -81,6 +81,7 @@ def parse_rule(table: Table) -> Rule:
         parts=parts,
         transforms=transforms,
         ranges=_ranges(table, match, rename),
+        is_one_way=_one_way(table),
     )
 
 
@@ -218,12 +219,12 @@ def _order(table: Table, key: str, given: Json) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _transforms(table: Table, *, has_parts: bool) -> tuple[Transform, ...]:
+def _transforms(table: Table, parts: tuple[FusedPart, ...]) -> tuple[Transform, ...]:
     """Return the transforms from the side of `match` to that of `rename`."""
     transforms: list[Transform] = []
     if "pad" in table.content:
         pad = _members(table, "pad", ("dim", "size", "to"), {"dim": 0})
-        if has_parts or "reorder" in table.content:
+        if parts or "reorder" in table.content:
             table.refuse("pad", "a rule with `pad` has neither `parts` nor `reorder`")
         transforms.append(
             Resize(
@@ -233,23 +234,39 @@ def _transforms(table: Table, *, has_parts: bool) -> tuple[Transform, ...]:
             )
         )
     if "reorder" in table.content:
-        reorder = _members(table, "reorder", ("dim", "shape", "order"), {"dim": 0})
-        if has_parts:
-            table.refuse("reorder", "a rule with `reorder` has no `parts`")
-        order = _order(table, "reorder", reorder["order"])
-        shape = reorder["shape"]
-        if not isinstance(shape, list) or len(shape) != len(order) or len(order) < 2:
-            table.refuse("reorder", "`shape` and `order` have the same two entries or more")
-        transforms.append(
-            Reorder(
-                _dimension(table, "reorder", reorder["dim"]),
-                tuple(_size(table, "reorder", size) for size in shape),
-                order,
-            )
-        )
+        transforms.append(_reorder(table, parts))
     if "transpose" in table.content:
         transforms.append(Transpose(_order(table, "transpose", table.content["transpose"])))
     return tuple(transforms)
+
+
+def _reorder(table: Table, parts: tuple[FusedPart, ...]) -> Reorder:
+    reorder = _members(
+        table, "reorder", ("dim", "parts", "shape", "order"), {"dim": 0, "parts": None}
+    )
+    names = reorder["parts"]
+    known = [part.name for part in parts]
+    if parts and (not isinstance(names, list) or not names or not set(names) <= set(known)):
+        table.refuse("reorder", f"`parts` says which are permuted, of {', '.join(known)}")
+    if not parts and names is not None:
+        table.refuse("reorder", "the rule has no `parts`")
+    order = _order(table, "reorder", reorder["order"])
+    shape = reorder["shape"]
+    if not isinstance(shape, list) or len(shape) != len(order) or len(order) < 2:
+        table.refuse("reorder", "`shape` and `order` have the same two entries or more")
+    return Reorder(
+        _dimension(table, "reorder", reorder["dim"]),
+        tuple(_size(table, "reorder", size) for size in shape),
+        order,
+        frozenset(names) if parts else None,
+    )
+
+
+def _one_way(table: Table) -> bool:
+    given = table.content.get("one_way", False)
+    if "one_way" in table.content and given is not True:
+        table.refuse("one_way", f"true, not {given!r}")
+    return given is True
 
 
 def _dims(

@@ -50,18 +50,6 @@ SHARDED = {
 }  # fmt: skip
 
 
-def test_sharded_folder_with_a_tied_head(tmp_path: Path) -> None:
-    source = open_foreign(folder(tmp_path, SHARDED))
-    assert {key: tensor_of(source, key).tolist() for key in source.tensors} == {
-        "model/model.embed_tokens.weight": [0, 1],
-        "model/b": [2, 3],
-        "model/c": [0, 1],
-    }
-    assert source.documents["model/tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert source.documents["config"]["model_type"] == "llama"
-    assert [item.name for item in source.left_out] == ["tokenizer.json"]
-
-
 @pytest.mark.parametrize(
     ("names", "config", "tied"),
     [

@@ -1,16 +1,14 @@
-"""Checkpoints of training frameworks that are files of torch and safetensors in certain places.
+"""Folders and files of training frameworks that are damaged, mixed, or do not say enough.
 
-The files are made here as these frameworks make them; ops and CI try the real ones.
+`test_files_of_libraries` reads those that the frameworks have written.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,10 +21,6 @@ from tests.unit.checkpoint.foreign.test_state_dicts import optimizer_of
 from tests.unit.checkpoint.foreign.written import tensor_of
 
 
-class TrainingArguments:
-    """Stands for a class that is not there when the file is read."""
-
-
 def saved(directory: Path, name: str, value: object) -> None:
     torch.save(value, directory / name)
 
@@ -34,56 +28,6 @@ def saved(directory: Path, name: str, value: object) -> None:
 def state_of_groups() -> dict[str, Any]:
     decayed, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
     return optimizer_of([{"params": [decayed]}, {"params": [other], "weight_decay": 0}])
-
-
-def test_folder_of_the_trainer_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-20"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(weights("norm", "w"))
-    (folder / "config.json").write_text('{"architectures": ["X"]}')
-    (folder / "trainer_state.json").write_text('{"global_step": 20, "log_history": [{"loss": 1}]}')
-    (folder / "tokenizer.json").write_text("{}")
-    saved(folder, "optimizer.pt", state_of_groups())
-    saved(folder, "scheduler.pt", {"last_epoch": 20, "_last_lr": [0.5]})
-    saved(
-        folder,
-        "rng_state.pth",
-        {
-            "python": random.Random(1).getstate(),
-            "numpy": np.random.RandomState(1).get_state(),
-            "cpu": torch.get_rng_state(),
-        },
-    )
-    saved(folder, "training_args.bin", TrainingArguments())
-    source = open_foreign(str(tmp_path), parameter_names=["w", "norm"])
-    assert source.step == 20
-    assert tensor_of(source, "model/w").tolist() == [2, 3]
-    assert tensor_of(source, "optim/w/momentum_buffer").tolist() == [3, 3, 3]
-    assert torch.equal(torch.from_numpy(tensor_of(source, "rng_state/cpu")), torch.get_rng_state())
-    expected = np.random.RandomState(1).get_state()[1]
-    np.testing.assert_array_equal(tensor_of(source, "rng_state/numpy/1"), expected)
-    values = source.documents["values"]
-    assert values["scheduler/last_epoch"] == 20
-    assert values["rng_state/python"][1][-1] == 624
-    assert source.documents["trainer_state"]["log_history"] == [{"loss": 1}]
-    assert {item.name: item.reason for item in source.left_out} == {
-        "tokenizer.json": "it is no file of torch.save, and no state of training",
-        "training_args": f"it has an object of {TrainingArguments.__module__}.TrainingArguments"
-        ", which JSON has not",
-    }
-
-
-def test_folder_of_accelerate_is_read(tmp_path: Path) -> None:
-    saved(tmp_path, "pytorch_model.bin", {"w": torch.ones(3)})
-    saved(tmp_path, "optimizer.bin", optimizer_of([{"params": [nn.Parameter(torch.ones(3))]}]))
-    saved(tmp_path, "scheduler.bin", {"last_epoch": 3})
-    saved(tmp_path, "random_states_0.pkl", {"step": 7, "torch_manual_seed": torch.ones(2)})
-    saved(tmp_path, "custom_checkpoint_0.pkl", {"best": 0.5})
-    source = open_foreign(str(tmp_path))
-    assert (source.step, source.left_out) == (7, ())
-    assert tensor_of(source, "optim/w/momentum_buffer").tolist() == [3, 3, 3]
-    assert tensor_of(source, "random_states_0/torch_manual_seed").tolist() == [1, 1]
-    assert source.documents["values"]["custom_checkpoint_0/best"] == 0.5
 
 
 def test_folder_of_an_adapter_without_one_is_refused_by_its_name(tmp_path: Path) -> None:
@@ -143,18 +87,6 @@ def test_second_value_of_a_name_is_left_out_by_name(tmp_path: Path) -> None:
     ]
 
 
-def test_adapter_is_read(tmp_path: Path) -> None:
-    (tmp_path / "adapter_model.safetensors").write_bytes(
-        weights("base_model.model.q.lora_A.weight")
-    )
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 8}))
-    (tmp_path / "README.md").write_text("about")
-    source = open_foreign(str(tmp_path))
-    assert list(source.tensors) == ["model/base_model.model.q.lora_A.weight"]
-    assert source.documents["adapter_config"] == {"r": 8}
-    assert [item.name for item in source.left_out] == ["README.md"]
-
-
 def lightning(**entries: object) -> dict[str, object]:
     return {
         "epoch": 1,
@@ -168,18 +100,6 @@ def lightning(**entries: object) -> dict[str, object]:
         "hyper_parameters": {"lr": 0.1},
         **entries,
     }
-
-
-def test_file_of_lightning_is_read(tmp_path: Path) -> None:
-    saved(tmp_path, "last.ckpt", lightning())
-    source = open_foreign(str(tmp_path / "last.ckpt"), parameter_names=["net.a", "net.b"])
-    assert (source.format_name, source.step, source.left_out) == ("Lightning", 30, ())
-    assert tensor_of(source, "optim/net.b/momentum_buffer").tolist() == [2, 2]
-    values = source.documents["values"]
-    assert values["hyper_parameters/lr"] == 0.1
-    assert values["lr_schedulers"] == [{"last_epoch": 30}]
-    without_names = open_foreign(str(tmp_path / "last.ckpt"))
-    assert [item.name for item in without_names.left_out] == ["optimizer_states.0"]
 
 
 def test_names_are_dealt_to_several_optimizers(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ def random_rules(draw: st.DrawFn) -> tuple[str, dict[str, Shape]]:
         if parts > 1:
             members = ", ".join(f"p{part} = {size}" for part, size in enumerate(sizes))
             text += f"parts = {{ {members} }}\ndim = {dim}\ninterleave = {groups}\n"
+            if permuted := draw(st.lists(st.sampled_from(range(parts)), unique=True)):
+                text += (
+                    f"reorder = {{ dim = {dim}, parts = {[f'p{part}' for part in permuted]}, "
+                    f"shape = ['part / {groups}', {groups}], order = [1, 0] }}\n"
+                )
         elif draw(st.booleans()):
             other[dim] = math.prod(grid)
             text += f"reorder = {{ dim = {dim}, shape = {grid}, order = {list(grid_order)} }}\n"
@@ -113,6 +118,37 @@ match = "qkv"
 rename = ["q", "k", "v"]
 parts = { q = "heads * 2", k = 2, v = 2 }
 """
+
+
+def test_some_parts_alone_are_permuted_each_by_its_own_grid() -> None:
+    rules = rules_of(
+        """
+[[rule]]
+match = "qkv"
+rename = ["q", "k", "v"]
+parts = { q = 16, k = 8, v = 8 }
+interleave = 2
+reorder = { parts = ["q", "k"], shape = ["part / 4", 2, 2], order = [0, 2, 1] }
+"""
+    )
+    # Each of the two groups has two heads of q, one of k and one of v, of two pairs each.
+    specs = specs_of({"model/qkv": (32,)})
+    made_tensors = made(apply(rules, specs, {}), {"model/qkv": np.arange(32)})
+    assert {key: values.tolist() for key, values in made_tensors.items()} == {
+        "model/q": [0, 2, 1, 3, 4, 6, 5, 7, 16, 18, 17, 19, 20, 22, 21, 23],
+        "model/k": [8, 10, 9, 11, 24, 26, 25, 27],
+        "model/v": [12, 13, 14, 15, 28, 29, 30, 31],
+    }
+
+
+def test_rule_of_one_way_is_none_of_the_way_back() -> None:
+    rules = rules_of(
+        '[[rule]]\nmatch = "a.{n:int}"\nrename = "b.{n}"\n'
+        '[[rule]]\nmatch = "old.{n:int}"\nrename = "b.{n}"\none_way = true\n'
+    )
+    there = apply(rules, specs_of({"model/a.0": (2,), "model/old.1": (2,)}), {})
+    assert set(there.tensors) == {"model/b.0", "model/b.1"}
+    assert set(apply(rules.inverted, there.specs, {}).tensors) == {"model/a.0", "model/a.1"}
 
 
 def test_parts_of_the_unsharded_tensor_are_boxes_of_it() -> None:

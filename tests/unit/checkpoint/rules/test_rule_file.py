@@ -98,6 +98,13 @@ def edited(old: str, new: str) -> str:
         ("average = true", "range = { layer = [0] }", "my.toml:18: range: {layer:int} is to"),
         ("average = true", 'also = "{x}"', "my.toml:18: also: other names of a tensor"),
         ("average = true", "reorder = { shape = [1], order = [0] }", "my.toml:18: reorder: `sha"),
+        ("average = true", "one_way = 1", "my.toml:18: one_way: true, not 1"),
+        ("average = true", 'reorder = { parts = ["q"], shape = [1, 1], order = [0, 1] }',
+         "my.toml:18: reorder: the rule has no `parts`"),
+        ("shard = 0", "reorder = { shape = [2, 2], order = [1, 0] }",
+         "my.toml:14: reorder: `parts` says which are permuted, of q, k"),
+        ("shard = 0", 'reorder = { parts = ["v"], shape = [2, 2], order = [1, 0] }',
+         "my.toml:14: reorder: `parts` says which are permuted, of q, k"),
         ("average = true", "rename_interleave = 2\nparts = { a = 1, b = 1 }\nrename = ['a', 'b']",
          "my.toml:18: rename_interleave: only where"),
     ],
@@ -129,9 +136,9 @@ def test_key_that_is_missing_is_not_looked_for_in_the_next_table() -> None:
 KEYS = (
     "match", "rename", "also", "parts", "dim", "interleave", "rename_interleave", "stacked",
     "experts", "transpose", "reorder", "pad", "range", "drop", "replicated", "shard", "fragments",
-    "average", "config",
+    "average", "one_way", "config",
 )  # fmt: skip
-MEMBERS = ("axis", "placeholder", "dim", "shape", "order", "size", "to", "n", "q", "k")
+MEMBERS = ("parts", "axis", "placeholder", "dim", "shape", "order", "size", "to", "n", "q", "k")
 PLAIN = st.one_of(
     st.integers(-1, 3),
     st.booleans(),
