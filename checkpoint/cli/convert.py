@@ -26,6 +26,7 @@ from keepstep.checkpoint.conversion.conversion import (
 from keepstep.checkpoint.conversion.opened import Opened, open_any
 from keepstep.checkpoint.conversion.rules_given import report, respell
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
+from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import CONFIG
@@ -106,6 +107,12 @@ def memory_size(text: str) -> int:
     show_default=True,
     help="How much memory tensors may take.",
 )
+@click.option("--ranks", type=click.IntRange(1), help="Ranks of data parallelism, for deepspeed.")
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="Stage of ZeRO, for deepspeed, and for deepspeed-universal if it is 3.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def convert_command(
@@ -120,6 +127,8 @@ def convert_command(
     config: str | None,
     parameter_names: str | None,
     memory: int,
+    ranks: int | None,
+    zero_stage: int | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -146,7 +155,16 @@ def convert_command(
         _print_plan(opened, chosen, to, as_json=as_json)
         return
     with progress(f"to {to}", nbytes_of(chosen.tensors.values()), quiet=as_json) as report:
-        done = convert(opened, source, target, to, chosen, memory_nbytes=memory, report=report)
+        done = convert(
+            opened,
+            source,
+            target,
+            to,
+            chosen,
+            memory_nbytes=memory,
+            zero=ZeroLayout(zero_stage, ranks),
+            report=report,
+        )
     if as_json:
         print_json(
             {

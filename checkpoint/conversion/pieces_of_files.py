@@ -91,7 +91,7 @@ def whole(source: Source, key: str, dtype: str | None = None) -> StoredTensor:
     """Return all of a tensor, perhaps in another floating-point type."""
     spec = source.tensors[key]
     dtype = dtype or spec.dtype
-    boxes = (Box.whole(spec.shape),) if math.prod(spec.shape) else ()
+    boxes = (Box.whole(spec.shape),)
     return StoredTensor(dtype, spec.shape, (Elements(source, key, boxes, dtype),))
 
 

@@ -44,7 +44,6 @@ _INSTEAD = (
 # What the module's file has beside what the script added.
 _STRUCTURE = (
     "module",
-    "buffer_names",
     "optimizer",
     "param_shapes",
     "frozen_param_shapes",
@@ -55,7 +54,7 @@ _STRUCTURE = (
     "checkpoint_parallel_dimensions",
     "universal_checkpoint_info",
 )
-_SETTINGS = ("ds_config", "ds_version")
+_SETTINGS = ("ds_config", "ds_version", "buffer_names")
 
 
 @dataclass(frozen=True, slots=True)
