@@ -113,6 +113,12 @@ def memory_size(text: str) -> int:
     type=click.IntRange(1, 3),
     help="Stage of ZeRO, for deepspeed, and for deepspeed-universal if it is 3.",
 )
+@click.option(
+    "--buffers",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File with a name per line: the model's buffers, which deepspeed keeps apart from "
+    "parameters that are not trained.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def convert_command(
@@ -129,6 +135,7 @@ def convert_command(
     memory: int,
     ranks: int | None,
     zero_stage: int | None,
+    buffers: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -139,10 +146,7 @@ def convert_command(
     keepstep's format or to a Hugging Face folder goes on where it ended when it is given again.
     Nothing in SOURCE is executed: pickles are read without running what they ask for.
     """
-    names = None
-    if parameter_names is not None:
-        with open(parameter_names, encoding="utf-8") as file:
-            names = [line.strip() for line in file.read().splitlines() if line.strip()]
+    names = _names_in(parameter_names)
     form = None if source_format is None else Format(source_format)
     opened = open_any(source, form, step=step, parameter_names=names)
     if given_rules is not None:
@@ -162,7 +166,7 @@ def convert_command(
             to,
             chosen,
             memory_nbytes=memory,
-            zero=ZeroLayout(zero_stage, ranks),
+            zero=ZeroLayout(zero_stage, ranks, _names_in(buffers)),
             report=report,
         )
     if as_json:
@@ -183,6 +187,14 @@ def convert_command(
         f"converted {done.tensors} tensors ({decimal(done.nbytes)}) of step {done.step} from "
         f"{opened.format_name} to {to}; compared with what was read"
     )
+
+
+def _names_in(path: str | None) -> tuple[str, ...] | None:
+    """Return the names in a file, one a line; None without a file."""
+    if path is None:
+        return None
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 @click.group()

@@ -85,11 +85,12 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedState:
-    """A checkpoint: its parts, and the groups of its optimizer."""
+    """A checkpoint: its parts, its optimizer's groups, and names of buffers if these are given."""
 
     source: Selection
     parts: StateParts
     groups: tuple[FlatGroup, ...]
+    given_buffers: tuple[str, ...] | None
 
     @property
     def trained(self) -> dict[str, Parameter]:
@@ -99,7 +100,9 @@ class DeepSpeedState:
     @property
     def buffers(self) -> list[str]:
         """Names of buffers, as far as they can be told from parameters that are not trained."""
-        noted = (self.parts.documents.get(DEEPSPEED) or {}).get("buffer_names")
+        noted = self.given_buffers
+        if noted is None:
+            noted = (self.parts.documents.get(DEEPSPEED) or {}).get("buffer_names")
         trained = self.trained
         return [
             name
@@ -107,7 +110,7 @@ class DeepSpeedState:
             if name not in trained
             and (
                 name in noted
-                if isinstance(noted, list)
+                if isinstance(noted, list | tuple)
                 else not _is_floating(self.source.tensors[key].dtype)
                 or name.rpartition(".")[2] in _BUFFERS
             )
@@ -198,8 +201,12 @@ class DeepSpeedState:
         }
 
 
-def deepspeed_state(source: Selection) -> DeepSpeedState:
+def deepspeed_state(source: Selection, buffers: tuple[str, ...] | None = None) -> DeepSpeedState:
     """Return a checkpoint as ZeRO has it.
+
+    Args:
+        source: the checkpoint.
+        buffers: names of the module's buffers, if they are known.
 
     Raises:
         LayoutMismatch: it has no optimizer, no parameters in float32, or its parameters cannot be
@@ -213,7 +220,8 @@ def deepspeed_state(source: Selection) -> DeepSpeedState:
             "write the model with --to torch, huggingface or dcp, which scripts load before "
             "deepspeed.initialize"
         )
-    return DeepSpeedState(source, parts, tuple(_group(source, parts, g) for g in parts.groups))
+    groups = tuple(_group(source, parts, group) for group in parts.groups)
+    return DeepSpeedState(source, parts, groups, buffers)
 
 
 def loss_scaler(attributes: Mapping[str, Json]) -> ForeignObject:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -37,6 +38,7 @@ from keepstep.checkpoint.conversion.torch_pieces import torch_pieces
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED
+from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.integers import ceil_div
 from keepstep.checkpoint.layout.source import Source
@@ -70,7 +72,7 @@ def write_deepspeed(
             "ZeRO's files are of one stage and of as many ranks as load them: give --zero-stage "
             "and --ranks; --to deepspeed-universal is for any number of ranks"
         )
-    state = deepspeed_state(source)
+    state = deepspeed_state(source, layout.buffers)
     files = _stage_3(state, layout.ranks) if layout.stage == 3 else _flat(state, layout)
     tag = tag_of(source)
     planned = [PlannedFile(f"{tag}/{name}", torch_pieces(t, PICKLE_MODULE)) for name, t in files]
@@ -210,7 +212,7 @@ def _stage_3(state: DeepSpeedState, ranks: int) -> Iterator[tuple[str, object]]:
         )
         slots = {
             number: {
-                **group.numbers,
+                **_own(group.numbers),
                 **{
                     slot: _joined(
                         dtype,
@@ -245,6 +247,14 @@ def _stage_3(state: DeepSpeedState, ranks: int) -> Iterator[tuple[str, object]]:
                 ],
             },
         )
+
+
+def _own(numbers: Mapping[str, StoredTensor | Json]) -> dict[str, StoredTensor | Json]:
+    """Return numbers with tensors of their own: one that several groups had would count for all."""
+    return {
+        slot: replace(number) if isinstance(number, StoredTensor) else number
+        for slot, number in numbers.items()
+    }
 
 
 def _sub_groups(group: FlatGroup, ranks: int, most: int) -> Iterator[tuple[Parameter, ...]]:

@@ -46,7 +46,7 @@ def write_deepspeed_universal(
         CheckpointDamaged: what was written is not what was read.
         CheckpointError: a read or a write failed.
     """
-    state = deepspeed_state(source)
+    state = deepspeed_state(source, layout.buffers)
     files = list(_files(state, is_stage_3=layout.stage == 3))
     write_folder(url, files, memory_nbytes=memory_nbytes, report=report)
 

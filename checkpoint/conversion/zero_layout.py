@@ -11,7 +11,12 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class ZeroLayout:
-    """A stage of ZeRO and a number of ranks; what is not known is None.
+    """A stage of ZeRO, a number of ranks, and what the module has beside parameters.
+
+    Attributes:
+        stage: 1, 2 or 3; None if it is not given.
+        ranks: how many; None if it is not given.
+        buffers: names of the module's buffers; None if they are not given.
 
     Raises:
         LayoutMismatch: there is no such stage, or there are no ranks.
@@ -19,6 +24,7 @@ class ZeroLayout:
 
     stage: int | None = None
     ranks: int | None = None
+    buffers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (None, *STAGES):

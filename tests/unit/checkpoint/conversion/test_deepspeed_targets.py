@@ -181,6 +181,35 @@ def test_several_flat_tensors_of_a_group_follow_the_configured_size(tmp_path: Pa
         ["embed.weight", "odd.weight"],
         ["deep.weight"],
     ]
+    files = open_files(str(tmp_path))
+    name = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    written: Any = read_torch_file(files.file(name).whole)
+    state = written["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    # An optimizer counts in place: of one tensor for all it would make three steps at once.
+    assert len({state[number]["step"].extent.offset for number in range(3)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        (ZeroLayout(3, 2), {"norm.running_mean", "seen"}),
+        (ZeroLayout(3, 2, ("frozen.weight", "seen")), {"frozen.weight", "seen"}),
+    ],
+)
+def test_buffers_are_whole_in_stage_3_and_frozen_parameters_are_cut(
+    tmp_path: Path, zero: ZeroLayout, expected: set[str]
+) -> None:
+    source = checkpoint_of(is_tied=True)
+    tensors = {k: t for k, t in source.foreign_tensors.items() if k != "model/none"}
+    write(
+        Opened(replace(source, foreign_tensors=tensors), "memory"), tmp_path, Target.DEEPSPEED, zero
+    )
+    model = files_in(tmp_path)["global_step3/zero_pp_rank_0_mp_rank_00_model_states.pt"]
+    assert set(model["buffer_names"]) == expected
+    for name, (_, shape, _) in model["module"].items():
+        assert (shape != (0,)) == (name in expected), name
+    untrained = {"norm.running_mean", "seen", "frozen.weight"}
+    assert model["frozen_param_fragments"].keys() == untrained - expected
 
 
 def changed(source: ForeignCheckpoint, *, without_key: str = "", **documents: Any) -> Opened:
