@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from keepstep.checkpoint.conversion.conversion import Target, convert, selection
+from keepstep.checkpoint.conversion.conversion import Target, convert
 from keepstep.checkpoint.conversion.opened import Opened, open_any
+from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.arrays import FileArray
@@ -24,7 +25,7 @@ FIXTURES = Path(__file__).parents[3] / "foreign_fixtures" / "deepspeed"
 
 
 def write(opened: Opened, url: Path, to: Target, zero: ZeroLayout | None = None) -> None:
-    chosen = selection(opened, to, only_model=False, model_dtype=None)
+    chosen = Selection(whole=opened.source)
     convert(opened, "here", str(url), to, chosen, memory_nbytes=2**20, zero=zero)
 
 
@@ -159,7 +160,7 @@ def test_files_of_ranks_are_those_of_deepspeed(
 def test_rounding_the_model_leaves_the_optimizers_parameters_as_they_were(tmp_path: Path) -> None:
     source = checkpoint_of(is_tied=True)
     opened = Opened(source, "memory")
-    chosen = selection(opened, Target.DEEPSPEED, only_model=False, model_dtype="bfloat16")
+    chosen = Selection(whole=source, model_dtype="bfloat16")
     zero = ZeroLayout(2, 2)
     convert(opened, "", str(tmp_path), Target.DEEPSPEED, chosen, memory_nbytes=2**20, zero=zero)
     assert (tmp_path / "global_step3" / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").exists()
@@ -255,7 +256,7 @@ def test_stage_and_ranks_have_to_be_given(tmp_path: Path) -> None:
 
 def test_documents_without_a_place_are_left_out_by_name(tmp_path: Path) -> None:
     opened = changed(ADAM, config={"heads": 2})
-    chosen = selection(opened, Target.DEEPSPEED, only_model=False, model_dtype=None)
+    chosen = Selection(whole=opened.source)
     done = convert(
         opened, "", str(tmp_path), Target.DEEPSPEED, chosen, memory_nbytes=2**20,
         zero=ZeroLayout(1, 1),

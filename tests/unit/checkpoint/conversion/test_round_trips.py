@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.checkpoint.conversion.conversion import Converted, Target, convert, selection
+from keepstep.checkpoint.conversion.conversion import Converted, Target, convert
 from keepstep.checkpoint.conversion.opened import Opened, open_any
+from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.layout.source import Source
 from tests.unit.checkpoint.conversion.sources import bytes_of, checkpoint_of
@@ -41,7 +42,7 @@ ENDINGS = {Target.TORCH_SAVE: ".pt", Target.SAFETENSORS: ".safetensors"}
 
 
 def converted(opened: Opened, url: Path, to: Target, zero: ZeroLayout | None = None) -> Converted:
-    chosen = selection(opened, to, only_model=False, model_dtype=None)
+    chosen = Selection(whole=opened.source, only_model=to in MODELS)
     return convert(opened, "here", str(url), to, chosen, memory_nbytes=2**28, zero=zero)
 
 
