@@ -189,7 +189,8 @@ def same_training(
         for name, value in expected.items():
             assert_close(found[name], value)
         return
-    tolerance = 1e-5 if run.kind == "fp32" else 3e-2
+    # Three units in the last place of the largest logits.
+    tolerance = 1e-5 if run.kind == "fp32" else 0.1
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, atol=tolerance, rtol=tolerance)
 
