@@ -30,6 +30,7 @@ from keepstep.checkpoint.conversion.request import ConversionRequest, configurat
 from keepstep.checkpoint.conversion.rules_given import rank_rules, report
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
 from keepstep.checkpoint.conversion.trusted import code_in, run_code
+from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointError, FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.recognition import Format
@@ -128,6 +129,18 @@ def memory_size(text: str) -> int:
     is_flag=True,
     help="Load SOURCE, a file of torch.save, by the code that it names, run in another process.",
 )
+@click.option("--ranks", type=click.IntRange(1), help="Ranks of data parallelism, for deepspeed.")
+@click.option(
+    "--zero-stage",
+    type=click.IntRange(1, 3),
+    help="Stage of ZeRO, for deepspeed, and for deepspeed-universal if it is 3.",
+)
+@click.option(
+    "--buffers",
+    type=click.Path(exists=True, dir_okay=False),
+    help="File with a name per line: the model's buffers, which deepspeed keeps apart from "
+    "parameters that are not trained.",
+)
 @click.option("--dry-run", is_flag=True, help="Only print what would be written.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 def convert_command(
@@ -145,6 +158,9 @@ def convert_command(
     workers: int,
     keep_wrapper_names: bool,
     trust: bool,
+    ranks: int | None,
+    zero_stage: int | None,
+    buffers: str | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -156,14 +172,11 @@ def convert_command(
     Nothing in SOURCE is executed: pickles are read without running what they ask for, but with
     --trust.
     """
-    names = None
-    if parameter_names is not None:
-        with open(parameter_names, encoding="utf-8") as file:
-            names = [line.strip() for line in file.read().splitlines() if line.strip()]
+    names = _names_in(parameter_names)
     to = target_at(target) if target_format is None else Target(target_format)
     request = ConversionRequest(
         place=locate(source, None if source_format is None else Format(source_format), step=step),
-        parameter_names=None if names is None else tuple(names),
+        parameter_names=names,
         keeps_wrappers=keep_wrapper_names,
         rules=given_rules,
         config=configuration_in(config),
@@ -195,6 +208,7 @@ def convert_command(
                 memory_nbytes=memory,
                 report=report_nbytes,
                 workers=workers,
+                zero=ZeroLayout(zero_stage, ranks, _names_in(buffers)),
                 request=request,
             )
     if as_json:
@@ -243,6 +257,14 @@ def _code_in(place: Place) -> tuple[str, ...]:
         return code_in(place)
     except CheckpointError:
         return ()
+
+
+def _names_in(path: str | None) -> tuple[str, ...] | None:
+    """Return the names in a file, one a line; None without a file."""
+    if path is None:
+        return None
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return tuple(line.strip() for line in lines if line.strip())
 
 
 @click.group()

@@ -18,10 +18,14 @@ from keepstep.checkpoint.conversion.safetensors_target import (
     write_safetensors,
 )
 from keepstep.checkpoint.conversion.selection import Selection
+from keepstep.checkpoint.conversion.state_parts import parts_of, unknown_tie_lines
 from keepstep.checkpoint.conversion.universal import UniversalParts, run_here, write_universal
 from keepstep.checkpoint.conversion.worker_messages import Start
+from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import FormatUnsupported
-from keepstep.checkpoint.layout.documents import CONFIG, TIED
+from keepstep.checkpoint.foreign.contents import VALUES
+from keepstep.checkpoint.foreign.deepspeed_files import DEEPSPEED, MASTERS
+from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
 
@@ -33,6 +37,10 @@ class Target(StrEnum):
     TORCH_SAVE = "torch"
     SAFETENSORS = "safetensors"
     HUGGING_FACE = "huggingface"
+    DCP = "dcp"
+    TORCHTITAN = "torchtitan"
+    DEEPSPEED = "deepspeed"
+    DEEPSPEED_UNIVERSAL = "deepspeed-universal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +61,8 @@ class Converted:
 
 
 _MODELS_ONLY = (Target.SAFETENSORS, Target.HUGGING_FACE)
+_DEEPSPEED = (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)
+_IN_DEEPSPEED = frozenset({DEEPSPEED, GROUPS, MASTERS, SCALARS, TIED, VALUES})
 
 
 def holds_models_only(target: Target) -> bool:
@@ -81,6 +91,7 @@ def convert(
     chosen: Selection,
     *,
     memory_nbytes: int,
+    zero: ZeroLayout | None = None,
     report: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
     request: ConversionRequest | None = None,
@@ -94,6 +105,7 @@ def convert(
         target: the format.
         chosen: what of the checkpoint to write; see `selection`.
         memory_nbytes: how much memory tensors may take.
+        zero: the stage and ranks of DeepSpeed's engines that are to load it.
         report: called with bytes of tensors that were written, perhaps from several threads.
         workers: how many processes; more than one for the universal format only.
         request: what `chosen` was made from, which more than one process needs.
@@ -125,6 +137,24 @@ def convert(
         write_torch(
             chosen, url, only_model=chosen.only_model, memory_nbytes=memory_nbytes, report=report
         )
+    elif target in (Target.DCP, Target.TORCHTITAN):
+        # Loaded only here: they load PyTorch.
+        from keepstep.checkpoint.conversion.dcp_target import write_dcp
+        from keepstep.checkpoint.conversion.torchtitan_target import write_torchtitan
+
+        write_folder = write_dcp if target == Target.DCP else write_torchtitan
+        write_folder(chosen, url, memory_nbytes=memory_nbytes, report=report)
+    elif target in _DEEPSPEED:
+        # Loaded only here: they load PyTorch.
+        from keepstep.checkpoint.conversion.deepspeed_target import write_deepspeed
+        from keepstep.checkpoint.conversion.deepspeed_universal_target import (
+            write_deepspeed_universal,
+        )
+
+        is_universal = target == Target.DEEPSPEED_UNIVERSAL
+        write_zero = write_deepspeed_universal if is_universal else write_deepspeed
+        layout = ZeroLayout() if zero is None else zero
+        write_zero(chosen, url, layout, memory_nbytes=memory_nbytes, report=report)
     else:
         write = write_hugging_face if target == Target.HUGGING_FACE else write_safetensors
         write(chosen, url, memory_nbytes=memory_nbytes, report=report)
@@ -184,15 +214,25 @@ def left_out_of(opened: Opened, chosen: Selection, target: Target) -> list[str]:
         from keepstep.checkpoint.conversion.torch_target import torch_left_out
 
         lines += torch_left_out(chosen, only_model=chosen.only_model)
+    elif target != Target.UNIVERSAL:
+        lines += unknown_tie_lines(parts_of(chosen))
+        if target in _DEEPSPEED:
+            lines += [
+                f"{name}: DeepSpeed's files have no place for it"
+                for name in chosen.documents.keys() - _IN_DEEPSPEED
+                if chosen.documents[name] not in ({}, [], None)
+            ]
     return lines
 
 
 def documents_of(chosen: Selection, target: Target) -> list[str]:
     """Return the names of the documents that a conversion to a format writes."""
     if target in _MODELS_ONLY:
-        kept = {CONFIG} if target == Target.HUGGING_FACE else set[str]()
+        kept = frozenset({CONFIG} if target == Target.HUGGING_FACE else ())
     elif target == Target.TORCH_SAVE and chosen.only_model:
-        kept = {TIED}
+        kept = frozenset({TIED})
+    elif target in _DEEPSPEED:
+        kept = _IN_DEEPSPEED
     else:
         return sorted(chosen.documents)
     return sorted(kept & chosen.documents.keys())

@@ -6,6 +6,7 @@ Every tensor and value of the files ends in exactly one of these: a tensor, a do
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class Contents:
         self._values: dict[str, Json] = {}
         self._groups: list[Json] = []
         self._left_out: list[LeftOut] = []
-        self._model_arrays: dict[Array, str] = {}
+        self._model_arrays: dict[ForeignTensor, str] = {}
         self._is_in_module_order = True
         self._nbytes_of_files: dict[ForeignFile, int] = {}
 
@@ -129,8 +130,8 @@ class Contents:
         if tensor is None:
             self.leave_out(f"model/{name}", f"it is {described(value)}, and no tensor")
             return
-        if isinstance(value, FileArray) and value.size:
-            first = self._model_arrays.setdefault(value, name)
+        if math.prod(tensor.spec.shape) and not isinstance(value, MemoryArray):
+            first = self._model_arrays.setdefault(tensor, name)
             if first != name:
                 self._tied[name] = first
                 return

@@ -7,7 +7,7 @@ name; the module's alone; and torchtitan's, which has the module's at the root a
 flattened to one mapping by names of parameters. Any other state has its tensors under their own
 names.
 
-Tied weights are stored under both names, as two tensors.
+Tied weights are stored under both names, as two tensors; as one, where keepstep wrote the folder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,11 @@ from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json
 from keepstep.checkpoint.foreign.pickled_values import plain_constructors
 from keepstep.checkpoint.foreign.pickles import unpickle
 from keepstep.checkpoint.foreign.state_dicts import add_model, add_training_state, is_model
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.checkpoint.layout.described import check_described
+
+KEEPSTEP = "keepstep"
+"""The name of a value with the step and the documents, in folders that keepstep wrote."""
 
 _STATE = "state"
 _GROUPS = "param_groups"
@@ -62,8 +67,31 @@ def read_dcp(
     for file_name in files.names:
         if file_name != METADATA and file_name not in metadata.file_names:
             contents.leave_out(file_name, "it was not opened: .metadata has nothing that is in it")
-    step = _add(contents, root, location, parameter_names)
+    own = mapping_of(root.get(KEEPSTEP))
+    if own.keys() == {"step", "documents"}:
+        del root[KEEPSTEP]
+        step = _add(contents, root, location, parameter_names)
+        _add_documents(contents, mapping_of(own["documents"]), location)
+        step = step_of(own["step"]) if step is None else step
+    else:
+        step = _add(contents, root, location, parameter_names)
     return contents.checkpoint(step or step_of(train_state.get("step")) or 0)
+
+
+def _add_documents(contents: Contents, documents: Mapping[str, Any], location: str) -> None:
+    """Add what keepstep noted of the state's tensors."""
+    known: dict[str, Json] = {}
+    for name, content in documents.items():
+        try:
+            known[name] = as_json(content)
+        except NotJson as error:
+            contents.leave_out(f"{KEEPSTEP}/{name}", str(error))
+    try:
+        check_described(known, {key: tensor.spec for key, tensor in contents.tensors.items()})
+    except ValueError as error:
+        raise damaged(location, str(error)) from None
+    for name, content in known.items():
+        contents.add_document(name, content)
 
 
 def _add(

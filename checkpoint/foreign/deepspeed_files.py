@@ -41,7 +41,6 @@ _EXPERTS = re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*")
 # What the module's file has beside what the script added.
 _STRUCTURE = (
     "module",
-    "buffer_names",
     "optimizer",
     "param_shapes",
     "frozen_param_shapes",
@@ -52,7 +51,7 @@ _STRUCTURE = (
     "checkpoint_parallel_dimensions",
     "universal_checkpoint_info",
 )
-_SETTINGS = ("ds_config", "ds_version")
+_SETTINGS = ("ds_config", "ds_version", "buffer_names")
 # What DeepSpeed writes beside its checkpoints, and by which they are known.
 _BESIDE = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _CHECKPOINT = re.compile(rf"(?:{_MODEL.pattern})|(?:{_OPTIMIZER.pattern})|zero/.+")
