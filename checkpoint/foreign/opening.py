@@ -16,6 +16,8 @@ from keepstep.checkpoint.foreign.deepspeed_zero import read_deepspeed
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.megatron_core import read_megatron_core
+from keepstep.checkpoint.foreign.megatron_lm import read_megatron_lm
 from keepstep.checkpoint.foreign.recognition import Format, Recognized, recognize
 from keepstep.checkpoint.foreign.sharded_files import read_sharded_files
 from keepstep.checkpoint.foreign.state_dicts import read_state_dicts
@@ -63,6 +65,8 @@ _READERS: Mapping[Format, Reader] = {
     Format.TORCHTITAN: lambda o: read_dcp(o.files, o.parameter_names),
     Format.DEEPSPEED: lambda o: read_deepspeed(o.files, o.parameter_names),
     Format.DEEPSPEED_UNIVERSAL: lambda o: read_deepspeed_universal(o.files),
+    Format.MEGATRON_CORE: lambda o: read_megatron_core(o.files),
+    Format.MEGATRON_LM: lambda o: read_megatron_lm(o.files),
     Format.HUGGING_FACE: lambda o: read_hugging_face(o.files),
     Format.TRAINER: lambda o: read_training_folder(
         o.files, "Hugging Face Trainer", o.parameter_names

@@ -36,7 +36,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
         "checkpoint.parity": "checkpoint.errors checkpoint.layout",
         "checkpoint.rules": "checkpoint.errors checkpoint.layout",
         "checkpoint.stored": "checkpoint.errors checkpoint.layout",
-        "checkpoint.foreign": "checkpoint.errors checkpoint.layout checkpoint.stored",
+        "checkpoint.foreign": (
+            "checkpoint.errors checkpoint.layout checkpoint.rules checkpoint.stored"
+        ),
         "checkpoint.memory": "checkpoint.errors checkpoint.layout transport",
         "checkpoint.live": "checkpoint.errors checkpoint.layout checkpoint.memory",
         "checkpoint.server": (
