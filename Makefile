@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup test lint demo bench gpu mutants clean
+.PHONY: setup test lint demo bench gpu mutants convert-test clean
 
 setup: $(STAMP)
 
@@ -40,5 +40,11 @@ mutants: setup
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
 	$(BIN)/python ops/mutants.py --json
 
+# The libraries whose checkpoints are converted, each in an environment of its own: tests/convert.
+ONLY ?=
+ENVIRONMENTS ?= .
+convert-test: setup
+	$(BIN)/python -m tests.convert $(ONLY) --environments $(ENVIRONMENTS)
+
 clean:
-	rm -rf $(VENV) demo-output build dist *.egg-info
+	rm -rf $(VENV) .venv-convert-* demo-output build dist *.egg-info

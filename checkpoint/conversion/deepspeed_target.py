@@ -204,6 +204,8 @@ def _stage_3(state: DeepSpeedState, ranks: int) -> Iterator[tuple[str, object]]:
                 param_shapes=[shapes_of(parameters) for _, parameters in sub_groups],
                 frozen_param_shapes=_shapes(state, frozen),
                 frozen_param_fragments=fragments,
+                # As DeepSpeed does, which looks for ties on the first rank alone.
+                **({"shared_params": {}} if rank else {}),
             ),
         )
         slots = {

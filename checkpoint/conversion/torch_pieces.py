@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import IO, Any, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from keepstep.checkpoint.conversion.pieces_of_files import Piece, StoredTensor, Transposed, joined
@@ -34,6 +33,9 @@ def torch_pieces(tree: object, pickle_module: Any = pickle) -> tuple[Piece, ...]
             file once.
         pickle_module: as for `torch.save`.
     """
+    # Loaded only here: it takes seconds.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
         tensors = _Tensors()
         content = tensors.placed(tree)
@@ -55,9 +57,9 @@ def file_around_tensor(
     Returns:
         one element, if the tensor has none.
     """
-    with FakeTensorMode():
-        tensor = torch.empty(shape[::-1] if is_transposed else shape, dtype=torch_dtype(dtype))
-        parts = _saved(tensor.t() if is_transposed else tensor, pickle)
+    # Nothing touches its memory. What makes tensors without any takes seconds to be loaded.
+    tensor = torch.empty(shape[::-1] if is_transposed else shape, dtype=torch_dtype(dtype))
+    parts = _saved(tensor.t() if is_transposed else tensor, pickle)
     around = [b""]
     for piece in parts:
         if isinstance(piece, int):

@@ -15,11 +15,16 @@ from keepstep.checkpoint.foreign.files import ForeignFiles, damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.modules import is_module, module_state
 from keepstep.checkpoint.foreign.optimizer_state import add_optimizer_state, is_optimizer_state
-from keepstep.checkpoint.foreign.pickled_json import described
+from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json, described
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
+from keepstep.checkpoint.layout.described import check_described
+from keepstep.checkpoint.layout.documents import AVERAGES, MASTERS, PADDING, PARTS, SCALES
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "net")
+DESCRIPTIONS = frozenset({AVERAGES, MASTERS, PADDING, PARTS, SCALES})
+"""Names under which keepstep writes what it knows of tensors."""
+
 _STEP_NAMES = ("step", "global_step", "global_steps", "iteration", "iter", "steps")
 
 
@@ -68,8 +73,12 @@ def add_training_state(
     if model_name is not None:
         add_model(contents, entries[model_name], location)
     step = None
+    descriptions: dict[str, object] = {}
     for name, value in entries.items():
         if name == model_name:
+            continue
+        if name in DESCRIPTIONS and mapping_of(value):
+            descriptions[name] = value
             continue
         if is_optimizer_state(value):
             add_optimizer_state(contents, value, name, location, parameter_names)
@@ -77,7 +86,22 @@ def add_training_state(
         if name in _STEP_NAMES and step is None:
             step = step_of(value)
         contents.add_value(name, value)
+    for name, value in descriptions.items():
+        if not _add_description(contents, name, value):
+            contents.add_value(name, value)
     return step
+
+
+def _add_description(contents: Contents, name: str, value: object) -> bool:
+    """Add what keepstep noted of tensors; return False if it is something else of that name."""
+    tensors = {key: tensor.spec for key, tensor in contents.tensors.items()}
+    try:
+        content = as_json(value)
+        check_described({name: content}, tensors)
+    except (NotJson, ValueError):
+        return False
+    contents.add_document(name, content)
+    return True
 
 
 def add_model(contents: Contents, value: object, location: str) -> None:

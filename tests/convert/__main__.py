@@ -1,0 +1,177 @@
+"""Makes the environments, runs the modules, and sums up; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tests.convert.checks import NOT_RUN
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+_STAMP = ".installed"
+_PASSED = re.compile(r"[1-9]\d* passed, 0 failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module with checks: its name, what it needs, and the environment that has it."""
+
+    name: str
+    requirements: tuple[str, ...]
+    environment: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a module has ended.
+
+    Attributes:
+        result: `passed`, `failed` or `not run`.
+        checks: its last line, with the numbers of its checks or why it was not run.
+        versions: its libraries.
+        elapsed_s: how long it ran.
+    """
+
+    result: str
+    checks: str
+    versions: str = ""
+    elapsed_s: float = 0.0
+
+
+def modules() -> dict[str, Module]:
+    """Return the modules with checks, by name; their constants are read without importing them."""
+    found = {}
+    for path in sorted(HERE.glob("*.py")):
+        constants = {
+            target.id: statement.value
+            for statement in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(statement, ast.Assign)
+            for target in statement.targets
+            if isinstance(target, ast.Name)
+        }
+        if "REQUIREMENTS" in constants:
+            environment = constants.get("ENVIRONMENT")
+            found[path.stem] = Module(
+                path.stem,
+                tuple(ast.literal_eval(constants["REQUIREMENTS"])),
+                path.stem if environment is None else ast.literal_eval(environment),
+            )
+    return found
+
+
+def installed(path: Path, requirements: list[str]) -> str | None:
+    """Make an environment with these libraries, if it is not there; return why it cannot be."""
+    wanted = "\n".join([*requirements, CONSTRAINTS.read_text(encoding="utf-8"), sys.prefix])
+    digest = hashlib.sha256(wanted.encode()).hexdigest()
+    stamp = path / _STAMP
+    if stamp.exists() and stamp.read_text() == digest:
+        return None
+    print(f"installing {', '.join(requirements)} in {path}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", str(path)], check=True)
+    python = path / "bin" / "python"
+    asked = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    # What the libraries do not bring along in another version is taken from here.
+    Path(asked.stdout.strip(), "keepstep.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *requirements],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        return f"pip: {(errors or done.stderr.splitlines() or ['no output'])[0][:200]}"
+    stamp.write_text(digest)
+    return None
+
+
+def run(module: Module, python: Path, timeout_s: float) -> Outcome:
+    """Run a module, and print what it prints."""
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in module.requirements]
+    asked = subprocess.run(
+        [
+            python,
+            "-c",
+            "import sys; from importlib.metadata import version\n"
+            "print(', '.join(f'{name} {version(name)}' for name in sys.argv[1:]))",
+            *names,
+        ],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    # The libraries find no network here, and would try it.
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    start = time.monotonic()
+    process = subprocess.Popen(
+        [python, "-m", f"tests.convert.{module.name}"],
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        output += f"\nit had not ended after {timeout_s:.0f} s"
+        status = 1
+    print(output, flush=True)
+    last = (output.strip().splitlines() or ["it printed nothing"])[-1]
+    result = {0: "passed", NOT_RUN: "not run"}.get(status, "failed")
+    if result == "passed" and not _PASSED.fullmatch(last):
+        result, last = "failed", f"it has not counted its checks: {last}"
+    return Outcome(result, last, asked.stdout.strip(), time.monotonic() - start)
+
+
+def main() -> int:
+    """Run the modules that the command line names, or all; return 1 if one has failed."""
+    known = modules()
+    parser = argparse.ArgumentParser(prog="python -m tests.convert", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
+    parser.add_argument("--environments", type=Path, default=ROOT, help="folder for environments")
+    parser.add_argument("--timeout", type=float, default=1200.0, help="seconds for a module")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in known]
+    if unknown:
+        parser.error(f"there is no module {unknown[0]}; there are {', '.join(known)}")
+    outcomes: dict[str, Outcome] = {}
+    for module in known.values():
+        if options.names and module.name not in options.names:
+            continue
+        path = options.environments / f".venv-convert-{module.environment}"
+        requirements = sorted(
+            {r for m in known.values() if m.environment == module.environment
+             for r in m.requirements}
+        )  # fmt: skip
+        print(f"== {module.name}", flush=True)
+        why_not = installed(path.absolute(), requirements)
+        outcomes[module.name] = (
+            run(module, path.absolute() / "bin" / "python", options.timeout)
+            if why_not is None
+            else Outcome("not run", why_not)
+        )
+    table = Table("module", "result", "checks", "libraries", "seconds")
+    for name, outcome in outcomes.items():
+        table.add_row(
+            name, outcome.result, Text(outcome.checks), outcome.versions, f"{outcome.elapsed_s:.0f}"
+        )
+    Console().print(table)
+    return int(any(outcome.result == "failed" for outcome in outcomes.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
