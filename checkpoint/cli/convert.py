@@ -27,6 +27,7 @@ from keepstep.checkpoint.conversion.opened import Opened, open_any
 from keepstep.checkpoint.conversion.rules_given import report, respell
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
+from keepstep.checkpoint.foreign.megatron_settings import MEGATRON
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import CONFIG
@@ -219,7 +220,10 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
 
 
 def _config(path: str | None, opened: Opened) -> Mapping[str, Json]:
-    """Return the configuration in a file, or that of the checkpoint; empty if it has none."""
+    """Return the configuration in a file, or that of the checkpoint; empty if it has none.
+
+    What only Megatron's checkpoints say, such as to how much the vocabulary is padded, is added.
+    """
     if path is None:
         content = opened.source.documents.get(CONFIG, {})
     else:
@@ -229,7 +233,8 @@ def _config(path: str | None, opened: Opened) -> Mapping[str, Json]:
             raise click.BadParameter(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise click.BadParameter("the configuration is no JSON object")
-    return content
+    megatron = opened.source.documents.get(MEGATRON) or {}
+    return {**megatron.get("model", {}), **content}
 
 
 def _print_plan(opened: Opened, chosen: Selection, to: Target, *, as_json: bool) -> None:

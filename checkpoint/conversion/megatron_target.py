@@ -382,5 +382,3 @@ def _step(source: Source, parts: StateParts) -> int | None:
             "all parameters; convert with --only model"
         )
     return int(next(iter(steps))) if steps else None
-
-

@@ -218,11 +218,11 @@ def tensors_of_buffers(
         rank = ranks.setdefault(name.rank, _Rank())
         rank.buckets.setdefault((int(bucket[1]), int(bucket[3])), {})[bucket[4]] = chunked
     try:
-        placed = _placed(ranks, _Module(metadata, arguments, live_names, location))
+        module = _Module(metadata, arguments, live_names, location)
+        tensors = _assembled(contents, _placed(ranks, module))
     except _Unexplained as error:
         contents.leave_out("optimizer", f"{error}; {_INSTEAD}")
         return {}
-    tensors = _assembled(contents, placed)
     _compare(contents, tensors, location)
     return tensors
 

@@ -194,6 +194,9 @@ class _Reading:
         if numpy_dtype(own).itemsize >= numpy_dtype(tensor.spec.dtype).itemsize:
             self._has_equal_masters = True
             return
+        if self._contents.tensors.get(f"optim/{name}/{MASTER_SLOT}") == tensor:
+            # keepstep writes it under both names, of the same bytes.
+            return
         self._contents.add(f"optim/{name}/{MASTER_SLOT}", tensor)
         self._masters[f"model/{name}"] = {"slot": MASTER_SLOT, "dtype": tensor.spec.dtype}
 

@@ -187,9 +187,8 @@ def add_groups(
     if has_steps:
         return
     steps = {common_step(optimizer) for optimizer in optimizers}
-    step = steps.pop() if len(steps) == 1 else None
-    if step is None:
+    if len(steps) > 1:
         contents.leave_out("optimizer step", "the optimizers and groups have different numbers")
         return
-    for name in parameters:
-        contents.add_slot(name, "step", step)
+    for name in parameters if steps != {None} else ():
+        contents.add_slot(name, "step", *steps)

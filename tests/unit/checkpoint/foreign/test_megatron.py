@@ -16,12 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
+from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.conversion.conversion import Target, convert, selection
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.rules_given import respell
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointMissing,
+    FormatUnsupported,
+    LayoutMismatch,
+)
+from keepstep.checkpoint.foreign.dcp_metadata import read_metadata
+from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import open_foreign
 from tests.integration.checkpoint.foreign_reads import assert_same
@@ -41,12 +50,19 @@ class Unpacked:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._sources: dict[str, ForeignCheckpoint] = {}
 
     def __getitem__(self, name: str) -> Path:
         directory = self._root / name
         if not directory.exists():
             unpack(name, directory)
         return directory
+
+    def source(self, name: str) -> ForeignCheckpoint:
+        """Return a checkpoint, opened once."""
+        if name not in self._sources:
+            self._sources[name] = open_foreign(str(self[name]))
+        return self._sources[name]
 
 
 def unpack(name: str, directory: Path) -> Path:
@@ -67,11 +83,9 @@ def expected_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*CORE, *PER_RANK])
 def test_state_is_what_plain_training_arrives_at(unpacked: Unpacked, name: str) -> None:
-    source = open_foreign(str(unpacked[name]))
+    source = unpacked.source(name)
     assert source.step == 3
-    assert source.format_name == (
-        "Megatron-LM" if name in PER_RANK else "Megatron-Core torch_dist"
-    )
+    assert source.format_name == ("Megatron-LM" if name in PER_RANK else "Megatron-Core torch_dist")
     expected = expected_of(unpacked[name])
     for key, tensor in expected.items():
         assert_same(source, key, tensor)
@@ -80,7 +94,7 @@ def test_state_is_what_plain_training_arrives_at(unpacked: Unpacked, name: str) 
 
 @pytest.mark.parametrize("name", [*CORE, *PER_RANK])
 def test_groups_steps_and_arguments_are_carried(unpacked: Unpacked, name: str) -> None:
-    source = open_foreign(str(unpacked[name]))
+    source = unpacked.source(name)
     documents = source.documents
     names = {key.removeprefix("model/") for key in source.tensors if key.startswith("model/")}
     grouped = [name for group in documents["optim/groups"] for name in group["parameters"]]
@@ -108,7 +122,7 @@ def test_groups_steps_and_arguments_are_carried(unpacked: Unpacked, name: str) -
 
 @pytest.mark.parametrize("name", [*CORE, *PER_RANK])
 def test_padding_ties_and_states_of_ranks_are_named(unpacked: Unpacked, name: str) -> None:
-    source = open_foreign(str(unpacked[name]))
+    source = unpacked.source(name)
     padding = {"model/embedding.word_embeddings.weight": {"logical_shape": [27, 8]}}
     if name in TIED:
         tied = {"output_layer.weight": "embedding.word_embeddings.weight"}
@@ -134,29 +148,78 @@ def test_only_what_is_asked_for_is_read(unpacked: Unpacked, tmp_path: Path) -> N
     assert_same(source, norm, expected_of(directory)[norm])
 
 
+def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:
+    """Write a checkpoint for Megatron, and open it."""
+    opened = Opened(source, source.format_name, source.left_out)
+    chosen = selection(opened, Target.MEGATRON_CORE, only_model=False, model_dtype=None)
+    url = str(directory)
+    convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
+    return open_foreign(url)
+
+
 @pytest.mark.parametrize("name", [*CORE, "lm_fp32_tp2"])
 def test_what_is_written_for_megatron_is_read_as_it_was(
     unpacked: Unpacked, tmp_path: Path, name: str
 ) -> None:
-    source = open_foreign(str(unpacked[name]))
-    opened = Opened(source, source.format_name, source.left_out)
-    chosen = selection(opened, Target.MEGATRON_CORE, only_model=False, model_dtype=None)
-    url = str(tmp_path / "written")
-    convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
-    written = open_foreign(url)
-    assert written.format_name == "Megatron-Core torch_dist"
+    source = unpacked.source(name)
+    back = written(source, tmp_path / "written")
+    assert back.format_name == "Megatron-Core torch_dist"
     for key, tensor in expected_of(unpacked[name]).items():
-        assert_same(written, key, tensor)
+        assert_same(back, key, tensor)
     for document in ("padding", "masters", "model/tied"):
-        assert written.documents.get(document) == source.documents.get(document), document
-    args = "args"
-    assert written.documents["megatron"][args] == source.documents["megatron"][args]
-    steps = {value for path, value in written.documents["optim/scalars"].items()}
-    assert steps == {3}
+        assert back.documents.get(document) == source.documents.get(document), document
+    assert back.documents["megatron"]["args"] == source.documents["megatron"]["args"]
+    assert set(back.documents["optim/scalars"].values()) == {3}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"model.layers.0.mlp.up_proj.weight": (2, 2)}, "no tensor of the model is called as"),
+        (
+            {"decoder.layers.0.mlp.linear_fc2.weight": (2, 2),
+             "decoder.layers.2.mlp.linear_fc2.weight": (2, 2)},
+            r"has the layer decoder\.layers\.2 and no decoder\.layers\.1",
+        ),
+        (
+            {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight": (2, 2),
+             "decoder.layers.0.mlp.experts.local_experts.2.linear_fc2.weight": (2, 2)},
+            "some are missing",
+        ),
+        (
+            {"decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight": (2, 2),
+             "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight": (2, 3)},
+            "several shapes",
+        ),
+    ],
+)  # fmt: skip
+def test_models_that_are_not_megatrons_are_not_written(
+    tmp_path: Path, names: dict[str, tuple[int, ...]], message: str
+) -> None:
+    torch.save({name: torch.ones(shape) for name, shape in names.items()}, tmp_path / "a.pt")
+    with pytest.raises(LayoutMismatch, match=message):
+        written(open_foreign(str(tmp_path / "a.pt")), tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_layers_that_differ_are_written_apart(tmp_path: Path) -> None:
+    expert = "decoder.layers.1.mlp.experts.local_experts.{}.linear_fc2.weight"
+    names = {
+        "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(2, 3),
+        expert.format(0): torch.ones(2, 2),
+        expert.format(1): torch.zeros(2, 2),
+    }
+    torch.save(names, tmp_path / "a.pt")
+    back = written(open_foreign(str(tmp_path / "a.pt")), tmp_path / "b")
+    for name, tensor in names.items():
+        assert_same(back, f"model/{name}", tensor)
+    metadata = read_metadata(open_files(str(tmp_path / "b" / "iter_0000000")))
+    experts = metadata.tensors["decoder.layers.1.mlp.experts.experts.linear_fc2.weight"]
+    assert experts.spec.shape == (2, 2, 2)
 
 
 def test_preset_reads_megatron_and_leads_back_to_it(unpacked: Unpacked) -> None:
-    source = open_foreign(str(unpacked["core_bf16_full"]))
+    source = unpacked.source("core_bf16_full")
     expected = expected_of(unpacked["core_bf16_full"])
     config = dict(source.documents["megatron"]["model"])
     opened = respell(Opened(source, ""), "llama:megatron:hf", config)
@@ -176,8 +239,21 @@ def test_preset_reads_megatron_and_leads_back_to_it(unpacked: Unpacked) -> None:
     assert_same_in(back, "model/decoder.layers.1.mlp.linear_fc1.layer_norm_weight", norm)
 
 
+def test_command_takes_the_sizes_from_megatrons_arguments(
+    unpacked: Unpacked, tmp_path: Path
+) -> None:
+    source, target = str(unpacked["core_fp32_tp2"]), str(tmp_path / "hf")
+    options = ("--rules", "llama:megatron:hf", "--to", "huggingface")
+    done = CliRunner().invoke(ckpt, ["convert", source, target, *options])
+    assert done.exit_code == 0, done.output
+    expected = expected_of(unpacked["core_fp32_tp2"])
+    head = expected["model/output_layer.weight"][:27]
+    assert_same(open_foreign(target), "model/lm_head.weight", head)
+    assert "left out: model/output_layer.weight, elements at (27, 0)" in done.output
+
+
 def test_preset_reads_experts(unpacked: Unpacked) -> None:
-    source = open_foreign(str(unpacked["core_moe_ep2"]))
+    source = unpacked.source("core_moe_ep2")
     expected = expected_of(unpacked["core_moe_ep2"])
     config = dict(source.documents["megatron"]["model"])
     opened = respell(Opened(source, ""), "mixtral:megatron:hf", config)
