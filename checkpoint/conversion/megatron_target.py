@@ -38,12 +38,12 @@ from keepstep.checkpoint.conversion.torch_pieces import torch_bytes
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.megatron_core import BACKEND, BACKENDS, COMMON
-from keepstep.checkpoint.foreign.megatron_settings import MEGATRON, is_expert
+from keepstep.checkpoint.foreign.megatron_settings import MEGATRON, OUTPUT_LAYER, is_expert
 from keepstep.checkpoint.foreign.megatron_stacks import file_name_of, stack_of
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import MASTERS, PADDING
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
-from keepstep.checkpoint.layout.names import MODEL_PREFIX
+from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -119,12 +119,29 @@ def megatron_left_out(source: Source) -> list[str]:
     no_place = "Megatron's files have no place for it"
     lines = [f"{key}: {no_place}" for key in parts.tensors]
     lines += [f"{name}: {no_place}" for name in parts.values if not _is_carried(name)]
+    has_arguments = bool((source.documents.get(MEGATRON) or {}).get("args"))
+    carried = (MASTERS, MEGATRON, *([PADDING] if has_arguments else []))
+    lines += [f"{name}: {no_place}" for name in parts.documents if name not in carried]
     lines += [
-        f"{name}: {no_place}"
-        for name in parts.documents
-        if name not in (MASTERS, MEGATRON, PADDING)
+        f"{OPTIMIZER_PREFIX}{name}/{slot}: Megatron has no numbers of single parameters"
+        for name in parts.scalars.keys() | parts.slots.keys()
+        for slot in [*parts.scalars.get(name, {}), *_numbers(source, parts, name)]
+        if slot != _STEP
     ]
-    return lines
+    lines += [
+        f"{MODEL_PREFIX}{alias}: it is {tie.key}; Megatron ties by "
+        "--untie-embeddings-and-output-weights alone"
+        for alias, tie in parts.ties.items()
+        if alias != OUTPUT_LAYER or not has_arguments
+    ]
+    return sorted(lines)
+
+
+def _numbers(source: Source, parts: StateParts, name: str) -> Iterator[str]:
+    """Yield the slots of a parameter that have no dimensions."""
+    for slot, key in parts.slots.get(name, {}).items():
+        if not source.tensors[key].shape:
+            yield slot
 
 
 def _is_carried(name: str) -> bool:

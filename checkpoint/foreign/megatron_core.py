@@ -49,6 +49,7 @@ _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _MASTERS = ("fp32_param", "param")
 """What Megatron calls a parameter in the optimizer: without, and with a distributed optimizer."""
 
+_MOST_TENSORS = 2**21
 _NOT_OF_THE_MODEL = ("optimizer.", "chained_")
 _READ_APART = ("args", "optimizer", "content_metadata", "checkpoint_version")
 _OF_PARAMETERS = ("state", "param_groups", "optimizer", "param_state", "fp32_from_fp16_params")
@@ -113,6 +114,7 @@ class _Reading:
         self._masters: dict[str, Json] = {}
         self._has_equal_masters = False
         self._slotted: set[str] = set()
+        self._cut_tensors = 0
 
     def leave_out_others(self, files: ForeignFiles) -> None:
         """Leave out objects of ranks, files, and what has no data type or description."""
@@ -202,6 +204,9 @@ class _Reading:
 
     def _cut(self, key: str, tensor: ForeignTensor) -> Iterator[tuple[str, ForeignTensor]]:
         placed = tuple(placed_in(key, tensor.spec.shape, self._location))
+        self._cut_tensors += len(placed)
+        if self._cut_tensors > _MOST_TENSORS:
+            raise damaged(self._location, f"up to {key} it has {self._cut_tensors} tensors")
         for name, part in cut(tensor, placed):
             live = module_name(name, has_fused_norms=self._has_fused_norms)
             self._live_names[name] = live

@@ -43,6 +43,7 @@ from keepstep.checkpoint.rules.rank_shards import join_ranks, megatron_ranks, ra
 
 _READ_APART = ("args", "optimizer", "checkpoint_version", "rng_state")
 _OF_RANKS = "the file of each rank has its own, which is of use to that rank alone"
+_EXTRA_STATE = "_extra_state"
 _COMPARED_NBYTES = 2**20
 """Copies of more bytes are not compared: to open a checkpoint is not to read it."""
 
@@ -64,10 +65,13 @@ def read_megatron_lm(files: ForeignFiles) -> ForeignCheckpoint:
         if name not in opened:
             contents.leave_out(name, "it was not opened: it is no rank's model_optim_rng.pt")
     starts = first_layers([_counts(stage) for stage in stages])
+    extra_states: dict[str, None] = {}
     models = [
-        [dict(_model_of(contents, file, start)) for file in stage]
+        [dict(_model_of(contents, file, start, extra_states)) for file in stage]
         for stage, start in zip(stages, starts, strict=True)
     ]
+    for name in extra_states:
+        contents.leave_out(name, "it is what Transformer Engine pickled of a module")
     states = _states(contents, stages, models)
     trained: dict[str, tuple[int, ...]] = {}
     for number, stage in enumerate(stages):
@@ -109,14 +113,17 @@ def _counts(stage: Sequence[RankFile]) -> list[int]:
 
 
 def _model_of(
-    contents: Contents, file: RankFile, starts: Sequence[int]
+    contents: Contents, file: RankFile, starts: Sequence[int], extra_states: dict[str, None]
 ) -> Iterator[tuple[str, FileArray]]:
     """Yield what a rank has of the model by global names, in the order of its modules."""
     if len(file.chunks) != len(starts):
         raise damaged(file.location, f"it has {len(file.chunks)} models, and others {len(starts)}")
     for chunk, start in zip(file.chunks, starts, strict=True):
         for name, value in chunk.items():
-            if isinstance(value, FileArray):
+            if name.endswith(_EXTRA_STATE):
+                if value is not None:
+                    extra_states[name.rpartition("layers.")[2].partition(".")[2] or name] = None
+            elif isinstance(value, FileArray):
                 yield with_first_layer(name, start), value
             elif value is not None:
                 contents.leave_out(

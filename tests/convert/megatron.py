@@ -175,9 +175,11 @@ def read_without_steps(url: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Check all runs."""
+    """Check all runs, or those whose names have one of the texts on the command line."""
     checks = Checks()
     for name, (saved, loaded) in RUNS.items():
+        if len(sys.argv) > 1 and not any(part in name for part in sys.argv[1:]):
+            continue
         with tempfile.TemporaryDirectory() as directory, checks.all_of(name):
             check(checks, name, saved, loaded, Path(directory))
     checks.finish()
