@@ -17,9 +17,9 @@ import torch
 from keepstep.checkpoint.collective import (
     ByteExchange,
     all_gather_json,
+    are_so_on_any_rank,
     broadcast_bytes,
     exchange_numbers,
-    is_so_on_any_rank,
     on_group_device,
     rank,
     world_size,
@@ -34,7 +34,7 @@ from keepstep.checkpoint.errors import (
 )
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import list_steps, newest
+from keepstep.checkpoint.stored.steps import list_steps, newest
 
 log = logging.getLogger("keepstep")
 
@@ -146,15 +146,30 @@ def on_all_ranks(act: Callable[[], Result]) -> Result:
 
     Raises as `on_all_ranks_gathering` does.
     """
-    outcome = _Outcome.of(act)
-    # One number while nothing fails: only failures have reasons to gather.
-    if is_so_on_any_rank(outcome.error is not None):
-        return _on_all_ranks_for(outcome)
-    return outcome.get()
+    return on_all_ranks_telling(act, lambda _: False)[0]
 
 
-def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[bytes]:
+def on_all_ranks_telling(
+    act: Callable[[], Result], tell: Callable[[Result], bool]
+) -> tuple[Result, bool]:
+    """Run a function as `on_all_ranks` does, and tell whether something is so on any rank.
+
+    Returns:
+        This rank's result, and whether `tell` is true of any rank's.
+    """
+    outcome = _Outcome.of(lambda: (result := act(), tell(result)))
+    # Two numbers while nothing fails: only failures have reasons to gather.
+    is_so = outcome.error is None and outcome.get()[1]
+    has_failed, is_so_on_any = are_so_on_any_rank([outcome.error is not None, is_so])
+    if has_failed:
+        _on_all_ranks_for(outcome)
+    return outcome.get()[0], is_so_on_any
+
+
+def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     """Return on all ranks what a function returns on rank 0, where alone it is called.
+
+    What is done with it may fail on one rank: that belongs into `on_all_ranks`.
 
     Raises:
         CheckpointError: it failed there. What is wrong with the checkpoint has the same class on
@@ -185,13 +200,13 @@ def from_rank_0(read: Callable[[], Sequence[bytes]]) -> list[bytes]:
     broadcast_bytes(content, on_device)
     ends = itertools.accumulate(sizes)
     data = content.numpy().data
-    return on_all_ranks(
-        lambda: [bytes(data[end - n : end]) for end, n in zip(ends, sizes, strict=True)]
-    )
+    return [data[end - n : end] for end, n in zip(ends, sizes, strict=True)]
 
 
-def exchange(messages: Callable[[], Sequence[bytes]]) -> list[bytes]:
+def exchange(messages: Callable[[], Sequence[bytes]]) -> list[memoryview]:
     """Send message i to rank i, and return the messages that all ranks sent to this one.
+
+    What is done with them may fail on one rank: that belongs into `on_all_ranks`.
 
     Args:
         messages: returns this rank's messages.
@@ -219,12 +234,7 @@ def exchange(messages: Callable[[], Sequence[bytes]]) -> list[bytes]:
     byte_exchange.run(sent, [len(data) for data in outgoing], received, received_nbytes)
     ends = itertools.accumulate(received_nbytes)
     content = received.numpy().data
-    return on_all_ranks(
-        lambda: [
-            bytes(content[end - nbytes : end])
-            for end, nbytes in zip(ends, received_nbytes, strict=True)
-        ]
-    )
+    return [content[end - nbytes : end] for end, nbytes in zip(ends, received_nbytes, strict=True)]
 
 
 def on_all_ranks_gathering(

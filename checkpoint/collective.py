@@ -63,13 +63,13 @@ def all_gather_json(message: Json) -> list[Json]:
     ]
 
 
-def is_so_on_any_rank(flag: bool) -> bool:
-    """Return whether the flag is set on any rank."""
+def are_so_on_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Return for each flag whether it is set on any rank."""
     if not _is_collective():
-        return flag
-    count = torch.tensor(int(flag), device=_device())
-    dist.all_reduce(count)
-    return bool(count.item())
+        return list(flags)
+    counts = torch.tensor([int(flag) for flag in flags], device=_device())
+    dist.all_reduce(counts)
+    return [count > 0 for count in counts.tolist()]
 
 
 def on_group_device(content: torch.Tensor) -> torch.Tensor:

@@ -236,7 +236,7 @@ def merge_documents(documents: Mapping[str, Json]) -> dict[str, Json]:
     """
     received = _exchange_json(lambda: {0: documents})
     return on_all_ranks(
-        lambda: merged_documents(json.loads(received[holder]) for holder in sorted(received))
+        lambda: merged_documents(_decode(received[holder]) for holder in sorted(received))
     )
 
 
@@ -257,7 +257,7 @@ def _plan(
         number, is_planner = divmod(rank(), planner_rank(1))
         if is_planner != 0:
             return {}
-        held_boxes = [json.loads(boxes[holder]) for holder in range(ranks)]
+        held_boxes = [_decode(boxes[holder]) for holder in range(ranks)]
         plans, tensors = plan_share(held_boxes, number, compression)
         answers = {writer: [plan.to_json(), None] for writer, plan in plans.items()}
         answers[0] = [answers.get(0, [None])[0], tensors.to_json()]
@@ -266,7 +266,7 @@ def _plan(
     answers = _exchange_json(plan_own_share)
 
     def merge() -> tuple[WriterPlan, TensorPlan]:
-        shares = [json.loads(answer) for answer in answers.values()]
+        shares = [_decode(answer) for answer in answers.values()]
         own = merged_writer_plan(
             WriterPlan.from_json(plan) for plan, _ in shares if plan is not None
         )
@@ -324,11 +324,11 @@ def _requests_of(wanted: _Pieces) -> dict[int, Json]:
 
 
 def _rounds(
-    wanted: _Pieces, requests: Mapping[int, bytes], count: int
+    wanted: _Pieces, requests: Mapping[int, memoryview], count: int
 ) -> tuple[tuple[Round, ...], ...]:
     asked: list[dict[int, list[tuple[str, Box]]]] = [defaultdict(list) for _ in range(count)]
     for asker, data in requests.items():
-        for number, key, offset, shape in json.loads(data):
+        for number, key, offset, shape in _decode(data):
             asked[number][asker].append((key, Box(tuple(offset), tuple(shape))))
     return tuple(
         tuple(
@@ -419,7 +419,11 @@ def _box_of(tensors: Sequence[LiveTensor], box: Box) -> Bytes:
     return box_of(next(tensor for tensor in tensors if box.intersect(tensor.box) == box), box)
 
 
-def _exchange_json(messages: Callable[[], Mapping[int, Json]]) -> dict[int, bytes]:
+def _decode(message: memoryview) -> Json:
+    return json.loads(bytes(message))
+
+
+def _exchange_json(messages: Callable[[], Mapping[int, Json]]) -> dict[int, memoryview]:
     """Send each rank its message, if there is one; return the messages to this rank, by sender.
 
     Args:

@@ -86,5 +86,5 @@ def _from_rank_0(look: Callable[[], Recognized | None]) -> Recognized | None:
         return [json.dumps(told).encode()]
 
     (data,) = from_rank_0(read)
-    told = json.loads(data)
+    told = json.loads(bytes(data))
     return None if told is None else Recognized(Format(told[0]), told[1], told[2])

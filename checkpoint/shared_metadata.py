@@ -13,11 +13,17 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from keepstep.checkpoint.agreement import exchange, from_rank_0, on_all_ranks
-from keepstep.checkpoint.collective import is_so_on_any_rank, world_size
+from keepstep.checkpoint.agreement import (
+    exchange,
+    from_rank_0,
+    on_all_ranks,
+    on_all_ranks_telling,
+)
+from keepstep.checkpoint.collective import world_size
 from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, StoredMetadata
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 
 _PARALLEL_READS = 8
 
@@ -44,9 +50,10 @@ def open_together(
         head = json.dumps([stored.step, stored.generation, names]).encode()
         return [head, metadata.manifest, *(metadata.objects[name] for name in names)]
 
-    head, manifest, *contents = from_rank_0(read)
+    told = from_rank_0(read)
 
     def parse() -> StoredCheckpoint:
+        head, manifest, *contents = map(bytes, told)
         step, generation, names = json.loads(head)
         objects = dict(zip(names, contents, strict=True))
         return StoredCheckpoint.of(
@@ -77,14 +84,17 @@ class SharedListings:
         """Give the checkpoint what its `locate` needs for these boxes of tensors.
 
         Args:
-            boxes: returns the boxes that this rank is going to locate.
+            boxes: returns the boxes that this rank is going to locate; if it fails on one rank,
+                all ranks raise.
 
         Raises:
             CheckpointDamaged: a listing is not what was written; on all ranks.
             CheckpointError: a rank could not read one; on all ranks.
         """
-        missing = on_all_ranks(lambda: self._source.missing_listings(boxes()))
-        if not is_so_on_any_rank(bool(missing)):
+        missing, are_any_missing = on_all_ranks_telling(
+            lambda: self._source.missing_listings(boxes()), bool
+        )
+        if not are_any_missing:
             return
         by_reader: list[list[int]] = [[] for _ in range(self._ranks)]
         for number in missing:
@@ -93,19 +103,19 @@ class SharedListings:
         answers = exchange(lambda: self._answers(asked))
         on_all_ranks(lambda: self._hold(by_reader, answers))
 
-    def _answers(self, asked: Sequence[bytes]) -> list[bytes]:
+    def _answers(self, asked: Sequence[memoryview]) -> list[bytes]:
         """Read what the ranks have asked this one for; return the bytes for each of them."""
-        by_rank: list[list[int]] = [json.loads(numbers) for numbers in asked]
+        by_rank: list[list[int]] = [json.loads(bytes(numbers)) for numbers in asked]
         wanted = sorted({n for numbers in by_rank for n in numbers} - self._read.keys())
         with ThreadPoolExecutor(_PARALLEL_READS) as pool:
             contents = pool.map(lambda n: self._source.verified(self._entries[n].name), wanted)
             self._read.update(zip(wanted, contents, strict=True))
         return [b"".join(self._read[n] for n in numbers) for numbers in by_rank]
 
-    def _hold(self, by_reader: Sequence[Sequence[int]], answers: Sequence[bytes]) -> None:
+    def _hold(self, by_reader: Sequence[Sequence[int]], answers: Sequence[memoryview]) -> None:
         for numbers, answer in zip(by_reader, answers, strict=True):
             start = 0
             for number in numbers:
                 entry = self._entries[number]
-                self._source.hold(entry, answer[start : start + entry.nbytes])
+                self._source.hold(entry, bytes(answer[start : start + entry.nbytes]))
                 start += entry.nbytes

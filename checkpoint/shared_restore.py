@@ -28,7 +28,7 @@ from urllib.parse import urlparse
 import numpy as np
 import torch
 
-from keepstep.checkpoint.agreement import exchange, on_all_ranks, on_all_ranks_gathering
+from keepstep.checkpoint.agreement import exchange, on_all_ranks_gathering
 from keepstep.checkpoint.collective import (
     ByteExchange,
     Bytes,
@@ -36,7 +36,7 @@ from keepstep.checkpoint.collective import (
     rank,
     world_size,
 )
-from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.hand_on import (
     UNIT_NBYTES,
@@ -173,6 +173,10 @@ def _encode(items: Sequence[Want] | Sequence[ReadTask]) -> bytes:
     return json.dumps([item.to_json() for item in items]).encode()
 
 
+def _decode(message: memoryview) -> list[Json]:
+    return list(json.loads(bytes(message)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """A box for a rank's request of this number; the last axis of `data` is an element's bytes."""
@@ -270,17 +274,24 @@ class _Participant:
         If a rank fails, all of them raise before anything of tensors is read.
         """
         listings = SharedListings(self._source)
-        self._fills = on_all_ranks(plan)
-        self._missing = [item.box.size if item.box else 0 for item in self._fills]
-        listings.get(lambda: _packed_boxes(self._fills, self._source))
-        told = exchange(self._tell_planners)
-        groups, counts = on_all_ranks_gathering(lambda: self._groups(told), len)
+
+        def packed_boxes() -> list[tuple[str, Box]]:
+            self._fills = plan()
+            self._missing = [item.box.size if item.box else 0 for item in self._fills]
+            return _packed_boxes(self._fills, self._source)
+
+        listings.get(packed_boxes)
+        wants = exchange(self._tell_planners)
+        groups, counts = on_all_ranks_gathering(lambda: self._groups(wants), len)
         first = sum(counts[: self._rank])
         told = exchange(lambda: self._tell_readers(groups, first))
-        tasks = on_all_ranks(
-            lambda: [ReadTask.from_json(item) for data in told if data for item in json.loads(data)]
-        )
-        listings.get(lambda: [(task.unit.key, task.unit.box) for task in tasks])
+        tasks: list[ReadTask] = []
+
+        def boxes_to_read() -> list[tuple[str, Box]]:
+            tasks.extend(ReadTask.from_json(item) for data in told for item in _decode(data))
+            return [(task.unit.key, task.unit.box) for task in tasks]
+
+        listings.get(boxes_to_read)
         return tasks
 
     def _tell_planners(self) -> list[bytes]:
@@ -290,13 +301,12 @@ class _Participant:
             wants[planner_of(want.unit.group, self._world_size)].append(want)
         return [_encode(items) for items in wants]
 
-    def _groups(self, told: Sequence[bytes]) -> list[ReadGroup]:
+    def _groups(self, told: Sequence[memoryview]) -> list[ReadGroup]:
         """Return the groups that this rank plans."""
         wants = (
             (sender, Want.from_json(want))
             for sender, data in enumerate(told)
-            if data
-            for want in json.loads(data)
+            for want in _decode(data)
         )
         groups = groups_of(wants, _small_read_nbytes(self._source.storage.url))
         self.tensor_nbytes = sum(group.nbytes for group in groups)

@@ -26,7 +26,8 @@ from keepstep.checkpoint.stored.housekeeping import (
     summarize,
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, RetentionPolicy, checkpoints_to_remove
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.strict_json import to_strict_json
 
 _STEP = click.option("--step", type=int, help="The step. Default: the newest.")

@@ -27,8 +27,9 @@ from keepstep.checkpoint.layout.release import release_of
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec
 from keepstep.checkpoint.stored.chunking import CHUNK_NBYTES, ChunkPlan, plan_chunks
 from keepstep.checkpoint.stored.manifest import StoredObject
+from keepstep.checkpoint.stored.metadata import StoredMetadata
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, StoredMetadata
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import decode, encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json

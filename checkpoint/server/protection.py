@@ -71,6 +71,8 @@ class Protection:
         self._pending: SnapshotId | None = None
         self._stop_requested = threading.Event()
         self._connections = ServerConnections(identity)
+        # What is in the way of the snapshot that is being protected, as it was logged last.
+        self._obstacle: tuple[SnapshotId, str] | None = None
         self._encoding = ThreadPoolExecutor(
             1, thread_name_prefix="keepstep-parity", initializer=yield_to_training
         )
@@ -106,10 +108,16 @@ class Protection:
             self._set_pending(None)
 
     def protect(self, snapshot: SnapshotId) -> None:
-        """Begin to protect a snapshot that all ranks of this node have sealed."""
+        """Begin to protect a snapshot that all ranks of this node have sealed.
+
+        Nothing happens if its generation is over: no other node would give its part of it.
+        """
         with self._changed:
+            group = self._parity.group
+            if snapshot.generation < group.generation:
+                return
             self._pending = snapshot
-            self._encoding.submit(self._protect, self._parity.group, snapshot, self._stop_requested)
+            self._encoding.submit(self._protect, group, snapshot, self._stop_requested)
 
     def finish_protection(self, timeout_s: float) -> None:
         """Wait until nothing is under way that can be completed, or the time is up."""
@@ -181,7 +189,9 @@ class Protection:
                 self._encode(parity, snapshot, stripe, row, stop)
             is_published = self._parity.publish(snapshot, parity)
         except SnapshotUnavailable as error:
-            if not isinstance(error.__cause__, PeerUnavailable):
+            obstacle = (snapshot, str(error))
+            if not isinstance(error.__cause__, PeerUnavailable) and obstacle != self._obstacle:
+                self._obstacle = obstacle
                 log.warning("step %d is not protected yet, trying again: %s", snapshot.step, error)
             self._connections.retain_only(())
         finally:

@@ -40,7 +40,8 @@ from keepstep.checkpoint.stored.object_names import (
     StoredStep,
 )
 from keepstep.checkpoint.stored.pruning import GRACE_S, Disposal, Note, dispose, names_crc
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, noted_newest
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps, noted_newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.strict_json import to_strict_json

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keepstep.elastic.rendezvous.intervals import AUTO, checkpoint_interval_s, failures_per_s
-from keepstep.elastic.rendezvous.records import Recovery
+from keepstep.elastic.rendezvous.records import Recovery, SnapshotCommit
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -60,7 +60,7 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     lines = [
         f"job {job}   generation {state['generation']}   ranks {state['world_size']}   "
         f"step {state['step']}",
-        f"last committed snapshot: {f'step {snapshot.snapshot.step}' if snapshot else 'none'}",
+        f"last committed snapshot: {_snapshot_age(state['step'], snapshot)}",
         f"last stored checkpoint:  {f'step {stored.step} in {stored.url}' if stored else 'none'}",
     ]
     if state["world_size"]:
@@ -93,6 +93,14 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     if view.history.recoveries:
         parts.append(recoveries(view.history.recoveries))
     return Group(*parts)
+
+
+def _snapshot_age(step: int, commit: SnapshotCommit | None) -> str:
+    """Return the snapshot's step, and how many steps a recovery would now compute again."""
+    if commit is None:
+        return "none"
+    behind = max(0, step - commit.snapshot.step)
+    return f"step {commit.snapshot.step}" + (f", {behind} steps ago" if behind else "")
 
 
 def verdicts(view: View, wall_s: float) -> str:

@@ -29,16 +29,18 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,13 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
-WORKER = ROOT / "ops" / "bench" / "checkpoint_worker.py"
+# This directory has modules whose names must not hide others.
+sys.path[:] = [str(ROOT), *(path for path in sys.path if path != str(Path(__file__).parent))]
+
+from ops.bench.checkpoint_worker import Work, run  # noqa: E402
+
+FORK_SERVER = multiprocessing.get_context("forkserver")
+LIMIT_S = 600.0
 CONTENDERS = ("keepstep", "dcp", "dcp_async", "torch_save", "safetensors", "orbax")
 RESHARDING = ("keepstep", "dcp", "dcp_async", "dcp_s3")
 SINGLE_PROCESS = ("orbax",)
@@ -78,6 +86,8 @@ Result = dict[str, Any]
 )
 def main(as_json: bool, quick: bool, megabytes: int | None, directory: Path | None) -> None:
     console = Console(stderr=as_json)
+    os.environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    FORK_SERVER.set_forkserver_preload([run.__module__])
     size = megabytes or (200 if quick else 800)
     workspace = Path(tempfile.mkdtemp(prefix="keepstep-bench-", dir=directory))
     repeats = 1 if quick else 3
@@ -301,25 +311,40 @@ def ranks(
     action: str, name: str, layout: str, world: int, where: str, workspace: Path, megabytes: int
 ) -> Result:
     """Run `checkpoint_worker.py` on some ranks; return rank 0's result."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    store = workspace / f"store-{uuid.uuid4().hex}"
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable, str(WORKER), action, name, layout, str(rank), str(world), where,
-                str(megabytes), str(store),
-            ],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True,
-        )
-        for rank in range(world)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=600) for process in processes]
-    failed = [
-        error for process, (_, error) in zip(processes, outputs, strict=True) if process.returncode
-    ]
+    store = str(workspace / f"store-{uuid.uuid4().hex}")
+    # The process that forks the ranks has the environment of its start.
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    results: list[Connection] = []
+    processes: list[ForkServerProcess] = []
+    for rank in range(world):
+        receiver, sender = FORK_SERVER.Pipe(duplex=False)
+        work = Work(action, name, layout, rank, world, where, megabytes, store)
+        process = FORK_SERVER.Process(target=run, args=(work, environment, sender))
+        process.start()
+        sender.close()
+        results.append(receiver)
+        processes.append(process)
+    try:
+        answers = [_answer(receiver) for receiver in results]
+    finally:
+        for process in processes:
+            process.join(LIMIT_S if sys.exc_info()[0] is None else 0)
+            process.kill()
+            process.join()
+    failed = [answer for answer in answers if isinstance(answer, str)]
     if failed:
         raise RuntimeError(failed[0])
-    return dict(json.loads(outputs[0][0].splitlines()[-1]))
+    return dict(answers[0])
+
+
+def _answer(receiver: Connection) -> Result | str:
+    """Return a rank's figures, or what went wrong."""
+    if not receiver.poll(LIMIT_S):
+        return f"no answer within {LIMIT_S:.0f} s"
+    try:
+        return receiver.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return "the process ended without an answer"
 
 
 def read_all(directory: Path) -> None:

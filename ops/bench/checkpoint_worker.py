@@ -1,24 +1,22 @@
-"""Runs one rank of checkpoint.py; rank 0 prints a JSON line.
+"""One rank of checkpoint.py, in a process forked from one that has imported what this module does.
 
-`checkpoint_worker.py ACTION CONTENDER LAYOUT RANK WORLD DIRECTORY MEGABYTES STORE`. The action is
-save, load, or async: save in the background several times, and copy the same bytes beside it.
+The action is save, load, or async: save in the background several times, and copy the same bytes
+beside it.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-# This directory has a `checkpoint.py`, which must not hide other modules.
-if str(Path(__file__).parent) in sys.path:
-    sys.path.remove(str(Path(__file__).parent))
 
 import torch
 import torch.distributed as dist
@@ -31,19 +29,33 @@ import keepstep.checkpoint.saving.process_saver
 import keepstep.checkpoint.stored.files
 from keepstep import checkpoint
 
-ACTION, CONTENDER, LAYOUT = sys.argv[1:4]
-RANK, WORLD = int(sys.argv[4]), int(sys.argv[5])
-DIRECTORY, MEGABYTES, STORE = sys.argv[6], int(sys.argv[7]), sys.argv[8]
-
 # The first one pays for memory and processes.
 BACKGROUND_SAVES = 6
 
 
-def shapes() -> dict[str, tuple[int, ...]]:
+@dataclass(frozen=True)
+class Work:
+    """What one rank does."""
+
+    action: str
+    contender: str
+    layout: str
+    rank: int
+    world: int
+    directory: str
+    megabytes: int
+    store: str
+
+    def own_file(self, kind: str) -> Path:
+        """Return the path of this rank's file, for contenders of which each rank writes one."""
+        return Path(self.directory) / f"{kind}-{self.world}-{self.rank}"
+
+
+def shapes(megabytes: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a usual model: matrices, and as many small vectors."""
     tensor_shapes: dict[str, tuple[int, ...]] = {}
     width = 1024
-    layers = max(1, MEGABYTES * 2**20 // (4 * 12 * width * width))
+    layers = max(1, megabytes * 2**20 // (4 * 12 * width * width))
     for layer in range(layers):
         tensor_shapes |= {
             f"blocks.{layer}.qkv": (3 * width, width), f"blocks.{layer}.out": (width, width),
@@ -54,15 +66,15 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return tensor_shapes
 
 
-def state(*, fill: bool) -> dict[str, torch.Tensor]:
+def state(work: Work, *, fill: bool) -> dict[str, torch.Tensor]:
     """Return all tensors: sharded by rows (FSDP), for "tp" by columns where possible, or whole."""
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh("cpu", (work.world,))
     tensors: dict[str, torch.Tensor] = {}
     generator = torch.Generator().manual_seed(0)
-    for name, shape in shapes().items():
+    for name, shape in shapes(work.megabytes).items():
         value = torch.randn(shape, generator=generator) if fill else torch.zeros(shape)
-        is_whole = LAYOUT == "replicas" or (LAYOUT == "tp" and len(shape) == 1)
-        placement = Replicate() if is_whole else Shard(1 if LAYOUT == "tp" else 0)
+        is_whole = work.layout == "replicas" or (work.layout == "tp" and len(shape) == 1)
+        placement = Replicate() if is_whole else Shard(1 if work.layout == "tp" else 0)
         tensors[name] = distribute_tensor(value, mesh, [placement], src_data_rank=None)
     return tensors
 
@@ -71,66 +83,64 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_file(kind: str) -> Path:
-    return Path(DIRECTORY) / f"{kind}-{WORLD}-{RANK}"
-
-
 def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-def save(tensors: dict[str, torch.Tensor]) -> float:
+def save(work: Work, tensors: dict[str, torch.Tensor]) -> float:
     """Save durably; return for how many seconds training would be blocked."""
     began = time.monotonic()
-    match CONTENDER:
+    match work.contender:
         case "keepstep":
-            checkpoint.save(DIRECTORY, tensors, step=1)
+            checkpoint.save(work.directory, tensors, step=1)
             return time.monotonic() - began
         case "dcp":
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True))
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(work.directory, sync_files=True))
             return time.monotonic() - began
         case "dcp_async":
             future = dcp.async_save(
-                tensors, storage_writer=dcp.FileSystemWriter(DIRECTORY, sync_files=True)
+                tensors, storage_writer=dcp.FileSystemWriter(work.directory, sync_files=True)
             )
             blocked = time.monotonic() - began
             future.result()
             return blocked
         case "torch_save":
-            path = own_file("torch")
+            path = work.own_file("torch")
             torch.save({name: local(tensor) for name, tensor in tensors.items()}, path)
             flush(path)
             return time.monotonic() - began
         case "dcp_s3":
             from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-            dcp.save(tensors, storage_writer=FsspecWriter(DIRECTORY, sync_files=False))
+            dcp.save(tensors, storage_writer=FsspecWriter(work.directory, sync_files=False))
             return time.monotonic() - began
         case "orbax":
             import orbax.checkpoint as orbax
 
             arrays = {name: local(tensor).numpy() for name, tensor in tensors.items()}
-            orbax.PyTreeCheckpointer().save(Path(DIRECTORY) / "orbax", arrays)
-            for path in sorted(Path(DIRECTORY).rglob("*")):
+            orbax.PyTreeCheckpointer().save(Path(work.directory) / "orbax", arrays)
+            for path in sorted(Path(work.directory).rglob("*")):
                 flush(path)  # Orbax does not flush.
             return time.monotonic() - began
         case "safetensors":
             from safetensors.torch import save_file
 
-            path = own_file("safetensors")
+            path = work.own_file("safetensors")
             save_file({name: local(tensor).contiguous() for name, tensor in tensors.items()}, path)
             flush(path)
             return time.monotonic() - began
-    raise AssertionError(CONTENDER)
+    raise AssertionError(work.contender)
 
 
-def start_in_background() -> Callable[[dict[str, torch.Tensor], str], Callable[[], object]]:
+def start_in_background(
+    contender: str,
+) -> Callable[[dict[str, torch.Tensor], str], Callable[[], object]]:
     """Return what starts to save, and returns what waits until it is durable."""
-    if CONTENDER == "keepstep":
+    if contender == "keepstep":
         return lambda tensors, path: checkpoint.save(path, tensors, step=1, block=False).wait
-    if CONTENDER == "torch_checkpointing":
+    if contender == "torch_checkpointing":
         from torch_checkpointing import CheckpointManager
 
         manager = CheckpointManager(CheckpointManager.Config.with_async_save())
@@ -145,7 +155,7 @@ def start_in_background() -> Callable[[dict[str, torch.Tensor], str], Callable[[
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
     # A form is where DCP writes (a thread or a process), and what memory it copies into.
-    where, _, memory = CONTENDER.removeprefix("dcp_").partition("_")
+    where, _, memory = contender.removeprefix("dcp_").partition("_")
     # Its thread's collectives would meet this thread's in one group.
     group = dist.new_group()
     stager = None
@@ -172,9 +182,9 @@ def start_in_background() -> Callable[[dict[str, torch.Tensor], str], Callable[[
     return start
 
 
-def save_in_background(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def save_in_background(work: Work, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Save several times; return for how long the slowest rank was blocked, and copied."""
-    start = start_in_background()
+    start = start_in_background(work.contender)
     warm = {name: torch.ones_like(local(tensor)) for name, tensor in tensors.items()}
     blocked, copied, cpu_ratios = [], [], []
     for number in range(BACKGROUND_SAVES):
@@ -186,7 +196,7 @@ def save_in_background(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
         copied.append(greatest(time.monotonic() - began))
         dist.barrier()
         began, cpu_2 = time.monotonic(), time.thread_time()
-        wait = start(tensors, f"{DIRECTORY}/{number}")
+        wait = start(tensors, f"{work.directory}/{number}")
         cpu_3 = time.thread_time()
         blocked.append(greatest(time.monotonic() - began))
         cpu_ratios.append(greatest((cpu_3 - cpu_2) / (cpu_1 - cpu_0)))
@@ -200,30 +210,30 @@ def save_in_background(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def load(tensors: dict[str, torch.Tensor]) -> None:
-    match CONTENDER:
+def load(work: Work, tensors: dict[str, torch.Tensor]) -> None:
+    match work.contender:
         case "keepstep":
-            checkpoint.load(DIRECTORY, tensors)
+            checkpoint.load(work.directory, tensors)
         case "dcp" | "dcp_async":
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(DIRECTORY))
+            dcp.load(tensors, storage_reader=dcp.FileSystemReader(work.directory))
         case "dcp_s3":
             from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-            dcp.load(tensors, storage_reader=FsspecReader(DIRECTORY))
+            dcp.load(tensors, storage_reader=FsspecReader(work.directory))
         case "orbax":
             import orbax.checkpoint as orbax
 
             for name, array in (
-                orbax.PyTreeCheckpointer().restore(Path(DIRECTORY) / "orbax").items()
+                orbax.PyTreeCheckpointer().restore(Path(work.directory) / "orbax").items()
             ):
                 local(tensors[name]).copy_(torch.from_numpy(array))
         case "torch_save":
-            for name, tensor in torch.load(own_file("torch")).items():
+            for name, tensor in torch.load(work.own_file("torch")).items():
                 local(tensors[name]).copy_(tensor)
         case "safetensors":
             from safetensors.torch import load_file
 
-            for name, tensor in load_file(own_file("safetensors")).items():
+            for name, tensor in load_file(work.own_file("safetensors")).items():
                 local(tensors[name]).copy_(tensor)
 
 
@@ -244,29 +254,49 @@ def greatest(number: float) -> float:
     return float(greatest_of_ranks.item())
 
 
-def main() -> None:
+def run(work: Work, environment: Mapping[str, str], result: Connection) -> None:
+    """Do one rank's work; send its figures, or what went wrong."""
+    os.environ.update(environment)
+    try:
+        result.send(measure(work))
+    except BaseException:
+        result.send(traceback.format_exc())
+        raise
+    if work.action == "async" and work.contender == "keepstep":
+        keepstep.checkpoint.saving.process_saver.PROCESS_SAVER.close()
+    # Tensors still refer to process groups, which may abort the process at the interpreter's exit.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def measure(work: Work) -> dict[str, Any]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(STORE, WORLD), rank=RANK, world_size=WORLD)
-    tensors = state(fill=ACTION != "load")
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(work.store, work.world),
+        rank=work.rank,
+        world_size=work.world,
+    )
+    tensors = state(work, fill=work.action != "load")
     needed = total(sum(local(tensor).nbytes for tensor in tensors.values()))
     result: dict[str, Any] = {}
     dist.barrier()
     peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     read_before, began = read_bytes(), time.monotonic()
-    if ACTION == "async":
-        result = save_in_background(tensors)
-    elif ACTION == "save":
-        blocked = save(tensors)
+    if work.action == "async":
+        result = save_in_background(work, tensors)
+    elif work.action == "save":
+        blocked = save(work, tensors)
         dist.barrier()
         result = {"blocked_s": blocked, "durable_s": time.monotonic() - began}
     else:
-        load(tensors)
+        load(work, tensors)
         dist.barrier()
         # The kernel's counter does not include reads from sockets.
         distinct = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        ratio = None if "://" in DIRECTORY else total(read_bytes() - read_before) / distinct
+        ratio = None if "://" in work.directory else total(read_bytes() - read_before) / distinct
         result = {"load_s": time.monotonic() - began, "read_ratio": ratio}
-        expected = state(fill=True)
+        expected = state(work, fill=True)
         assert all(
             torch.equal(local(tensors[name]), local(tensor)) for name, tensor in expected.items()
         )
@@ -274,15 +304,5 @@ def main() -> None:
         (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before) * 1024
     )
     result["nbytes"] = needed
-    if RANK == 0:
-        print(json.dumps(result), flush=True)
     dist.barrier()
-    if ACTION == "async" and CONTENDER == "keepstep":
-        keepstep.checkpoint.saving.process_saver.PROCESS_SAVER.close()
-    # Tensors still refer to process groups, which may abort the process at the interpreter's exit.
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+    return result

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from keepstep.checkpoint.stored.reader import list_steps
+from keepstep.checkpoint.stored.steps import list_steps
 from ops.bench.chaos.cluster import NAMES, ChaosCluster
 from ops.bench.chaos.coordinator import MEMBERS
 from ops.bench.chaos.progress import Patience, Watcher

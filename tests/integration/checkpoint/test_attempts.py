@@ -17,7 +17,8 @@ from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.housekeeping import collect_garbage
 from keepstep.checkpoint.stored.object_names import REMOVED, Attempt, StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 NOW_S = 1.7e9

@@ -33,7 +33,8 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.layout.content_digest import DIGEST
 from keepstep.checkpoint.saving import saver as saver_module
 from keepstep.checkpoint.saving.save_plan import plan_save
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from tests.integration.checkpoint.tied import Tied, trained
 
 LIMIT_S = 60.0

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 
 from keepstep.checkpoint.dcp import Reader, Writer
 from keepstep.checkpoint.errors import LayoutMismatch
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from tests.ranks import run_ranks
 
 

@@ -16,7 +16,8 @@ from keepstep.checkpoint.stored.housekeeping import collect_garbage, copy, remov
 from keepstep.checkpoint.stored.manifest import VERSION
 from keepstep.checkpoint.stored.object_names import MANIFEST, NEWEST, REMOVED, StoredStep
 from keepstep.checkpoint.stored.pruning import GRACE_S
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from tests.unit.checkpoint.stored.older_formats import put_format
 

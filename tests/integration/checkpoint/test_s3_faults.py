@@ -16,7 +16,8 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.stored.objects import ObjectStorage
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import open_storage
 
 SLOW_DOWN = (

@@ -14,7 +14,7 @@ import torch
 from keepstep import checkpoint
 from keepstep.checkpoint.errors import CheckpointError, CheckpointExists, CheckpointMissing
 from keepstep.checkpoint.stored import files
-from keepstep.checkpoint.stored.reader import list_steps
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 
 

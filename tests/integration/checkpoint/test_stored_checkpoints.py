@@ -30,7 +30,8 @@ from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.tensors import as_bytes
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps, newest
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps, newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.writer import write_part
 from tests.integration.checkpoint.tied import Tied, trained

@@ -31,11 +31,12 @@ from keepstep.checkpoint.live.placement import local_box
 from keepstep.checkpoint.live.restore import fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor, as_bytes, torch_dtype
 from keepstep.checkpoint.memory.arena import box_bytes
-from keepstep.checkpoint.stored import chunking, reader, writer
+from keepstep.checkpoint.stored import chunking, writer
 from keepstep.checkpoint.stored.chunking import ChunkPlan, plan_chunks
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.writer import publish, write_part
+from tests.unit.checkpoint.given_storage import read_from
 
 Bytes = npt.NDArray[np.uint8]
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -259,7 +260,7 @@ def test_state_saved_in_one_layout_is_read_bit_for_bit_in_another(
 ) -> None:
     stored = data.draw(tensors)
     storage = DictStorage()
-    monkeypatch.setattr(reader, "open_storage", lambda url: storage)
+    read_from(storage, monkeypatch)
     store(storage, data.draw(layouts(stored)))
     source = StoredCheckpoint.open("dict://")
     source.verify()
@@ -330,7 +331,7 @@ def test_padded_tensors_are_read_in_any_other_padding_and_layout(
     specs = {t.key: TensorSpec(t.dtype, t.shape) for shards in layout for t, _ in shards}
     described = {p.name: p.logical for p in parameters if p.has_stored_description}
     storage = DictStorage()
-    monkeypatch.setattr(reader, "open_storage", lambda url: storage)
+    read_from(storage, monkeypatch)
     store(storage, layout, describing_documents(Descriptions(padding=described), specs))
     source = StoredCheckpoint.open("dict://")
 

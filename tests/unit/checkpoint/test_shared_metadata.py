@@ -22,7 +22,7 @@ from keepstep.checkpoint.live.restore import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor
 from keepstep.checkpoint.shared_metadata import open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
-from keepstep.checkpoint.stored import reader
+from tests.unit.checkpoint.given_storage import read_from
 from tests.unit.checkpoint.test_any_layout import DictStorage, Tensor, small_sizes, store
 from tests.unit.checkpoint.thread_ranks import ThreadRanks
 
@@ -55,7 +55,7 @@ class CountingStorage(DictStorage):
 def storage(monkeypatch: pytest.MonkeyPatch) -> CountingStorage:
     """Storage in which four writers have stored a large and a small tensor each."""
     counting = CountingStorage()
-    monkeypatch.setattr(reader, "open_storage", lambda url: counting)
+    read_from(counting, monkeypatch)
     store(
         counting,
         [

@@ -24,8 +24,8 @@ from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.restore import Fill
 from keepstep.checkpoint.live.tensors import LiveTensor, torch_dtype
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
-from keepstep.checkpoint.stored import reader
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from tests.unit.checkpoint.given_storage import read_from
 from tests.unit.checkpoint.test_any_layout import (
     ITEMSIZES,
     DictStorage,
@@ -114,7 +114,7 @@ def check_read_once(storage: RecordingStorage) -> None:
 
 def saved(monkeypatch: pytest.MonkeyPatch, layout: Layout) -> RecordingStorage:
     storage = RecordingStorage()
-    monkeypatch.setattr(reader, "open_storage", lambda url: storage)
+    read_from(storage, monkeypatch)
     store(storage, layout)
     return storage
 

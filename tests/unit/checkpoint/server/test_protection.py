@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from dataclasses import replace
 
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
@@ -16,6 +17,22 @@ from tests.unit.checkpoint.server.sealed import open_memory
 
 OLDER, NEWER = SnapshotId(1, 1), SnapshotId(1, 2)
 GROUP = ErasureGroup(generation=1, addresses=("a",), position=0, parity=0)
+
+
+def test_snapshot_of_a_generation_that_is_over_keeps_no_other_from_being_protected() -> None:
+    protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
+    try:
+        protection.open_generation(replace(GROUP, generation=2))
+        # Its ranks sealed it before the generation opened; what they restored was checked first.
+        protection.protect(OLDER)
+        protection.protect(SnapshotId(2, 1))
+        assert protected.get(timeout=patient(60)) == SnapshotId(2, 1)
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
 
 
 def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended() -> None:

@@ -27,7 +27,8 @@ from keepstep.checkpoint.stored.chunking import ChunkPlan, PlannedChunk, StoredT
 from keepstep.checkpoint.stored.housekeeping import collect_garbage, compare, copy, remove
 from keepstep.checkpoint.stored.manifest import COMPRESSED_CELLS, Manifest, StoredObject
 from keepstep.checkpoint.stored.object_names import MANIFEST, ROOT, Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, list_steps
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import list_steps
 from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import publish, write_part

@@ -11,14 +11,15 @@ import pytest
 
 from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
 from keepstep.checkpoint.layout.source import BoxRequest
-from keepstep.checkpoint.stored import reader
 from keepstep.checkpoint.stored.chunking import plan_chunks
 from keepstep.checkpoint.stored.housekeeping import remove
 from keepstep.checkpoint.stored.object_names import NEWEST, Attempt, StoredStep
-from keepstep.checkpoint.stored.reader import StoredCheckpoint, newest
+from keepstep.checkpoint.stored.reader import StoredCheckpoint
+from keepstep.checkpoint.stored.steps import newest
 from keepstep.checkpoint.stored.storage import Storage, open_storage
 from keepstep.checkpoint.stored.stored_json import encode
 from keepstep.checkpoint.stored.writer import publish, write_part
+from tests.unit.checkpoint.given_storage import read_from
 
 
 class RecordingStorage:
@@ -94,7 +95,7 @@ def test_the_newest_is_found_without_a_list_of_all(
     for step in range(1, 6):
         save(url, step)
     recording = RecordingStorage(open_storage(url))
-    monkeypatch.setattr(reader, "open_storage", lambda url: recording)
+    read_from(recording, monkeypatch)
     assert newest(url) == StoredStep(5, 0)
     assert recording.listed == []
 
@@ -104,7 +105,7 @@ def test_a_checkpoint_of_known_step_and_generation_is_opened_without_a_list(
 ) -> None:
     save(url, 1)
     recording = RecordingStorage(open_storage(url))
-    monkeypatch.setattr(reader, "open_storage", lambda url: recording)
+    read_from(recording, monkeypatch)
     assert StoredCheckpoint.open(url, 1, 0).step == 1
     assert (recording.listed, NEWEST in recording.reads) == ([], False)
 

@@ -1,0 +1,254 @@
+"""Reads cells of a checkpoint's objects into the memory of those that want them, verified.
+
+A cell is always read completely, because its checksum covers all of it; it is verified while it is
+in the processor's cache, and copied from there to the requests' memory. Cells are tiles, so they
+seldom lie in one piece of that memory, and cannot be read into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.layout.boxes import Box
+from keepstep.checkpoint.layout.dtypes import numpy_dtype
+from keepstep.checkpoint.stored.cell_codec import CHECKSUM_NBYTES, decompress
+from keepstep.checkpoint.stored.cell_index import Span, runs
+from keepstep.checkpoint.stored.chunking import StoredTensor
+from keepstep.checkpoint.stored.storage import Storage
+
+Bytes = npt.NDArray[np.uint8]
+
+PARALLEL_READS = 8
+"""How many threads read; they mostly wait for storage, and many small tensors need many reads."""
+
+_PREFETCHED_RUNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A request's memory: an array of its box's shape with a last axis of an element's bytes."""
+
+    box: Box
+    values: Bytes
+
+    def copy_from(self, start: Sequence[int], cell: Bytes) -> None:
+        """Copy the part of a cell that the box overlaps; the cell begins at element `start`."""
+        source: list[slice] = []
+        target: list[slice] = []
+        # No Box objects and no check of lengths: this runs for every cell.
+        for begin, cell_extent, offset, box_extent in zip(  # noqa: B905
+            start, cell.shape, self.box.offset, self.box.shape
+        ):
+            first = max(begin, offset)
+            last = min(begin + cell_extent, offset + box_extent)
+            source.append(slice(first - begin, last - begin))
+            target.append(slice(first - offset, last - offset))
+        self.values[tuple(target)] = cell[tuple(source)]
+
+
+TargetsBySpan = Mapping[Span, Sequence[Sequence[Target]]]
+"""For each cell of a span, the requests that overlap it."""
+
+
+class ReadCount:
+    """Counts bytes that threads read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            self.nbytes += nbytes
+
+
+class _Buffer:
+    """Memory that is reused: new memory is mapped page by page."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def of_size(self, nbytes: int) -> Bytes:
+        """Return the memory, cut to this size; the next call returns it too."""
+        if self._memory.size < nbytes:
+            self._memory = np.empty(nbytes, np.uint8)
+        return self._memory[:nbytes]
+
+
+class _ReadBuffers(threading.local):
+    """What each thread reads into, and what it decompresses a cell into."""
+
+    def __init__(self) -> None:
+        self.read = _Buffer()
+        self.decompressed = _Buffer()
+
+
+class CellReads:
+    """Reads the cells of one checkpoint.
+
+    Args:
+        storage: what has its objects.
+        directory: the directory that has them.
+        tensors: its tensors by the keys that they are stored under.
+        count: counts the bytes that are read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        directory: str,
+        tensors: Mapping[str, StoredTensor],
+        count: ReadCount,
+    ) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._tensors = tensors
+        self._count = count
+        self._buffers = _ReadBuffers()
+
+    def read(self, targets_by_span: TargetsBySpan) -> None:
+        """Read spans into the memory of requests; adjacent spans are read together.
+
+        Raises:
+            CheckpointDamaged: what is stored is not what was written. The memory is undefined then.
+        """
+        ordered = list(runs(targets_by_span))
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+            futures = []
+            for number, run in enumerate(ordered):
+                # A run is prefetched before the runs ahead of it have all been read, so that the
+                # device is never idle.
+                following = number + _PREFETCHED_RUNS
+                ahead = ordered[following] if following < len(ordered) else None
+                futures.append(pool.submit(self._fetch, run, targets_by_span, ahead))
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def verify(self, spans: Iterable[Span], report: Callable[[int], None]) -> None:
+        """Read spans and check them; `report` gets the number of bytes after each read.
+
+        Raises:
+            CheckpointDamaged: what is stored is not what was written.
+        """
+        with ThreadPoolExecutor(PARALLEL_READS) as pool:
+            futures = {pool.submit(self._fetch, run, {}, None): run for run in runs(spans)}
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    report(sum(span.nbytes for span in futures[future]))
+            finally:
+                for future in futures:
+                    future.cancel()
+
+    def read_into(self, name: str, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read bytes of an object, as `Storage.read_into`.
+
+        Raises:
+            CheckpointDamaged: there is no such object, or no object can have this offset.
+        """
+        try:
+            nbytes = self._storage.read_into(f"{self._directory}/{name}", buffers, offset)
+        except CheckpointMissing:
+            raise CheckpointDamaged(
+                f"{self._location(name)} is missing; load an older step"
+            ) from None
+        except OverflowError:
+            raise CheckpointDamaged(
+                f"{self._location(name)}: byte {offset} is beyond the end of any object; load an "
+                "older step"
+            ) from None
+        self._count.add(nbytes)
+        return nbytes
+
+    def _fetch(
+        self,
+        run: Sequence[Span],
+        targets_by_span: TargetsBySpan,
+        ahead: Sequence[Span] | None,
+    ) -> None:
+        """Read adjacent spans of one object, verify them, and give the requests their cells.
+
+        Args:
+            run: the spans.
+            targets_by_span: the requests that need them; spans without any are only verified.
+            ahead: the spans to prefetch.
+        """
+        if ahead is not None:
+            name = f"{self._directory}/{ahead[0].object_name}"
+            self._storage.prefetch(name, ahead[0].offset, sum(span.nbytes for span in ahead))
+        nbytes = sum(span.nbytes for span in run)
+        try:
+            data = self._buffers.read.of_size(nbytes).data
+        except (MemoryError, OverflowError, ValueError):
+            # Metadata may claim cells of any size.
+            raise CheckpointDamaged(
+                f"{self._location(run[0].object_name)}: {nbytes} bytes of {run[0].key} cannot be "
+                "read at once; load an older step"
+            ) from None
+        count = self.read_into(run[0].object_name, [data], run[0].offset)
+        end = 0
+        for span in run:
+            piece = data[end : end + span.nbytes]
+            end += span.nbytes
+            if count < end:
+                raise CheckpointDamaged(
+                    f"{self._location(span.object_name)} ends at byte {run[0].offset + count}, "
+                    f"within the data of {span.key}; load an older step"
+                )
+            if not span.is_intact(piece):
+                raise CheckpointDamaged(
+                    f"{self._location(span.object_name)}: the data of {span.key} does not match "
+                    "its checksum, its bytes were changed; load an older step"
+                )
+            self._copy_cells(span, piece, targets_by_span.get(span))
+
+    def _copy_cells(
+        self,
+        span: Span,
+        data: memoryview,
+        targets_of_cells: Sequence[Sequence[Target]] | None,
+    ) -> None:
+        """Copy a span's cells to the requests that overlap them; without any, only decode them.
+
+        Raises:
+            CheckpointDamaged: a cell cannot be decoded.
+        """
+        tensor = self._tensors[span.key]
+        if targets_of_cells is None and tensor.compression is None:
+            return
+        shape = (*tensor.cell, numpy_dtype(tensor.dtype).itemsize)
+        end = 0
+        for number, (place, size) in enumerate(zip(span.places, span.sizes, strict=True)):
+            cell = np.frombuffer(data[end : end + size - CHECKSUM_NBYTES], np.uint8)
+            end += size
+            if tensor.compression is not None:
+                cell = self._decompressed(span, cell)
+            start = [position * extent for position, extent in zip(place, tensor.cell, strict=True)]
+            for target in targets_of_cells[number] if targets_of_cells is not None else ():
+                target.copy_from(start, cell.reshape(shape))
+
+    def _decompressed(self, span: Span, cell: Bytes) -> Bytes:
+        into = self._buffers.decompressed.of_size(self._tensors[span.key].cell_nbytes)
+        try:
+            decompress(cell, into)
+        except ValueError as error:
+            raise CheckpointDamaged(
+                f"{self._location(span.object_name)}: the data of {span.key} matches its checksum "
+                f"and cannot be decompressed: {error}; load an older step"
+            ) from error
+        return into
+
+    def _location(self, name: str) -> str:
+        return f"{self._storage.url}/{self._directory}/{name}"

@@ -1,0 +1,114 @@
+"""The metadata of a stored checkpoint: read from storage, or handed on by another rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import crc32c
+
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
+from keepstep.checkpoint.stored.manifest import Manifest, StoredObject
+from keepstep.checkpoint.stored.object_names import CHUNKS, DOCUMENTS, MANIFEST, ROOT, StoredStep
+from keepstep.checkpoint.stored.steps import choose, missing
+from keepstep.checkpoint.stored.storage import Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMetadata:
+    """The objects of a checkpoint that say which tensors and documents it has.
+
+    Attributes:
+        stored: the checkpoint.
+        manifest: its manifest, as it is stored.
+        objects: contents of objects that the manifest lists, by name; they match their checksums.
+    """
+
+    stored: StoredStep
+    manifest: bytes
+    objects: Mapping[str, bytes]
+
+    @classmethod
+    def read(
+        cls,
+        url: str,
+        step: int | None = None,
+        generation: int | None = None,
+        *,
+        has_chunks: bool = False,
+    ) -> StoredMetadata:
+        """Read what `StoredCheckpoint.of` needs.
+
+        Args:
+            url: as for `StoredCheckpoint.open`.
+            step: as for `StoredCheckpoint.open`.
+            generation: as for `StoredCheckpoint.open`.
+            has_chunks: read what is needed to find chunks as well, if the format has it.
+
+        Raises:
+            CheckpointMissing: there is no such checkpoint.
+            CheckpointDamaged: its metadata is not what was written.
+            CheckpointTooNew: it has a newer format than this release reads.
+        """
+        storage = open_storage(url)
+        chosen = choose(url, step, generation)
+        try:
+            content = storage.read(f"{chosen.directory}/{MANIFEST}")
+        except CheckpointMissing:
+            raise missing(url, step) from None
+        manifest = decode_manifest(url, chosen, content)
+        names = [ROOT, DOCUMENTS]
+        if has_chunks and manifest.find(CHUNKS) is not None:
+            names.append(CHUNKS)
+        with ThreadPoolExecutor(len(names)) as pool:
+            contents = pool.map(lambda name: read_verified(storage, manifest, name), names)
+            return cls(chosen, content, dict(zip(names, contents, strict=True)))
+
+
+def read_verified(storage: Storage, manifest: Manifest, name: str) -> bytes:
+    """Return the content of an object that the manifest lists, checked against its entry.
+
+    Raises:
+        CheckpointDamaged: the object is not what was written.
+    """
+    where = f"{storage.url}/{manifest.directory}/{name}"
+    entry = manifest.find(name)
+    if entry is None:
+        raise CheckpointDamaged(f"{where} is not in the manifest; load an older step")
+    try:
+        data = storage.read(f"{manifest.directory}/{name}", entry.nbytes)
+    except CheckpointMissing:
+        raise CheckpointDamaged(f"{where} is missing; load an older step") from None
+    check_content(where, entry, data)
+    return data
+
+
+def check_content(where: str, entry: StoredObject, data: bytes) -> None:
+    """Check an object's content against its entry in the manifest."""
+    if len(data) != entry.nbytes:
+        raise CheckpointDamaged(
+            f"{where} has {len(data)} bytes, not the {entry.nbytes} in the manifest; "
+            "load an older step"
+        )
+    if crc32c.crc32c(data) != entry.crc32c:
+        raise CheckpointDamaged(
+            f"{where} does not match its checksum, its bytes were changed; load an older step"
+        )
+
+
+def decode_manifest(url: str, stored: StoredStep, content: bytes) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointDamaged: the content is no manifest, or that of another checkpoint.
+        CheckpointTooNew: it has a newer format than this release reads.
+    """
+    where = f"{url}/{stored.directory}/{MANIFEST}"
+    manifest = Manifest.decode(content, where)
+    if (manifest.step, manifest.generation) != (stored.step, stored.generation):
+        raise CheckpointDamaged(
+            f"{where} belongs to step {manifest.step}, generation {manifest.generation}; "
+            "was it copied here? load an older step"
+        )
+    return manifest
