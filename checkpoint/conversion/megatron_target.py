@@ -64,6 +64,9 @@ _KIND_OF_STATE = "optimizer/param_state_sharding_type"
 # What Megatron tells an optimizer's groups apart by.
 _MARKS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _LAYER = re.compile(r"((?:.+\.)?layers\.)(\d+)\.(.+)")
+_OF_MEGATRON = re.compile(
+    r"(?:.+\.)?(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp)\.(?:.+\.)?linear_\w+\.\w+"
+)
 _MODULES_WITHOUT_STATE = ("router", "shared_experts.gate")
 _ATTENTION = re.compile(r"(.*self_attention)\.linear_(?:qkv|proj)")
 
@@ -208,7 +211,7 @@ def _are_alike(source: Source, parts: StateParts) -> bool:
         if match is not None:
             of_layer = layers.setdefault(match[1], {}).setdefault(int(match[2]), set())
             of_layer.add((match[3], source.tensors[key]))
-    if not layers:
+    if not any(map(_OF_MEGATRON.fullmatch, parts.model)):
         raise LayoutMismatch(
             "no tensor of the model is called as Megatron's are, such as "
             "decoder.layers.0.self_attention.linear_qkv.weight; rename them, as with "

@@ -84,6 +84,9 @@ def load(case: Case, folder: str, model: Any, optimizer: Any) -> None:
     """Load a checkpoint as Megatron-LM does."""
     from megatron.core import dist_checkpointing
 
+    if case.distributed is not None:
+        # Without Transformer Engine, it asks for the steps of a state that there is already.
+        optimizer.step()
     path = next(str(path) for path in Path(folder).glob("iter_*"))
     metadata = dist_checkpointing.load_content_metadata(path)
     state: dict[str, Any] = {"model": model.sharded_state_dict(metadata=metadata)}

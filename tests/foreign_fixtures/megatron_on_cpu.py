@@ -47,7 +47,11 @@ def patch() -> None:
 
     torch.Tensor.type = type_as_if_on_cuda
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
 
+    if not moe_utils.HAVE_TE:
+        # It is looked up without being set where Transformer Engine is not installed.
+        moe_utils.te_general_gemm = None
     random.CudaRNGStatesTracker.fork = _nothing
     random.model_parallel_cuda_manual_seed = lambda *_, **__: None
 
