@@ -2,7 +2,8 @@
 
 The names are those of Megatron's modules, whichever way norms are called there; rules lead to them
 (`--rules llama:hf:megatron`). Layers and experts are stacked, a chunk for each, as Megatron does
-where layers are alike; else each layer has tensors of its own. The optimizer's state is in the
+where layers are alike and the source did not have them apart; else each layer has tensors of its
+own. The optimizer's state is in the
 distributed optimizer's form by parameters (`fully_reshardable`). Other optimizers look for masters
 under another name, so these have both, of the same bytes.
 """
@@ -37,7 +38,7 @@ from keepstep.checkpoint.conversion.state_parts import StateParts, parts_of
 from keepstep.checkpoint.conversion.torch_pieces import torch_bytes
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
-from keepstep.checkpoint.foreign.megatron_core import BACKEND, BACKENDS, COMMON
+from keepstep.checkpoint.foreign.megatron_core import BACKEND, BACKENDS, COMMON, LAYERS_APART
 from keepstep.checkpoint.foreign.megatron_settings import MEGATRON, OUTPUT_LAYER, is_expert
 from keepstep.checkpoint.foreign.megatron_stacks import file_name_of, stack_of
 from keepstep.checkpoint.layout.boxes import Box, Json
@@ -155,7 +156,8 @@ def _entries(
     source: Source, parts: StateParts, files: Files
 ) -> tuple[list[WrittenTensor], list[WrittenValue], bool]:
     """Return the tensors and values of a folder, and whether layers have tensors of their own."""
-    apart = not _are_alike(source, parts)
+    settings: Mapping[str, Json] = source.documents.get(MEGATRON) or {}
+    apart = not _are_alike(source, parts) or settings.get(LAYERS_APART) is True
     model = _stacks(parts.model, apart=apart)
     tensors = [tensor for stack in model for tensor in _written(source, stack, files)]
     by_name = {tensor.name: tensor for tensor in tensors}

@@ -44,12 +44,16 @@ from keepstep.checkpoint.layout.dtypes import numpy_dtype
 COMMON, BACKENDS = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 
+LAYERS_APART = "layers_apart"
+"""The setting that says that the files had tensors of each layer, though layers may be alike."""
+
 _SLOT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 _OBJECT = re.compile(r"(.+)/shard_[\d.]+_[\d.]+")
 _MASTERS = ("fp32_param", "param")
 """What Megatron calls a parameter in the optimizer: without, and with a distributed optimizer."""
 
 _MOST_TENSORS = 2**21
+_LAYER_APART = re.compile(r"decoder\.layers\.\d")
 _NOT_OF_THE_MODEL = ("optimizer.", "chained_")
 _READ_APART = ("args", "optimizer", "content_metadata", "checkpoint_version")
 _OF_PARAMETERS = ("state", "param_groups", "optimizer", "param_state", "fp32_from_fp16_params")
@@ -86,6 +90,9 @@ def read_megatron_core(files: ForeignFiles) -> ForeignCheckpoint:
     add_groups(contents, optimizers, reading.trained())
     add_vocabulary(contents, arguments)
     kept = {name: common[name] for name in _READ_APART[2:] if name in common}
+    if any(_LAYER_APART.match(key) for key in metadata.tensors):
+        # Who loads what is written of this asks for the names that it had.
+        kept[LAYERS_APART] = True
     add_settings(contents, arguments, {**versions, **kept})
     for name, value in _others_of(common.get("optimizer")):
         contents.add_value(name, value)

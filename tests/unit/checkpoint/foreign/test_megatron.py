@@ -170,6 +170,7 @@ def test_what_is_written_for_megatron_is_read_as_it_was(
         assert back.documents.get(document) == source.documents.get(document), document
     assert back.documents["megatron"]["args"] == source.documents["megatron"]["args"]
     assert set(back.documents["optim/scalars"].values()) == {3}
+    assert back.documents["megatron"].get("layers_apart") == (True if "apart" in name else None)
 
 
 @pytest.mark.parametrize(
