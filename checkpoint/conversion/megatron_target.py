@@ -347,7 +347,8 @@ def _optimizers(source: Source, parts: StateParts) -> dict[Any, Any]:
     step = _step(source, parts)
     of_experts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for group in parts.groups:
-        experts = {is_expert(name) for name in group.parameters}
+        said = group.options.get("is_expert_parallel")
+        experts = {said} if isinstance(said, bool) else set(map(is_expert, group.parameters))
         for expert in sorted(experts):
             marks = {
                 "wd_mult": 0.0 if group.options.get("weight_decay") == 0 else 1.0,

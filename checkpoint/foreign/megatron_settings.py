@@ -131,13 +131,15 @@ def members_by_rules(
         parameters: names and shapes of all trained parameters, in the order of the module.
     """
     members: list[list[str]] = [[] for _ in groups]
+    # Where experts are not spread over ranks, they are with the others.
+    are_experts_apart = any(group.get("is_expert_parallel") for group in groups)
     has_own_rate = any(group.get("is_decoupled_lr") for group in groups)
     for name, shape in parameters.items():
         matching = [
             number
             for number, group in enumerate(groups)
             if _has_no_decay(group) == (name.endswith(".bias") or len(shape) == 1)
-            and bool(group.get("is_expert_parallel")) == is_expert(name)
+            and bool(group.get("is_expert_parallel")) == (are_experts_apart and is_expert(name))
             and bool(group.get("is_decoupled_lr"))
             == (has_own_rate and name in (WORD_EMBEDDINGS, OUTPUT_LAYER))
         ]

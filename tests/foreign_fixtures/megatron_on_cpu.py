@@ -52,6 +52,17 @@ def patch() -> None:
     if not moe_utils.HAVE_TE:
         # It is looked up without being set where Transformer Engine is not installed.
         moe_utils.te_general_gemm = None
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def set_states_but_steps(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        # Torch's Adam, unlike Apex's, has a step beside the tensors, which is loaded before.
+        group, place = self.model_param_group_index_map[parameter]
+        own = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        set_states(self, parameter, {**{k: own[k] for k in own if k == "step"}, **tensors})
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_steps
     random.CudaRNGStatesTracker.fork = _nothing
     random.model_parallel_cuda_manual_seed = lambda *_, **__: None
 
