@@ -57,9 +57,12 @@ def patch() -> None:
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def set_states_but_steps(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        # Torch's Adam, unlike Apex's, has a step beside the tensors, which is loaded before.
+        # Torch's Adam, unlike Apex's, has a step beside the tensors, which is loaded before: one
+        # tensor of all parameters, which each would count up.
         group, place = self.model_param_group_index_map[parameter]
         own = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        if "step" in own:
+            own["step"] = own["step"].clone()
         set_states(self, parameter, {**{k: own[k] for k in own if k == "step"}, **tensors})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_but_steps
