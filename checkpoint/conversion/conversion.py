@@ -41,6 +41,7 @@ class Target(StrEnum):
     TORCHTITAN = "torchtitan"
     DEEPSPEED = "deepspeed"
     DEEPSPEED_UNIVERSAL = "deepspeed-universal"
+    MEGATRON_CORE = "megatron-core"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +145,11 @@ def convert(
 
         write_folder = write_dcp if target == Target.DCP else write_torchtitan
         write_folder(chosen, url, memory_nbytes=memory_nbytes, report=report)
+    elif target == Target.MEGATRON_CORE:
+        # Loaded only here: it loads PyTorch.
+        from keepstep.checkpoint.conversion.megatron_target import write_megatron
+
+        write_megatron(chosen, url, memory_nbytes=memory_nbytes, report=report)
     elif target in _DEEPSPEED:
         # Loaded only here: they load PyTorch.
         from keepstep.checkpoint.conversion.deepspeed_target import write_deepspeed
@@ -216,6 +222,11 @@ def left_out_of(opened: Opened, chosen: Selection, target: Target) -> list[str]:
         lines += torch_left_out(chosen, only_model=chosen.only_model)
     elif target != Target.UNIVERSAL:
         lines += unknown_tie_lines(parts_of(chosen))
+        if target == Target.MEGATRON_CORE:
+            # Loaded only here: it loads PyTorch.
+            from keepstep.checkpoint.conversion.megatron_target import megatron_left_out
+
+            lines += megatron_left_out(chosen)
         if target in _DEEPSPEED:
             lines += [
                 f"{name}: DeepSpeed's files have no place for it"

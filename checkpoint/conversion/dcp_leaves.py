@@ -69,7 +69,7 @@ def files_of_leaves(source: Source, leaves: Sequence[Leaf]) -> list[PlannedFile]
     Raises:
         LayoutMismatch: two paths have one flat name.
     """
-    files = _Files()
+    files = Files()
     chunks: dict[tuple[str, bool], tuple[WrittenChunk, ...]] = {}
     tensors: list[WrittenTensor] = []
     values: list[WrittenValue] = []
@@ -94,7 +94,7 @@ def files_of_leaves(source: Source, leaves: Sequence[Leaf]) -> list[PlannedFile]
     return [*files.planned(), PlannedFile(METADATA, (metadata_file(tensors, values),))]
 
 
-def _chunks(source: Source, leaf: TensorLeaf, files: _Files) -> list[WrittenChunk]:
+def _chunks(source: Source, leaf: TensorLeaf, files: Files) -> list[WrittenChunk]:
     spec = source.tensors[leaf.key]
     chunks = []
     for box in list(boxes_in_order(spec, CHUNK_NBYTES)) or [Box.whole(spec.shape)]:
@@ -105,7 +105,7 @@ def _chunks(source: Source, leaf: TensorLeaf, files: _Files) -> list[WrittenChun
     return chunks
 
 
-class _Files:
+class Files:
     """The files with entries, while these are added one after the other."""
 
     def __init__(self) -> None:

@@ -12,6 +12,7 @@ from keepstep.checkpoint.conversion.opened import Opened, Place, open_place, wit
 from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.errors import RulesInvalid
+from keepstep.checkpoint.foreign.megatron_settings import MEGATRON
 from keepstep.checkpoint.foreign.recognition import Format
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import CONFIG
@@ -85,13 +86,16 @@ class ConversionRequest:
 def configuration(opened: Opened, given: Mapping[str, Json] | None) -> Mapping[str, Json]:
     """Return the model's configuration: what is given, else the checkpoint's; empty without.
 
+    What only Megatron's checkpoints say, such as to how much the vocabulary is padded, is added.
+
     Raises:
         RulesInvalid: it is no JSON object.
     """
     content = opened.source.documents.get(CONFIG, {}) if given is None else given
     if not isinstance(content, Mapping):
         raise RulesInvalid("the model's configuration is no JSON object; give one with --config")
-    return content
+    megatron = opened.source.documents.get(MEGATRON) or {}
+    return {**megatron.get("model", {}), **content}
 
 
 def seen_in(chosen: Selection) -> str:

@@ -24,6 +24,8 @@ METADATA = ".metadata"
 Path = tuple[str | int, ...]
 """Where a value is in the state that was saved: keys of mappings, and indices of lists."""
 
+# PyTorch's class, and the one that Megatron-Core had in its place in release 0.15.
+_CLASSES = (".Metadata", ".MCoreMetadata")
 _MOST_EXTENT = 2**60
 _MOST_DEPTH = 64
 
@@ -87,7 +89,7 @@ class _Reading:
     def metadata(self) -> Metadata:
         data = self._files.file(METADATA).whole.read(MOST_NBYTES)
         value, _ = unpickle(data, self._location, torch_constructors())
-        if not isinstance(value, Record) or not value.name.endswith(".Metadata"):
+        if not isinstance(value, Record) or not value.name.endswith(_CLASSES):
             raise self._damaged("its pickle has no Metadata of DCP")
         described = self._mapping(value, "state_dict_metadata")
         stored = self._stored(self._mapping(value, "storage_data"))

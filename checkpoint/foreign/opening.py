@@ -17,6 +17,8 @@ from keepstep.checkpoint.foreign.deepspeed_universal import read_deepspeed_unive
 from keepstep.checkpoint.foreign.files import ForeignFiles, open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.hugging_face import read_hugging_face, read_safetensors_alone
+from keepstep.checkpoint.foreign.megatron_core import read_megatron_core
+from keepstep.checkpoint.foreign.megatron_lm import read_megatron_lm
 from keepstep.checkpoint.foreign.orbax_folders import read_orbax
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import (
@@ -73,6 +75,8 @@ _READERS: Mapping[Format, Reader] = {
     Format.TORCHTITAN: lambda o: read_dcp(o.files, o.parameter_names),
     Format.DEEPSPEED: lambda o: read_deepspeed(o.files, o.parameter_names, o.rank_rules),
     Format.DEEPSPEED_UNIVERSAL: lambda o: read_deepspeed_universal(o.files, o.rank_rules),
+    Format.MEGATRON_CORE: lambda o: read_megatron_core(o.files),
+    Format.MEGATRON_LM: lambda o: read_megatron_lm(o.files),
     Format.HUGGING_FACE: lambda o: read_hugging_face(o.files),
     Format.TRAINER: lambda o: read_training_folder(
         o.files, "Hugging Face Trainer", o.parameter_names

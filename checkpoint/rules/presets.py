@@ -8,8 +8,7 @@ it. From one spelling to another two steps are planned as one.
 |---|---|
 | `hf` | files of Hugging Face |
 | `live` | the module of transformers 5 in memory, which DeepSpeed, FSDP and Trainer save |
-| `megatron` | Megatron-Core's torch_dist files, which stack layers |
-| `megatron_layers` | Megatron-Core's model in memory, and the `mp_rank_XX` files of its ranks |
+| `megatron` | the module of Megatron-Core, as its checkpoints are read and written |
 | `torchtitan` | torchtitan's models |
 
 The files are read from the package; nothing else here is more than a function of values.
@@ -18,24 +17,20 @@ The files are read from the package; nothing else here is more than a function o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.resources import files
 
 from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.source import TensorSpec
-from keepstep.checkpoint.rules.name_patterns import NamePattern
 from keepstep.checkpoint.rules.plan import Plan, unchanged
 from keepstep.checkpoint.rules.planning import apply
-from keepstep.checkpoint.rules.rule import Rule, RuleSet
+from keepstep.checkpoint.rules.rule import RuleSet
 from keepstep.checkpoint.rules.rule_file import model_types_of, parse_rules
 
 HUB = "hf"
-STACKED, LAYERS = "megatron", "megatron_layers"
-SPELLINGS = (HUB, "live", STACKED, "torchtitan")
-"""The spellings that files of presets write out; LAYERS follows from STACKED."""
-
-_LAYERS, _LAYER = "decoder.layers.", "layer"
+SPELLINGS = (HUB, "live", "megatron", "torchtitan")
+"""The spellings that presets may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,40 +104,10 @@ def preset(family: str) -> Preset:
         text = (files(__package__) / "presets" / file).read_text(encoding="utf-8")
         model_types = model_types_of(text, file)
         if family == name or family in model_types:
-            spellings = parse_rules(text, file, SPELLINGS)
-            if any(rule.source.stacks for rule in spellings[STACKED].rules):
-                spellings[LAYERS] = _with_layers(spellings[STACKED])
-            return Preset(family=name, model_types=model_types, spellings=spellings)
+            return Preset(
+                family=name, model_types=model_types, spellings=parse_rules(text, file, SPELLINGS)
+            )
     raise RulesInvalid(
         f"there is no preset for models of type {family!r}; there are {', '.join(families())}; "
         "write a rule file of your own"
     )
-
-
-def _with_layers(rules: RuleSet) -> RuleSet:
-    """Return Megatron's rules for tensors of one layer each, whose names have its number."""
-    return replace(rules, rules=tuple(map(_with_layer, rules.rules)))
-
-
-def _with_layer(rule: Rule) -> Rule:
-    source = rule.source
-    axis = next((stack.axis for stack in source.stacks if stack.placeholder == _LAYER), None)
-    if axis is None:
-        return rule
-    return replace(
-        rule,
-        source=replace(
-            source,
-            patterns=tuple(map(_numbered, source.patterns)),
-            also=tuple(map(_numbered, source.also)),
-            stacks=tuple(
-                replace(stack, axis=stack.axis - (stack.axis > axis))
-                for stack in source.stacks
-                if stack.placeholder != _LAYER
-            ),
-        ),
-    )
-
-
-def _numbered(pattern: NamePattern) -> NamePattern:
-    return NamePattern(pattern.text.replace(_LAYERS, f"{_LAYERS}{{{_LAYER}:int}}.", 1))

@@ -1,8 +1,9 @@
 """Tensors that ranks hold in files of their own, joined to global tensors as the rules say. Pure.
 
-Megatron-LM's `mp_rank_XX` and DeepSpeed's model files hold what one rank of tensor parallelism has.
-A rule says of its tensors that they are replicated, sliced along a dimension (a fused one part by
-part), ranges of the flattened tensor, or copies that have drifted apart.
+Megatron-LM's `mp_rank_XX` files hold what one rank of tensor parallelism has. The rules of its
+names come with keepstep: the package's file of them is read, nothing else. A rule says of a rank's
+tensors that they are replicated, sliced along a dimension (a fused one part by part), ranges of the
+flattened tensor, or copies that have drifted apart.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib.resources import files
 
 from keepstep.checkpoint.errors import LayoutMismatch, RulesInvalid
 from keepstep.checkpoint.layout.boxes import Box, Json
@@ -21,7 +24,21 @@ from keepstep.checkpoint.rules.matching import match_names
 from keepstep.checkpoint.rules.plan import Plan, PlannedTensor, unchanged
 from keepstep.checkpoint.rules.planning import keys_by_name, shape_of
 from keepstep.checkpoint.rules.rule import Rule, RuleSet, Shape, Sharding
+from keepstep.checkpoint.rules.rule_file import parse_rules
 from keepstep.checkpoint.rules.views import Axis, View, box_view, make_view
+
+
+def megatron_ranks(*, is_gated: bool) -> RuleSet:
+    """Return the rules of what Megatron's ranks of tensor parallelism hold.
+
+    Args:
+        is_gated: whether the feed-forward networks have gates, such as SwiGLU.
+    """
+    file = "ranks/megatron.toml"
+    text = (files(__package__) / file).read_text(encoding="utf-8")
+    sets = parse_rules(text, file, ("ranks", "plain", "gated"))
+    networks = sets["gated" if is_gated else "plain"]
+    return replace(sets["ranks"], rules=sets["ranks"].rules + networks.rules)
 
 
 def rank_key(rank: int, key: str) -> str:

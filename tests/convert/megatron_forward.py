@@ -1,8 +1,7 @@
 """What Megatron-Core computes from the tensors of its checkpoints, written from its model code.
 
-Independent of the rules: fused QKV is cut by query group, a gated first matrix in halves, layers
-are an axis, and so are experts. If these logits are those of transformers' model, then every
-element has come to its place.
+Independent of the rules: fused QKV is cut by query group, a gated first matrix in halves. If
+these logits are those of transformers' model, then every element has come to its place.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class MegatronModel:
     """Megatron's decoder over the tensors of a checkpoint, for one family of models.
 
     Args:
-        tensors: by Megatron's names, layers stacked or, in DeepSeek's, with numbers in the names.
+        tensors: by Megatron's names.
         config: transformers' configuration, for what Megatron takes from its command line.
     """
 
@@ -137,14 +136,14 @@ class MegatronModel:
                 self._of_layer(layer, "mlp.linear_fc1.bias"),
                 self._of_layer(layer, "mlp.linear_fc2.bias"),
             )
-        first = self._of_layer(layer, "mlp.experts.experts.linear_fc1.weight")
-        second = self._of_layer(layer, "mlp.experts.experts.linear_fc2.weight")
-        assert first is not None
-        assert second is not None
         shares = self._shares(layer, hidden)
         output = torch.zeros_like(hidden)
-        for expert in range(first.shape[0]):
-            output += shares[..., expert, None] * self._dense(hidden, first[expert], second[expert])
+        for expert in range(shares.shape[-1]):
+            first, second = (
+                self._of_layer(layer, f"mlp.experts.local_experts.{expert}.{linear}.weight")
+                for linear in ("linear_fc1", "linear_fc2")
+            )
+            output += shares[..., expert, None] * self._dense(hidden, first, second)
         shared = self._of_layer(layer, "mlp.shared_experts.linear_fc1.weight")
         if shared is not None:
             output = output + self._dense(
@@ -234,13 +233,8 @@ class MegatronModel:
         return functional.linear(hidden, weight, self._of_layer(layer, f"{prefix}bias"))
 
     def _of_layer(self, layer: int, name: str) -> Tensor | None:
-        """Return a tensor of one layer, in stacked and in numbered names; None if it has none."""
-        stacked = self._tensors.get(f"decoder.layers.{name}")
-        return (
-            self._tensors.get(f"decoder.layers.{layer}.{name}")
-            if stacked is None
-            else (stacked[layer])
-        )
+        """Return a tensor of one layer; None if it has none."""
+        return self._tensors.get(f"decoder.layers.{layer}.{name}")
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None) -> Tensor:

@@ -84,9 +84,8 @@ def test_live_spelling_has_the_names_and_shapes_of_the_module(model: Model) -> N
     assert live == model.live
 
 
-def test_megatron_qkv_is_by_query_group_and_layers_are_stacked() -> None:
+def test_megatron_qkv_is_by_query_group() -> None:
     plan, given, made_tensors = converted(BY_NAME["llama"], "megatron")
-    layers = []
     for layer in range(3):
         q, k, v = (
             given[f"model/model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv"
@@ -100,30 +99,28 @@ def test_megatron_qkv_is_by_query_group_and_layers_are_stacked() -> None:
                 v[group * 8 : group * 8 + 8],
             )
         ]
-        layers.append(np.concatenate(groups))
-    key = "decoder.layers.self_attention.linear_qkv.weight"
-    assert np.array_equal(made_tensors[f"model/{key}"], np.stack(layers))
-    assert np.array_equal(made_tensors[f"optim/{key}/exp_avg"], np.stack(layers) + 10**8 - 1)
-    assert made_tensors[f"optim/{key}/step"] == 7.0
-    steps = {
-        f"optim/model.layers.{n}.self_attn.{p}_proj.weight/step" for n in range(3) for p in "qkv"
-    }
+        key = f"decoder.layers.{layer}.self_attention.linear_qkv.weight"
+        fused = np.concatenate(groups)
+        assert np.array_equal(made_tensors[f"model/{key}"], fused)
+        assert np.array_equal(made_tensors[f"optim/{key}/exp_avg"], fused + 10**8 - 1)
+        assert made_tensors[f"optim/{key}/step"] == 7.0
+    steps = {f"optim/model.layers.1.self_attn.{p}_proj.weight/step" for p in "qkv"}
     assert steps in [set(keys) for keys in plan.equal]
 
 
 def test_megatron_swiglu_has_all_gate_rows_first_and_norms_have_transformer_engines_names() -> None:
     _, given, tensors = converted(BY_NAME["llama"], "megatron")
-    fc1 = tensors["model/decoder.layers.mlp.linear_fc1.weight"]
     for layer in range(3):
         base = f"model/model.layers.{layer}"
-        assert np.array_equal(fc1[layer, :48], given[f"{base}.mlp.gate_proj.weight"])
-        assert np.array_equal(fc1[layer, 48:], given[f"{base}.mlp.up_proj.weight"])
+        fc1 = tensors[f"model/decoder.layers.{layer}.mlp.linear_fc1.weight"]
+        assert np.array_equal(fc1[:48], given[f"{base}.mlp.gate_proj.weight"])
+        assert np.array_equal(fc1[48:], given[f"{base}.mlp.up_proj.weight"])
         for stored, name in (
             ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
             ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
         ):
-            norm = tensors[f"model/decoder.layers.{stored}"]
-            assert np.array_equal(norm[layer], given[f"{base}.{name}"])
+            norm = tensors[f"model/decoder.layers.{layer}.{stored}"]
+            assert np.array_equal(norm, given[f"{base}.{name}"])
 
 
 def test_megatron_vocabulary_is_padded_with_zeros_and_what_padding_held_is_listed() -> None:
@@ -168,21 +165,12 @@ def test_live_mixtral_holds_the_experts_of_a_layer_in_two_tensors() -> None:
     )
 
 
-def test_megatron_experts_have_axes_of_layers_and_experts() -> None:
+def test_megatron_has_a_tensor_for_each_layer_and_expert() -> None:
     _, given, tensors = converted(BY_NAME["mixtral"], "megatron")
-    fc1 = tensors["model/decoder.layers.mlp.experts.experts.linear_fc1.weight"]
-    assert fc1.shape == (3, 4, 96, 32)
-    expert = "model/model.layers.2.block_sparse_moe.experts.3"
-    assert np.array_equal(fc1[2, 3, :48], given[f"{expert}.w1.weight"])
-    assert np.array_equal(fc1[2, 3, 48:], given[f"{expert}.w3.weight"])
-
-
-def test_megatrons_model_in_memory_has_a_tensor_for_each_layer() -> None:
-    _, given, tensors = converted(BY_NAME["mixtral"], "megatron_layers")
-    fc1 = tensors["model/decoder.layers.2.mlp.experts.experts.linear_fc1.weight"]
+    fc1 = tensors["model/decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"]
     expert = "model/model.layers.2.block_sparse_moe.experts.3"
     assert np.array_equal(
-        fc1[3], np.concatenate([given[f"{expert}.w1.weight"], given[f"{expert}.w3.weight"]])
+        fc1, np.concatenate([given[f"{expert}.w1.weight"], given[f"{expert}.w3.weight"]])
     )
     norm = tensors["model/decoder.layers.2.pre_mlp_layernorm.weight"]
     assert np.array_equal(norm, given["model/model.layers.2.post_attention_layernorm.weight"])
@@ -190,17 +178,17 @@ def test_megatrons_model_in_memory_has_a_tensor_for_each_layer() -> None:
 
 def test_megatron_gpt2_is_transposed_and_by_head() -> None:
     _, given, tensors = converted(BY_NAME["gpt2"], "megatron")
-    stored = tensors["model/decoder.layers.self_attention.linear_qkv.weight"][1]
+    stored = tensors["model/decoder.layers.1.self_attention.linear_qkv.weight"]
     hub = given["model/transformer.h.1.attn.c_attn.weight"].T
     by_head = hub.reshape(3, 4, 8, 32).transpose(1, 0, 2, 3).reshape(96, 32)
     assert np.array_equal(stored, by_head)
     bias = given["model/transformer.h.1.attn.c_attn.bias"]
     assert np.array_equal(
-        tensors["model/decoder.layers.self_attention.linear_qkv.bias"][1],
+        tensors["model/decoder.layers.1.self_attention.linear_qkv.bias"],
         bias.reshape(3, 4, 8).transpose(1, 0, 2).reshape(96),
     )
     fc2 = given["model/transformer.h.0.mlp.c_proj.weight"].T
-    assert np.array_equal(tensors["model/decoder.layers.mlp.linear_fc2.weight"][0], fc2)
+    assert np.array_equal(tensors["model/decoder.layers.0.mlp.linear_fc2.weight"], fc2)
 
 
 def test_oldest_gpt2_files_are_read_without_prefix_and_without_masks() -> None:
@@ -226,7 +214,7 @@ def test_deepseek_norms_have_the_name_of_their_kind_of_layer() -> None:
         )
 
 
-def test_other_name_of_a_stacked_norm_is_read() -> None:
+def test_other_name_of_a_norm_is_read() -> None:
     model = BY_NAME["llama"]
     plan, _, tensors = converted(model, "megatron")
     stored, live = "linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"

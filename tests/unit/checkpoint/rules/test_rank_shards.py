@@ -54,15 +54,15 @@ def test_two_ranks_of_megatron_become_the_model_on_file() -> None:
     model = BY_NAME["llama"]
     specs, arrays = checkpoint_of(model)
     rules = preset(model.family)
-    to_megatron = rules.plan(HUB, "megatron_layers", specs, model.config)
+    to_megatron = rules.plan(HUB, "megatron", specs, model.config)
     whole = made(to_megatron, arrays)
     ranks = [
         {key: megatron_shard(key, array, rank) for key, array in whole.items()} for rank in (0, 1)
     ]
-    together = join_ranks(rules.rules("megatron_layers"), specs_of(ranks), model.config)
+    together = join_ranks(rules.rules("megatron"), specs_of(ranks), model.config)
     for key, array in joined(together, ranks).items():
         assert np.array_equal(array, whole[key]), key
-    back = rules.plan("megatron_layers", HUB, together.specs, model.config).after(together)
+    back = rules.plan("megatron", HUB, together.specs, model.config).after(together)
     for key, array in joined(back, ranks).items():
         assert np.array_equal(array, arrays[key]), key
     norm = "model/decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
