@@ -283,7 +283,8 @@ def _check_merged(
             # Without the rows that pad the vocabulary.
             fits = shape[1:] == expected[1:] and shape[0] <= expected[0]
     else:
-        fits = False
+        # A tensor of no dimensions has none to be put together along.
+        fits = axis == 0 and len(shapes) == 1 and shape == shapes[0] == ()
     if not fits:
         raise damaged(
             extent.location,

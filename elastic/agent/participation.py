@@ -471,6 +471,8 @@ class Participation:
     async def _enter(self, generation: Generation) -> None:
         """Put the workers into a generation, or end them if the node has no place in it."""
         membership = self._membership
+        # New workers have not been told what is stored; and it may be less than it was.
+        self._stored_step = -1
         await self._snapshots.open_generation(generation)
         resume = generation.resume
         # To resume from storage goes back behind whatever older generations left in memory.

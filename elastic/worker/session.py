@@ -115,7 +115,7 @@ class Session:
 
     @property
     def stored_step(self) -> int:
-        """The newest step known to be in storage, of those stored while this process ran; or -1."""
+        """The newest step known to be in storage; -1: none."""
         return self._stored_step
 
     def wait_for_commit(self, step: int, generation: int, *, also_closing: bool = False) -> bool:
@@ -202,8 +202,8 @@ class Session:
                 case Assign(assignment=assignment, serves_store=serves_store):
                     self._assignment = assignment
                     # Steps may be done again in this generation: what older ones committed shows
-                    # nothing about them.
-                    self._committed_step = -1
+                    # nothing about them, and what they stored may have been found damaged.
+                    self._committed_step = self._stored_step = -1
                     if serves_store:
                         self._serve_store(assignment, self._connection.take_descriptor())
                 case CloseGeneration(generation=generation, aborts=aborts):

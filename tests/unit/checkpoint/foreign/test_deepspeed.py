@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing, FormatUnsupported
+from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import open_foreign
 from keepstep.checkpoint.live.optimizer_options import restore_options
@@ -260,8 +260,11 @@ def test_files_that_are_not_deepspeeds_are_left_out_by_name(tmp_path: Path, name
     (step / "zero_to_fp32.py").write_text("")
     torch.save({"a": torch.ones(3)}, step / "custom_0.pt")
     assert [(item.name, item.reason) for item in open_foreign(str(tmp_path / "run")).left_out] == [
-        (name, "it was not opened: DeepSpeed has no state of its own in it")
-        for name in ("custom_0.pt", "zero_to_fp32.py")
+        *(
+            (name, "it was not opened: DeepSpeed has no state of its own in it")
+            for name in ("custom_0.pt", "zero_to_fp32.py")
+        ),
+        ("expected.pt", BESIDE),
     ]
 
 
@@ -270,12 +273,3 @@ def test_file_beside_the_modules_alone_is_left_out_by_name(tmp_path: Path) -> No
     torch.save({"a": torch.ones(3)}, tmp_path / "custom_0.pt")
     source = open_foreign(str(tmp_path))
     assert [item.name for item in source.left_out] == ["custom_0.pt"]
-
-
-def test_parameters_that_model_parallelism_cut_are_refused(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    shutil.copytree(FIXTURES / "zero1_bf16_4", directory)
-    whole = directory / "global_step3" / "mp_rank_00_model_states.pt"
-    shutil.copy(whole, whole.with_name("mp_rank_01_model_states.pt"))
-    with pytest.raises(FormatUnsupported, match=r"mp_rank_01.*save whole parameters"):
-        open_foreign(str(directory))

@@ -20,9 +20,10 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.conversion.conversion import Target, convert, selection
+from keepstep.checkpoint.conversion.conversion import Target, convert
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.rules_given import respell
+from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
@@ -151,7 +152,7 @@ def test_only_what_is_asked_for_is_read(unpacked: Unpacked, tmp_path: Path) -> N
 def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:
     """Write a checkpoint for Megatron, and open it."""
     opened = Opened(source, source.format_name, source.left_out)
-    chosen = selection(opened, Target.MEGATRON_CORE, only_model=False, model_dtype=None)
+    chosen = Selection(whole=source, only_model=False, model_dtype=None)
     url = str(directory)
     convert(opened, "x", url, Target.MEGATRON_CORE, chosen, memory_nbytes=2**24)
     return open_foreign(url)

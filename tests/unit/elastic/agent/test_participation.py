@@ -6,10 +6,12 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.departure import Departure
 from keepstep.elastic.agent.participation import Participation
@@ -17,7 +19,7 @@ from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.decide import RendezvousPolicy
-from keepstep.elastic.rendezvous.records import Result
+from keepstep.elastic.rendezvous.records import CheckpointRecord, Generation, Member, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.memory import MemoryStore
 from keepstep.elastic.worker.messages import (
@@ -25,6 +27,7 @@ from keepstep.elastic.worker.messages import (
     AgentMessage,
     Command,
     CommandKind,
+    Stored,
 )
 from tests.patience import patient
 from tests.unit.elastic.agent.test_worker_group import JOIN, places, play
@@ -201,3 +204,35 @@ def test_node_that_is_to_leave_does_not_wait_longer_than_its_grace_for_the_coord
 
     play(scenario())
     assert caplog.messages[-1] == "left without joining again: no answer"
+
+
+def test_workers_of_a_new_generation_are_told_what_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is new would wait for ever for the end of a job whose last step is stored."""
+
+    class Server:
+        address, local_address, secret = "unix:/none", "unix:/none", bytes(16)
+        sealed = protected = ()
+
+        async def open_generation(self, generation: Generation) -> None: ...
+
+        async def commit(self, snapshot: SnapshotId) -> None: ...
+
+        async def refresh(self) -> None: ...
+
+    async def told_again() -> list[AgentMessage]:
+        async with running(tmp_path, awaits_order=False) as node:
+            part = node.participation
+            stored = CheckpointRecord(step=30, generation=1, url="/run", at_s=0.0)
+            part._membership.view = replace(part._membership.view, checkpoint=stored)
+            monkeypatch.setattr(Participation, "_snapshots", property(lambda _: Server()))
+            await part._follow_commits()
+            assert node.ordered == [Stored(step=30)]
+            member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
+            await part._enter(Generation(2, (member,), "127.0.0.1", 1, "worker lost"))
+            node.ordered.clear()
+            await part._follow_commits()
+            return [message for message in node.ordered if isinstance(message, Stored)]
+
+    assert asyncio.run(told_again()) == [Stored(step=30)]

@@ -129,6 +129,7 @@ class Running:
             build=build,
             mesh={"dp": -1},
             checkpoint=None,
+            start_from=None,
             snapshot_every=1,
             seed=0,
             compare_replicas_every=None,

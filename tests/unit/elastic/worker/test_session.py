@@ -208,6 +208,25 @@ def test_wait_ends_with_its_event_or_its_generation(
         assert running.connection.receive() == Drained(generation=int(is_done))
 
 
+def test_new_assignment_forgets_what_was_stored_until_that_is_told_again() -> None:
+    """What an older generation stored may have been found damaged."""
+    script = """
+session.wait_for_assignment(0)
+session.report(Drained(generation=int(session.wait_for_stored(9, 1))))
+session.wait_for_assignment(1)
+session.report(Drained(generation=session.stored_step))
+session.report(Drained(generation=int(session.wait_for_stored(9, 2))))
+"""
+    with worker(script) as running:
+        running.connection.send(Assign(assignment=assignment(1), serves_store=False))
+        running.connection.send(Stored(step=9))
+        assert running.connection.receive() == Drained(generation=1)
+        running.connection.send(Assign(assignment=assignment(2), serves_store=False))
+        assert running.connection.receive() == Drained(generation=-1)
+        running.connection.send(Stored(step=9))
+        assert running.connection.receive() == Drained(generation=1)
+
+
 def test_new_assignment_forgets_what_an_older_generation_committed() -> None:
     script = """
 session.report(Drained(generation=int(session.wait_for_commit(9, 1))))
