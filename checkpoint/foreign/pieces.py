@@ -101,30 +101,6 @@ def pieces_of_range(shape: Sequence[int], start: int, elements: FileArray) -> tu
     return tuple(pieces)
 
 
-def cut_along(axis: int, arrays: Sequence[Array]) -> tuple[TensorSpec, tuple[Piece, ...]]:
-    """Return the tensor, and its pieces, that arrays make one after the other in a dimension.
-
-    Raises:
-        CheckpointDamaged: they differ in another dimension or in data type.
-    """
-    shape = list(arrays[0].shape)
-    pieces = []
-    end = 0
-    for array in arrays:
-        expected = (*shape[:axis], *array.shape[axis : axis + 1], *shape[axis + 1 :])
-        if array.shape != expected or array.dtype != arrays[0].dtype or axis >= len(shape):
-            raise damaged(
-                array.location,
-                f"its {array.dtype} {array.shape} cannot follow the {arrays[0].dtype} "
-                f"{arrays[0].shape} of {arrays[0].location} in dimension {axis}",
-            )
-        offset = tuple(end if n == axis else 0 for n in range(len(shape)))
-        pieces.append(Piece(Box(offset, array.shape), array))
-        end += array.shape[axis]
-    shape[axis] = end
-    return TensorSpec(arrays[0].dtype, tuple(shape)), tuple(pieces)
-
-
 def _check_piece(key: str, spec: TensorSpec, piece: Piece) -> None:
     if piece.array.shape != piece.box.shape or piece.array.dtype != spec.dtype:
         raise damaged(

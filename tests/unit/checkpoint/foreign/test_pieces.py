@@ -15,7 +15,6 @@ from keepstep.checkpoint.foreign.arrays import FileArray, MemoryArray
 from keepstep.checkpoint.foreign.pieces import (
     Piece,
     assembled,
-    cut_along,
     first_of_each_box,
     pieces_of_range,
 )
@@ -85,14 +84,6 @@ def test_flat_partitions_make_the_tensor(
     for piece in tensor.pieces:
         read[(*piece.box.slices, ...)] = piece.array.read()  # type: ignore[attr-defined]
     np.testing.assert_array_equal(read, values[:size].reshape(shape))
-
-
-def test_shards_that_do_not_fit_each_other_are_refused() -> None:
-    spec, pieces = cut_along(0, [rows(0, 3).array, rows(0, 1).array])
-    assert spec == SPEC
-    assert [piece.box for piece in pieces] == [Box((0, 0), (3, 3)), Box((3, 0), (1, 3))]
-    with pytest.raises(CheckpointDamaged, match="cannot follow"):
-        cut_along(1, [rows(0, 3, "first").array, rows(0, 1, "second").array])
 
 
 def test_size_of_a_file_is_not_guessed(tmp_path: Path) -> None:
