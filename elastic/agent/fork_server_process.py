@@ -32,6 +32,9 @@ from keepstep.transport import StreamConnection, TransportError
 
 log = logging.getLogger("keepstep")
 
+_PREPARE_S = 120.0
+"""To import PyTorch takes seconds; on a machine that is overloaded, more."""
+
 _FORK_S = 30.0
 """To fork takes milliseconds; on a machine that is overloaded, more."""
 
@@ -63,20 +66,27 @@ class ForkServerProcess:
         Args:
             command: what the workers run.
             environment: the workers' environment.
+
+        Raises:
+            OSError: it cannot be started.
         """
         own_end, server_end = socket.socketpair()
         with server_end:
-            process = subprocess.Popen(
-                module_command("keepstep.elastic.worker.fork_server", str(server_end.fileno())),
-                env={
-                    **environment,
-                    "KEEPSTEP_COMMAND": command.encode(),
-                    "KEEPSTEP_AGENT_PID": str(os.getpid()),
-                },
-                pass_fds=(server_end.fileno(),),
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-            )
+            try:
+                process = subprocess.Popen(
+                    module_command("keepstep.elastic.worker.fork_server", str(server_end.fileno())),
+                    env={
+                        **environment,
+                        "KEEPSTEP_COMMAND": command.encode(),
+                        "KEEPSTEP_AGENT_PID": str(os.getpid()),
+                    },
+                    pass_fds=(server_end.fileno(),),
+                    start_new_session=True,
+                    stdin=subprocess.DEVNULL,
+                )
+            except OSError:
+                own_end.close()
+                raise
         return cls(
             process,
             StreamConnection.over_pair(own_end, FORK_PROTOCOL.client, "the fork server"),
@@ -96,7 +106,16 @@ class ForkServerProcess:
             ForkingUnavailable: start it otherwise, now and later.
         """
         # Descriptors of its own: those of a caller who is cancelled are closed.
-        request = asyncio.create_task(self._fork(os.dup(channel), os.dup(board)))
+        try:
+            own_channel = os.dup(channel)
+            try:
+                own_board = os.dup(board)
+            except OSError:
+                os.close(own_channel)
+                raise
+        except OSError as error:
+            raise self._unavailable(str(error)) from error
+        request = asyncio.create_task(self._fork(own_channel, own_board))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
         try:
@@ -117,7 +136,8 @@ class ForkServerProcess:
             async with self._one_at_a_time:
                 try:
                     if not self._is_prepared:
-                        await self._receive(Prepared)
+                        async with asyncio.timeout(_PREPARE_S):
+                            await self._receive(Prepared)
                         self._is_prepared = True
                     with adopting_orphans():
                         async with asyncio.timeout(_FORK_S):
@@ -126,6 +146,8 @@ class ForkServerProcess:
                             process = (await self._receive(Forked)).process
                 except (TransportError, TimeoutError) as error:
                     raise self._unavailable("the fork server has ended or hangs") from error
+                except OSError as error:
+                    raise self._unavailable(str(error)) from error
                 if not _is_own_child(process):
                     raise self._unavailable("the kernel gives it to another process")
                 return process

@@ -71,7 +71,6 @@ from keepstep.elastic.worker.messages import (
     Assignment,
     CommandKind,
     SnapshotCommitted,
-    Stored,
 )
 from keepstep.transport import Identity
 
@@ -151,7 +150,6 @@ class Participation:
         self._drained_generation = 0
         self._ordered_generation = 0
         self._committed: SnapshotId | None = None
-        self._stored_step = -1
         self._part_attempt: PartAttempt | None = None
         self._progress_due_s = 0.0
 
@@ -211,7 +209,6 @@ class Participation:
             self._worker_group.forget()
             self._secret = secret
             self._drained_generation = 0
-            self._stored_step = -1
             await self._start_server()
         if self._membership.record.phase is NodePhase.DRAINED:
             # The generation that is open counts on this node, and is over for it.
@@ -471,8 +468,6 @@ class Participation:
     async def _enter(self, generation: Generation) -> None:
         """Put the workers into a generation, or end them if the node has no place in it."""
         membership = self._membership
-        # New workers have not been told what is stored; and it may be less than it was.
-        self._stored_step = -1
         await self._snapshots.open_generation(generation)
         resume = generation.resume
         # To resume from storage goes back behind whatever older generations left in memory.
@@ -583,9 +578,8 @@ class Participation:
         committed = next_commit(view, self._entered_generation, self._committed)
         if committed is not None:
             await self._commit(committed)
-        if view.checkpoint is not None and view.checkpoint.step > self._stored_step:
-            self._stored_step = view.checkpoint.step
-            await self._worker_group.broadcast(Stored(step=self._stored_step))
+        # Looked at whenever a worker has joined, too: it waits for the last step to be stored.
+        await self._worker_group.tell_stored(view.checkpoint.step if view.checkpoint else -1)
 
     async def _commit(self, snapshot: SnapshotId) -> None:
         self._committed = snapshot

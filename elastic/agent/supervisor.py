@@ -97,6 +97,7 @@ class Worker:
         self.finishing_step: int | None = None
         self.is_ending = False
         self.is_stopping = False
+        self.stored_step = -1
         self.asks_replacement = False
         self.kill_reason = ""
         self.code: int | None = None
@@ -151,7 +152,14 @@ class Worker:
                     log.error("a worker process cannot be started: %s", error)
                     self._note_exit(_NEVER_STARTED)
                     return
-            self._begin(pid)
+            try:
+                self._begin(pid)
+            except OSError as error:
+                log.error("a worker process cannot be supervised: %s", error)
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(os.waitpid, pid, 0)
+                self.pid = 0
+                self._note_exit(_NEVER_STARTED)
 
     def _begin(self, pid: int) -> None:
         """Supervise a process from now on; it is a child that nobody has waited for."""
@@ -191,6 +199,8 @@ class Worker:
         self.assignment = assignment
         self.has_drained = False
         self.finishing_step = None
+        # The worker forgets it: what an older generation stored may have been found damaged.
+        self.stored_step = -1
         message = Assign(assignment=assignment, serves_store=store_descriptor is not None)
         await self.send(message, store_descriptor)
 

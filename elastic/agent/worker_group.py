@@ -47,6 +47,7 @@ from keepstep.elastic.worker.messages import (
     Restored,
     SnapshotIntervalChosen,
     Stepped,
+    Stored,
     Warm,
     WorkerMessage,
 )
@@ -260,6 +261,17 @@ class WorkerGroup:
         for worker in self.workers.values():
             if worker.has_joined and worker.is_alive:
                 await worker.send(message)
+
+    async def tell_stored(self, step: int) -> None:
+        """Tell every worker whose script has joined which step is in storage, unless it knows.
+
+        Args:
+            step: the step; -1 if none is.
+        """
+        for worker in self.workers.values():
+            if worker.has_joined and worker.is_alive and worker.stored_step != step:
+                worker.stored_step = step
+                await worker.send(Stored(step=step))
 
     def restart(self, rank: int, reason: str) -> None:
         """Kill a rank's worker; what follows is what follows any crash.

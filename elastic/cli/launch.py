@@ -219,8 +219,11 @@ async def _launch(
         fork_server = None
         if options["fork_workers"] and command.kind is not CommandKind.PROGRAM:
             # Now, for it takes longer than all that comes before the first worker.
-            fork_server = ForkServerProcess.start(command, environment)
-            stack.push_async_callback(fork_server.close)
+            try:
+                fork_server = ForkServerProcess.start(command, environment)
+                stack.push_async_callback(fork_server.close)
+            except OSError as error:
+                log.warning("workers are started one by one, which takes longer: %s", error)
         job = options["job"] or options["rdzv_id"]
         found = await stack.enter_async_context(coordinator(options, policy.min_nodes, directory))
         if job is None:

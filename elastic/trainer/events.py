@@ -84,7 +84,9 @@ class Callbacks:
 
 
 class EventReporter:
-    """Calls the callbacks, each once for what has happened.
+    """Calls the callbacks, in each process once for what has happened.
+
+    A process that takes the place of another is told what is stored already.
 
     Args:
         callbacks: the functions.
@@ -111,6 +113,8 @@ class EventReporter:
         self._generation = entered.generation
         # Steps may be done again: what was committed before shows nothing about them.
         self._committed_step = -1
+        # What was stored of later steps has been found damaged, if it is not what was loaded.
+        self._stored_step = min(self._stored_step, entered.step)
         if self._callbacks.on_generation is not None:
             self._callbacks.on_generation(entered)
         if self._callbacks.on_recovery is not None and entered.generation > 1:

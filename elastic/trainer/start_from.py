@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +25,7 @@ _VALUES = "values"
 _ONE_SCHEDULER = ("scheduler", "lr_scheduler")
 _SCHEDULERS = "lr_schedulers"
 _PROGRESS = "last_epoch"
+_RATES = ("lr", "initial_lr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def begin_from(
         start: the checkpoint.
         model: the module; the checkpoint must have all of its names and no others.
         optimizers: the optimizers; what the checkpoint has of them is taken.
-        schedulers: their schedulers; those that the checkpoint has no state of begin anew.
+        schedulers: their schedulers, one for each optimizer or none; those that the checkpoint has
+            no state of begin anew, with the learning rates that the job gives.
         descriptions: as for `checkpoint.load`.
 
     Raises:
@@ -73,6 +76,7 @@ def begin_from(
     state: dict[str, object] = {"model": model}
     if not start.only_model:
         state |= {f"optimizer {number}": each for number, each in enumerate(optimizers)}
+    rates = [[_rates(group) for group in optimizer.param_groups] for optimizer in optimizers]
     loaded = load_state(start.url, state, convert=True, descriptions=descriptions)
     if start.only_model:
         return Begun(0, f"start_from ({loaded.format_name}, the model)")
@@ -81,7 +85,24 @@ def begin_from(
         stored = scheduler_state(loaded.documents, number, len(schedulers), own)
         if stored is not None:
             scheduler.load_state_dict(stored)
+            continue
+        # A schedule that begins anew computes from the job's rates, not from what was left of them.
+        for group, given in zip(optimizers[number].param_groups, rates[number], strict=True):
+            _set_rates(group, given)
     return Begun(loaded.step, f"start_from ({loaded.format_name}, step {loaded.step})")
+
+
+def _rates(group: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(group[name]) for name in _RATES if name in group}
+
+
+def _set_rates(group: dict[str, Any], rates: Mapping[str, float]) -> None:
+    for name, rate in rates.items():
+        if isinstance(group.get(name), torch.Tensor):
+            # A compiled or captured optimizer reads this tensor.
+            group[name].fill_(rate)
+        else:
+            group[name] = rate
 
 
 def scheduler_state(
@@ -101,7 +122,8 @@ def scheduler_state(
     trainer = documents.get(_TRAINER)
     if isinstance(trainer, Mapping) and number < len(trainer.get("schedulers", ())):
         stored: dict[str, Any] = from_json_value(trainer["schedulers"][number], own)
-        return stored
+        # Another kind of scheduler has names that this one does not know.
+        return {**own, **{name: value for name, value in stored.items() if name in own}}
     values = documents.get(_VALUES, {})
     found = _in_values(values, number, count)
     common = {name: from_json_value(value) for name, value in found.items() if name in own}

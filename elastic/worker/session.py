@@ -217,7 +217,7 @@ class Session:
                 case SnapshotCommitted(step=step):
                     self._committed_step = max(self._committed_step, step)
                 case Stored(step=step):
-                    self._stored_step = max(self._stored_step, step)
+                    self._stored_step = step
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
         if self._abort is not None and self._lets_abort(message):

@@ -27,7 +27,6 @@ from keepstep.elastic.worker.messages import (
     AgentMessage,
     Command,
     CommandKind,
-    Stored,
 )
 from tests.patience import patient
 from tests.unit.elastic.agent.test_worker_group import JOIN, places, play
@@ -221,18 +220,20 @@ def test_workers_of_a_new_generation_are_told_what_is_stored(
 
         async def refresh(self) -> None: ...
 
-    async def told_again() -> list[AgentMessage]:
+    async def told_again() -> int:
         async with running(tmp_path, awaits_order=False) as node:
             part = node.participation
             stored = CheckpointRecord(step=30, generation=1, url="/run", at_s=0.0)
             part._membership.view = replace(part._membership.view, checkpoint=stored)
             monkeypatch.setattr(Participation, "_snapshots", property(lambda _: Server()))
+            await node.until(lambda: node.group.workers[0].has_joined)
             await part._follow_commits()
-            assert node.ordered == [Stored(step=30)]
+            assert node.group.workers[0].stored_step == 30
             member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
             await part._enter(Generation(2, (member,), "127.0.0.1", 1, "worker lost"))
-            node.ordered.clear()
+            assert node.group.workers[0].stored_step == -1
+            await node.until(lambda: node.group.workers[0].has_joined)
             await part._follow_commits()
-            return [message for message in node.ordered if isinstance(message, Stored)]
+            return node.group.workers[0].stored_step
 
-    assert asyncio.run(told_again()) == [Stored(step=30)]
+    assert asyncio.run(told_again()) == 30

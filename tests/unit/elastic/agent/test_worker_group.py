@@ -286,3 +286,35 @@ def test_processes_that_end_while_they_warm_up_fail_the_job() -> None:
             await group.stop(0.0)
 
     play(scenario())
+
+
+LATE = (
+    """
+import time
+from pathlib import Path
+while not Path(GATE).exists():
+    time.sleep(0.01)
+"""
+    + JOIN.replace("Joined, Ready", "Finishing, Joined, Ready")
+    + """
+session.wait_for_stored(30, 1)
+session.report(Finishing(step=session.stored_step))
+time.sleep(600)
+"""
+)
+
+
+def test_worker_that_joins_when_the_last_step_is_stored_is_told_so(tmp_path: Path) -> None:
+    """One that took another's place waited for ever for the end of the job."""
+    gate, script = tmp_path / "gate", tmp_path / "script.py"
+    script.write_text(f"GATE = {str(gate)!r}\n{LATE}")
+
+    async def scenario() -> None:
+        async with running(Command(CommandKind.SCRIPT, str(script), ()), 1) as group:
+            await group.tell_stored(30)
+            gate.touch()
+            await group.until(lambda: group.workers[0].has_joined)
+            await group.tell_stored(30)
+            await group.until(lambda: group.workers[0].finishing_step == 30)
+
+    play(scenario())

@@ -102,7 +102,12 @@ OWN = {"last_epoch": 0, "base_lrs": [0.1], "_last_lr": [0.1]}
     [
         ({"values": {"scheduler/last_epoch": 4}}, 0, 1, OWN | {"last_epoch": 4}),
         ({"values": {"lr_schedulers": [{"last_epoch": 4, "x": 1}]}}, 0, 1, OWN | {"last_epoch": 4}),
-        ({"trainer": {"schedulers": [{}, {"last_epoch": 7}]}}, 1, 2, {"last_epoch": 7}),
+        (
+            {"trainer": {"schedulers": [{}, {"last_epoch": 7, "x": 1}]}},
+            1,
+            2,
+            OWN | {"last_epoch": 7},
+        ),
         # Which of two it would be of is not said; and how far it was is what matters.
         ({"values": {"scheduler/last_epoch": 4}}, 0, 2, None),
         ({"values": {"scheduler/base_lrs": [3.0]}}, 0, 1, None),
@@ -113,3 +118,16 @@ def test_a_schedulers_state_is_found_under_the_names_that_tools_give_it(
     documents: dict[str, Any], number: int, count: int, expected: dict[str, Any] | None
 ) -> None:
     assert scheduler_state(documents, number, count, OWN) == expected
+
+
+def test_schedule_that_begins_anew_has_the_rates_of_the_job(tmp_path: Path) -> None:
+    before = saved(tmp_path, "of_no_scheduler")
+    assert (
+        before.optimizers[0].param_groups[0]["lr"] != training().optimizers[0].param_groups[0]["lr"]
+    )
+    state = training()
+    state.start_from(StartFrom(f"torch:{tmp_path}/a.pt"), seed=1)
+    new = training()
+    for name in ("lr", "initial_lr"):
+        assert state.optimizers[0].param_groups[0][name] == new.optimizers[0].param_groups[0][name]
+    assert state.schedulers[0].last_epoch == 0
