@@ -83,6 +83,8 @@ def run_code(place: Place) -> Iterator[Trusted]:
         done = subprocess.run(
             module_command(_MODULE, str(path), directory),
             stdin=subprocess.DEVNULL,
+            # What it prints is no part of what the command prints, which may be JSON.
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -97,9 +99,8 @@ def run_code(place: Place) -> Iterator[Trusted]:
         listed = json.loads((Path(directory) / LEFT_OUT).read_text(encoding="utf-8"))
         yield Trusted(
             replace(place, url=str(Path(directory) / TENSORS), directory="", file_name=TENSORS),
-            tuple(LeftOut(name, f"it is a {kind}, and neither tensors nor plain values")
-                  for name, kind in listed),
-        )  # fmt: skip
+            tuple(LeftOut(name, reason) for name, reason in listed),
+        )
 
 
 def _is_data(name: str) -> bool:

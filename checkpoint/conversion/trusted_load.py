@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from keepstep.checkpoint.conversion.trusted import LEFT_OUT, TENSORS
+from keepstep.checkpoint.foreign.pickled_values import check_key
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
 _MOST_DEPTH = 100
@@ -45,11 +47,7 @@ class PlainValues:
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, Mapping):
-            return {
-                key: self.of(item, f"{name}/{key}", depth + 1)
-                for key, item in value.items()
-                if isinstance(key, str | int)
-            }
+            return self._items(value, name, depth)
         if isinstance(value, list | tuple):
             return [self.of(item, f"{name}/{place}", depth + 1) for place, item in enumerate(value)]
         # Modules, optimizers and schedulers have it, and some classes of training scripts.
@@ -61,9 +59,59 @@ class PlainValues:
             return self.of(vars(value), name, depth + 1)
         return self._leave_out(value, name)
 
+    def _items(self, mapping: Mapping[Any, Any], name: str, depth: int) -> dict[Any, Any]:
+        items: dict[Any, Any] = {}
+        unkept: Counter[str] = Counter()
+        for key, item in mapping.items():
+            try:
+                plain = _plain_key(key)
+                check_key(plain)
+            except TypeError:
+                unkept[_type_name(key)] += 1
+                continue
+            place = f"{name}/{plain}"
+            if plain in items:
+                self.left_out.append((place.strip("/"), "another entry has this key"))
+            else:
+                items[plain] = self.of(item, place, depth + 1)
+        self.left_out += [
+            (
+                f"{name}/{kind}".strip("/"),
+                f"{count} of its keys are such, and cannot be carried",
+            )
+            for kind, count in unkept.items()
+        ]
+        return items
+
     def _leave_out(self, value: object, name: str) -> None:
-        kind = type(value)
-        self.left_out.append((name.strip("/") or "it", f"{kind.__module__}.{kind.__qualname__}"))
+        reason = f"it is a {_type_name(value)}, and neither tensors nor plain values"
+        self.left_out.append((name.strip("/") or "it", reason))
+
+
+def _plain_key(key: Any) -> Any:
+    """Return a key as whoever has not the code of its type can read it.
+
+    Raises:
+        TypeError: it is neither text, a number, nor a tuple of these.
+    """
+    if isinstance(key, Enum):
+        key = key.value
+    if isinstance(key, np.generic):
+        key = key.item()
+    if type(key) in _PLAIN:
+        return key
+    if isinstance(key, tuple):
+        return tuple(_plain_key(item) for item in key)
+    if isinstance(key, str):
+        return str.__str__(key)
+    if isinstance(key, int):
+        return int.__int__(key)
+    raise TypeError(f"a {_type_name(key)} is a key")
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def main(file: str, directory: Path) -> None:

@@ -24,7 +24,7 @@ from keepstep.checkpoint.foreign.torch_file import ZIP_SIGNATURE
 from keepstep.checkpoint.foreign.zip_checksums import CheckedBytes, check_zip, read_all
 
 _BLOCK_NBYTES = 16 * 2**20
-_OF_DCP = (Format.DCP, Format.TORCHTITAN)
+_OF_DCP = (Format.DCP, Format.TORCHTITAN, Format.MEGATRON_CORE)
 
 
 @dataclass(frozen=True, slots=True)

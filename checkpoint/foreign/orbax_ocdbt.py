@@ -113,6 +113,10 @@ class _Walk:
     def visit(self, reference: Reference, height: int, prefix: bytes) -> None:
         """Add the values of a node and of all nodes below."""
         node, location = self._node(reference, height)
+        try:
+            self._budget.take_names(len(prefix) * (len(node.values) + len(node.children)))
+        except ValueError as error:
+            raise damaged(location, str(error)) from None
         for key, value in node.values:
             self._add(prefix + key, value, location)
         for child in node.children:

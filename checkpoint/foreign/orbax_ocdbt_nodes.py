@@ -19,13 +19,13 @@ _NODE_MAGIC = bytes.fromhex("0cdb20de")
 _HEADER_NBYTES = 12
 _CHECKSUM_NBYTES = 4
 _MISSING = 2**64 - 1
-_MOST_PATH_NBYTES = 2**16 - 1
+_MOST_PATH_NBYTES = 4096
 _MOST_ENTRIES = 2**20
 _MOST_INLINE_NBYTES = 2**20
 # How much more a node can have than its bytes: the allowance for all nodes together, and per byte.
 _ALLOWED_NBYTES = 2**22
 _DECODED_PER_BYTE = 256
-_KEY_BYTES_PER_BYTE = 64
+_NAME_BYTES_PER_BYTE = 64
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Budget:
     """Bounds what the nodes of one store expand to, by the bytes that they have in files."""
 
     decoded_nbytes: int = _ALLOWED_NBYTES
-    key_nbytes: int = _ALLOWED_NBYTES
+    name_nbytes: int = _ALLOWED_NBYTES
 
     def add(self, encoded_nbytes: int) -> None:
         """Allow for the bytes of one more node."""
@@ -42,17 +42,17 @@ class Budget:
     def take_decoded(self, nbytes: int) -> None:
         """Count the bytes of a node after decompression."""
         self.decoded_nbytes -= nbytes
-        self.key_nbytes += nbytes * _KEY_BYTES_PER_BYTE
+        self.name_nbytes += nbytes * _NAME_BYTES_PER_BYTE
 
-    def take_keys(self, nbytes: int) -> None:
-        """Count the bytes of keys.
+    def take_names(self, nbytes: int) -> None:
+        """Count the bytes of keys, and of the paths of data files.
 
         Raises:
-            ValueError: keys repeat each other's bytes without end.
+            ValueError: they repeat each other's bytes without end.
         """
-        self.key_nbytes -= nbytes
-        if self.key_nbytes < 0:
-            raise ValueError("its keys have far more bytes than it has")
+        self.name_nbytes -= nbytes
+        if self.name_nbytes < 0:
+            raise ValueError("its keys and paths have far more bytes than it has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def decode_manifest(data: bytes, budget: Budget) -> Root | None:
         raise LookupError("its versions are in numbered manifests")
     if kind != 0 or not 0 < arity <= 16:
         raise ValueError(f"its manifest is of kind {kind} and arity {arity}")
-    files = _files(cursor, "")
+    files = _files(cursor, "", budget)
     count = cursor.count(2**arity)
     cursor.varints(count)
     heights = cursor.take(count)
@@ -148,7 +148,7 @@ def decode_node(data: bytes, base: str, budget: Budget) -> Node:
     """
     cursor = _body(data, _NODE_MAGIC, budget)
     height = cursor.byte()
-    files = _files(cursor, base)
+    files = _files(cursor, base, budget)
     count = cursor.count(_MOST_ENTRIES)
     if not count:
         raise ValueError("a node of its tree is empty")
@@ -228,7 +228,7 @@ def _body(data: bytes, magic: bytes, budget: Budget) -> _Cursor:
     return _Cursor(body)
 
 
-def _files(cursor: _Cursor, base: str) -> list[tuple[str, str]]:
+def _files(cursor: _Cursor, base: str, budget: Budget) -> list[tuple[str, str]]:
     """Return the paths of data files, and the beginnings that nodes in them are relative to."""
     count = cursor.count(_MOST_ENTRIES)
     if not count:
@@ -236,6 +236,8 @@ def _files(cursor: _Cursor, base: str) -> list[tuple[str, str]]:
     shared = [0, *cursor.varints(count - 1)]
     own = cursor.varints(count)
     base_lengths = cursor.varints(count)
+    # Each path is made of the one before, and twice of the base: nothing is made before it counts.
+    budget.take_names(sum(shared) + sum(own) + sum(base_lengths) + 2 * count * len(base))
     files = []
     previous = b""
     for kept, more, base_length in zip(shared, own, base_lengths, strict=True):
@@ -279,7 +281,7 @@ def _keys(
     shared = [0, *cursor.varints(count - 1)]
     own = cursor.varints(count)
     prefixes = cursor.varints(count) if with_prefixes else []
-    budget.take_keys(sum(shared) + sum(own))
+    budget.take_names(sum(shared) + sum(own))
     keys: list[bytes] = []
     previous = b""
     for kept, more in zip(shared, own, strict=True):

@@ -93,7 +93,8 @@ def names_in_torch_file(extent: Extent) -> frozenset[str]:
     file = RangedFile(extent)
     if not file.at(0, min(extent.nbytes, 4)).startswith(ZIP_SIGNATURE):
         raise FormatUnsupported(
-            f"{extent.location}: it was not written by torch 1.6 or later; save it again"
+            f"{extent.location}: it is no zip: files from before torch 1.6 are read without the "
+            "code that they name; leave out --trust"
         )
     return _TorchZip(extent, file).names()
 

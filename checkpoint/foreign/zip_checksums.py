@@ -79,6 +79,7 @@ def _entries(extent: Extent) -> list[_Entry]:
     """Return a zip's entries in the order of their bytes; checksum 0 where there is none.
 
     What is compressed has the checksum of what it was made from, and PyTorch compresses nothing.
+    Entries that share bytes are refused: few bytes would be read once for each entry.
     """
     file = RangedFile(extent)
     try:
@@ -88,8 +89,13 @@ def _entries(extent: Extent) -> list[_Entry]:
         raise
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError, struct.error) as e:
         raise damaged(extent.location, f"its directory cannot be read: {e}") from None
-    entries = []
+    entries: list[_Entry] = []
     for info in sorted(listed, key=lambda i: i.header_offset):
+        if entries and info.header_offset < entries[-1].stop:
+            raise damaged(
+                extent.location,
+                f"its entries {entries[-1].name} and {info.orig_filename} share bytes",
+            )
         extent.part(info.header_offset, _LOCAL_HEADER.size)
         header = file.at(info.header_offset, _LOCAL_HEADER.size)
         signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(header)
@@ -100,7 +106,7 @@ def _entries(extent: Extent) -> list[_Entry]:
         is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
         checksum = info.CRC if is_plain else 0
         entries.append(_Entry(info.orig_filename, start, start + content.nbytes, checksum))
-    return sorted(entries, key=lambda entry: entry.start)
+    return entries
 
 
 def read_all(extent: Extent, report: Callable[[int], None]) -> CheckedBytes:

@@ -28,6 +28,7 @@ class Holder:
 
     def __setstate__(self, state):
         MARK.touch()
+        print("loading")
         self.__dict__ = state
 
 class Opaque:
@@ -67,7 +68,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_nothing_runs_unless_the_file_is_trusted_and_then_it_is_named(
-    files: Path, tmp_path: Path
+    files: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     audited = subprocess.run(
         [sys.executable, "-c", AUDITED, tmp_path, files / "a.pt", files / "b.pt"],
@@ -84,6 +85,8 @@ def test_nothing_runs_unless_the_file_is_trusted_and_then_it_is_named(
     )
     assert done.exit_code == 0, done.output
     assert (files / "was-run").exists()
+    # What the code prints would be taken for a part of what --json prints.
+    assert capfd.readouterr().out == ""
     names = "training_code.Holder, training_code.Opaque"
     assert done.stderr.startswith(f"running code that {files / 'a.pt'} names: {names}\n")
     assert "left out: opaque: it is a training_code.Opaque" in done.stderr

@@ -24,6 +24,7 @@ from keepstep.checkpoint.conversion.conversion import Target, convert
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.rules_given import respell
 from keepstep.checkpoint.conversion.selection import Selection
+from keepstep.checkpoint.conversion.verification import verify_foreign
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
@@ -33,7 +34,7 @@ from keepstep.checkpoint.errors import (
 from keepstep.checkpoint.foreign.dcp_metadata import read_metadata
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
-from keepstep.checkpoint.foreign.opening import open_foreign
+from keepstep.checkpoint.foreign.opening import locate_foreign, open_foreign
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.unit.checkpoint.foreign.written import tensor_of
 
@@ -147,6 +148,19 @@ def test_only_what_is_asked_for_is_read(unpacked: Unpacked, tmp_path: Path) -> N
         tensor_of(source, "model/decoder.layers.1.self_attention.linear_qkv.weight")
     norm = "model/decoder.layers.1.input_layernorm.weight"
     assert_same(source, norm, expected_of(directory)[norm])
+
+
+def test_verification_finds_a_changed_bit(tmp_path: Path) -> None:
+    directory = unpack("core_fp32_tp2", tmp_path)
+    found = locate_foreign(str(directory))
+    verified = verify_foreign(str(directory), found)
+    assert verified.checked_nbytes > verified.nbytes // 4
+    norm = "model/decoder.final_layernorm.weight"
+    values = expected_of(directory)[norm].numpy().tobytes()
+    (path,) = (p for p in directory.glob("iter_*/*.distcp") if values in p.read_bytes())
+    path.write_bytes(path.read_bytes().replace(values, bytes([values[0] ^ 1]) + values[1:]))
+    with pytest.raises(CheckpointDamaged, match=rf"{path.name}.*do not match their checksum"):
+        verify_foreign(str(directory), found)
 
 
 def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numcodecs import zstd
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointMissing
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.orbax_ocdbt import read_ocdbt
+from keepstep.checkpoint.foreign.orbax_ocdbt_nodes import Budget, decode_node
 from keepstep.checkpoint.foreign.orbax_zstd import decompress_exactly, decompress_within
 
 KEYS = st.text("ab/.0é", min_size=1, max_size=9)
@@ -148,6 +150,7 @@ HOSTILE_NODES = {
         varint(60000) + varint(30000) * 59999 + varint(30001) + varint(1) * 59999
         + bytes(30001) + b"".join(bytes([1]) for _ in range(59999)) + bytes(120000)
     ),
+    "a long path": leaf(ONE, b"\1" + varint(5000) + b"\0" + b"a" * 5000),
 }  # fmt: skip
 
 
@@ -156,6 +159,44 @@ def test_hostile_node_is_refused_by_its_file(tmp_path: Path, name: str) -> None:
     root = store_of(tmp_path, HOSTILE_NODES[name])
     with pytest.raises(CheckpointDamaged, match=f"{root}/node"):
         read(root)
+
+
+# 3000 paths of 4000 bytes, each of which is the one before.
+REPEATED = (
+    varint(3000) + varint(4000) * 2999 + varint(4000) + b"\0" * 2999 + b"\0" * 3000 + b"a" * 4000
+)
+# 3000 paths without bytes of their own.
+EMPTY = varint(3000) + b"\0" * (3 * 3000 - 1)
+
+
+@pytest.mark.parametrize(("files", "base"), [(REPEATED, ""), (EMPTY, "b/" * 2000)])
+def test_paths_that_repeat_bytes_without_end_are_refused_before_they_are_made(
+    files: bytes, base: str
+) -> None:
+    node = leaf(ONE, files)
+    assert decode_node(leaf(ONE), base, Budget()).values == ((b"k", b"vw"),)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="far more bytes"):
+            decode_node(node, base, Budget())
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_keys_that_a_node_above_makes_long_without_end_are_refused(tmp_path: Path) -> None:
+    count, nbytes = 3000, 20_000
+    below = leaf(
+        varint(count) + b"\0" * (count - 1) + b"\2" * count
+        + b"".join(n.to_bytes(2, "big") for n in range(count)) + b"\0" * (2 * count)
+    )  # fmt: skip
+    above = sealed(
+        bytes.fromhex("0cdb20de") + bytes(8) + b"\0\0" + b"\1" + b"\1\5\0below" + b"\1"
+        + varint(nbytes) * 2 + b"k" * nbytes + b"\0\0" + varint(len(below)) + b"\0\0\0"
+    )  # fmt: skip
+    (tmp_path / "below").write_bytes(below)
+    with pytest.raises(CheckpointDamaged, match="far more bytes"):
+        read(store_of(tmp_path, above, height=1))
 
 
 @pytest.mark.parametrize("path", [b"../outside", b"/etc/passwd", b"d/../../outside", b"a\0b"])
