@@ -25,9 +25,9 @@ from keepstep.checkpoint.conversion.conversion import (
     target_at,
     work_nbytes,
 )
-from keepstep.checkpoint.conversion.opened import Opened, Place, locate, open_any
+from keepstep.checkpoint.conversion.opened import Opened, Place, locate
 from keepstep.checkpoint.conversion.request import ConversionRequest, configuration
-from keepstep.checkpoint.conversion.rules_given import rank_rules, report
+from keepstep.checkpoint.conversion.rules_given import report
 from keepstep.checkpoint.conversion.selection import FLOATS, Selection
 from keepstep.checkpoint.conversion.trusted import code_in, run_code
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
@@ -168,12 +168,25 @@ def convert_command(
 
     Tensors are streamed, and what was written is read again and compared. Nothing at TARGET is
     replaced. What the target's format cannot hold is listed by name. An interrupted conversion to
-    keepstep's format or to a Hugging Face folder goes on where it ended when it is given again.
+    keepstep's format, or to any format that is a folder, goes on where it ended when it is given
+    again.
     Nothing in SOURCE is executed: pickles are read without running what they ask for, but with
     --trust.
     """
-    names = _names_in(parameter_names)
     to = target_at(target) if target_format is None else Target(target_format)
+    if config is not None and given_rules is None:
+        raise click.UsageError("--config is for rules; give --rules as well, or leave it out")
+    for option, is_given, targets in (
+        ("--ranks", ranks is not None, (Target.DEEPSPEED,)),
+        ("--zero-stage", zero_stage is not None, (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)),
+        ("--buffers", buffers is not None, (Target.DEEPSPEED, Target.DEEPSPEED_UNIVERSAL)),
+        ("--workers above 1", workers > 1, (Target.UNIVERSAL,)),
+    ):
+        if is_given and to not in targets:
+            raise click.UsageError(
+                f"{option} is for --to {' or '.join(targets)}, not for {to}; leave it out"
+            )
+    names = _names_in(parameter_names)
     request = ConversionRequest(
         place=locate(source, None if source_format is None else Format(source_format), step=step),
         parameter_names=names,
@@ -292,9 +305,11 @@ def check(source: str, given: str, config: str | None, step: int | None) -> None
 
     Exit status 1 if a tensor is for no rule, or for several.
     """
-    given_config = configuration_in(config)
-    opened = open_any(source, step=step, rank_rules=rank_rules(given, given_config or {}))
-    found = report(given, opened.source, configuration(opened, given_config))
+    request = ConversionRequest(
+        place=locate(source, step=step), rules=given, config=configuration_in(config)
+    )
+    opened = request.open_as_spelled()
+    found = report(given, opened.source, configuration(opened, request.config))
     for line in found.lines():
         echo(line)
     if not found.is_complete:

@@ -32,6 +32,11 @@ from keepstep.checkpoint.conversion.dcp_metadata_writer import (
     tensor_entry,
     value_entry,
 )
+from keepstep.checkpoint.conversion.megatron_groups import (
+    are_groups_told_apart,
+    by_experts,
+    marked,
+)
 from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, part
 from keepstep.checkpoint.conversion.planned_folder import PlannedFile, Report, write_folder
 from keepstep.checkpoint.conversion.state_parts import StateParts, parts_of
@@ -39,7 +44,7 @@ from keepstep.checkpoint.conversion.torch_pieces import torch_bytes
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.dcp_metadata import METADATA
 from keepstep.checkpoint.foreign.megatron_core import BACKEND, BACKENDS, COMMON, LAYERS_APART
-from keepstep.checkpoint.foreign.megatron_settings import MEGATRON, OUTPUT_LAYER, is_expert
+from keepstep.checkpoint.foreign.megatron_settings import MEGATRON, OUTPUT_LAYER
 from keepstep.checkpoint.foreign.megatron_stacks import file_name_of, stack_of
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import MASTERS, PADDING
@@ -62,8 +67,6 @@ _SCHEDULER = "opt_param_scheduler/"
 _IN_COMMON = ("iteration", "num_floating_point_operations_so_far")
 _SCALER = "optimizer/grad_scaler/"
 _KIND_OF_STATE = "optimizer/param_state_sharding_type"
-# What Megatron tells an optimizer's groups apart by.
-_MARKS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _LAYER = re.compile(r"((?:.+\.)?layers\.)(\d+)\.(.+)")
 _OF_MEGATRON = re.compile(
     r"(?:.+\.)?(?:decoder|encoder)\.layers\.\d+\.(?:self_attention|mlp)\.(?:.+\.)?linear_\w+\.\w+"
@@ -138,6 +141,11 @@ def megatron_left_out(source: Source) -> list[str]:
         for alias, tie in parts.ties.items()
         if alias != OUTPUT_LAYER or not has_arguments
     ]
+    if parts.groups and not are_groups_told_apart(source, parts):
+        lines.append(
+            "optim/groups: Megatron's files do not name the parameters of groups, and its rules "
+            "on weight decay, experts and learning rates do not lead to these groups"
+        )
     return sorted(lines)
 
 
@@ -347,17 +355,8 @@ def _optimizers(source: Source, parts: StateParts) -> dict[Any, Any]:
     step = _step(source, parts)
     of_experts: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for group in parts.groups:
-        said = group.options.get("is_expert_parallel")
-        experts = {said} if isinstance(said, bool) else set(map(is_expert, group.parameters))
-        for expert in sorted(experts):
-            marks = {
-                "wd_mult": 0.0 if group.options.get("weight_decay") == 0 else 1.0,
-                "lr_mult": 1.0,
-                "is_decoupled_lr": False,
-                **{mark: value for mark, value in group.options.items() if mark in _MARKS},
-                "is_expert_parallel": expert,
-            }
-            options = {**group.options, **marks}
+        for expert in by_experts(group):
+            options = marked(group, is_of_experts=expert)
             rate = options.get("lr")
             # Megatron's schedule of learning rates asks for these.
             for name in ("max_lr", "min_lr"):

@@ -137,10 +137,9 @@ def open_any(
     *,
     step: int | None = None,
     parameter_names: Sequence[str] | None = None,
-    rank_rules: RankRules | None = None,
 ) -> Opened:
     """Open a checkpoint of any format that is read. Arguments and errors as for the two above."""
-    return open_place(locate(url, form, step=step), parameter_names, rank_rules)
+    return open_place(locate(url, form, step=step), parameter_names)
 
 
 def without_wrapper_names(opened: Opened) -> Opened:

@@ -47,14 +47,21 @@ class ConversionRequest:
         Raises:
             CheckpointError: it cannot be opened, or the rules do not fit it.
         """
-        # Before it is opened, what a checkpoint says of its configuration is not known.
-        of_ranks = None if self.rules is None else rank_rules(self.rules, self.config or {})
-        opened = open_place(self.place, self.parameter_names, of_ranks)
-        if not self.keeps_wrappers:
-            opened = without_wrapper_names(opened)
+        opened = self.open_as_spelled()
         if self.rules is None:
             return opened
         return respell(opened, self.rules, configuration(opened, self.config))
+
+    def open_as_spelled(self) -> Opened:
+        """Open the checkpoint under the names that rules are given.
+
+        Raises:
+            CheckpointError: it cannot be opened, or what rules say of ranks does not fit it.
+        """
+        # Before it is opened, what a checkpoint says of its configuration is not known.
+        of_ranks = None if self.rules is None else rank_rules(self.rules, self.config or {})
+        opened = open_place(self.place, self.parameter_names, of_ranks)
+        return opened if self.keeps_wrappers else without_wrapper_names(opened)
 
     def select(self, opened: Opened) -> Selection:
         """Return what of the opened checkpoint is written.

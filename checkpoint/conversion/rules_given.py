@@ -80,8 +80,8 @@ def report(given: str, source: Source, config: Mapping[str, Json]) -> MatchRepor
     return match_names(rules, names_of(tensors), rules.variables(config))
 
 
-def rank_rules(given: str, config: Mapping[str, Json]) -> RankRules:
-    """Return the rules that a user names, as what each rank's own files hold.
+def rank_rules(given: str, config: Mapping[str, Json]) -> RankRules | None:
+    """Return the rules that a user names, as what each rank's own files hold; None if none says it.
 
     Args:
         given: as for `planner`; of a preset, the rules from FROM to Hugging Face's spelling.
@@ -91,7 +91,9 @@ def rank_rules(given: str, config: Mapping[str, Json]) -> RankRules:
         CheckpointMissing: there is no such file.
         RulesInvalid: they are no rules, or there is no such preset.
     """
-    return RankRules(_source_rules(given), config)
+    rules = _source_rules(given)
+    says_it = any(rule.source.sharding is not None for rule in rules.rules)
+    return RankRules(rules, config) if says_it else None
 
 
 def _source_rules(given: str) -> RuleSet:

@@ -274,7 +274,7 @@ class UniversalInfo:
         if _REPEATED_GROUP.search(pattern) or "(?" in pattern or self._steps > _MOST_STEPS:
             raise FormatUnsupported(
                 f"{self.location}: {INFO}: matching {pattern[:80]!r} may take very long, so it is "
-                "not read; give rules that say how parameters are cut"
+                "not read; load it with the script that trained it, and save whole parameters"
             )
         try:
             return re.match(pattern, name) is not None

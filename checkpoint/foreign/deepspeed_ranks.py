@@ -258,7 +258,8 @@ def _joined_ranks(model_ranks: Sequence[ModelRank], rank_rules: RankRules | None
         model_ranks[0].file.location, model_ranks[0].file.content, len(model_ranks)
     )
     documents = _documents_of_ranks(model_ranks)
-    if rank_rules is not None:
+    # What the tool itself wrote counts first: rules may be a preset, of another tool's cuts.
+    if info is None and rank_rules is not None:
         joinings = joinings_by_rules(rank_rules, specs)
     else:
         buffers = model_ranks[0].file.buffers
@@ -272,7 +273,7 @@ def _joined_ranks(model_ranks: Sequence[ModelRank], rank_rules: RankRules | None
         for key, tensor in first.foreign_tensors.items()
     }
     _round_means(tensors, joinings, checkpoints)
-    if info is not None and rank_rules is None and info.vocabulary_size is not None:
+    if info is not None and info.vocabulary_size is not None:
         documents[PADDING] = {
             f"{MODEL_PREFIX}{name}": {"logical_shape": [info.vocabulary_size, *shape[1:]]}
             for name, shape in _model_shapes(tensors)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from keepstep.checkpoint.cli.ckpt import ckpt
 from keepstep.checkpoint.conversion.conversion import Target, convert
+from keepstep.checkpoint.conversion.megatron_target import megatron_left_out
 from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.rules_given import respell
 from keepstep.checkpoint.conversion.selection import Selection
@@ -31,10 +33,13 @@ from keepstep.checkpoint.errors import (
     FormatUnsupported,
     LayoutMismatch,
 )
+from keepstep.checkpoint.foreign.arrays import MemoryArray
+from keepstep.checkpoint.foreign.contents import Contents
 from keepstep.checkpoint.foreign.dcp_metadata import read_metadata
 from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import locate_foreign, open_foreign
+from keepstep.checkpoint.foreign.pieces import whole
 from tests.integration.checkpoint.foreign_reads import assert_same
 from tests.unit.checkpoint.foreign.written import tensor_of
 
@@ -172,6 +177,33 @@ def written(source: ForeignCheckpoint, directory: Path) -> ForeignCheckpoint:
     return open_foreign(url)
 
 
+FIRST, SECOND = (f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in (0, 1))
+NORM = "decoder.final_layernorm.weight"
+DECAYED = {"lr": 0.001, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_kept"),
+    [
+        ([((FIRST, SECOND), DECAYED), ((NORM,), {**DECAYED, "weight_decay": 0})], True),
+        ([((FIRST, SECOND, NORM), DECAYED)], False),
+        ([((FIRST, NORM), DECAYED), ((SECOND,), {**DECAYED, "lr": 0.1})], False),
+        ([((FIRST, NORM), DECAYED), ((SECOND,), {**DECAYED, "weight_decay": 0})], False),
+    ],
+)
+def test_groups_that_megatron_does_not_make_are_left_out_by_name(
+    groups: list[tuple[tuple[str, ...], dict[str, float]]], is_kept: bool
+) -> None:
+    model = {FIRST: (4, 4), SECOND: (4, 4), NORM: (4,)}
+    contents = Contents("x", "of a test")
+    for name, shape in model.items():
+        contents.add(f"model/{name}", whole(MemoryArray(np.ones(shape, np.float32))))
+    for names, options in groups:
+        contents.add_group(names, options)
+    lines = megatron_left_out(contents.checkpoint(3))
+    assert [line.partition(":")[0] for line in lines] == ([] if is_kept else ["optim/groups"])
+
+
 @pytest.mark.parametrize("name", [*CORE, "lm_fp32_tp2"])
 def test_what_is_written_for_megatron_is_read_as_it_was(
     unpacked: Unpacked, tmp_path: Path, name: str
@@ -185,6 +217,7 @@ def test_what_is_written_for_megatron_is_read_as_it_was(
         assert back.documents.get(document) == source.documents.get(document), document
     assert back.documents["megatron"]["args"] == source.documents["megatron"]["args"]
     assert set(back.documents["optim/scalars"].values()) == {3}
+    assert not [line for line in megatron_left_out(source) if line.startswith("optim/groups")]
     assert back.documents["megatron"].get("layers_apart") == (True if "apart" in name else None)
 
 
