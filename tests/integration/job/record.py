@@ -242,7 +242,7 @@ with keepstep.join(
                 file.write(json.dumps(line) + "\n")
         if job.world.generation == 1:
             # Before the last step a test has to see what it waits for, and to strike.
-            time.sleep(0.05)
+            time.sleep(0.1)
         if options.get("one_rank_is_late") and job.world.rank == 1:
             time.sleep(0.3)
         if options.get("write_between_steps"):
