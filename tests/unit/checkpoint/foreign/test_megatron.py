@@ -197,7 +197,9 @@ def test_groups_that_megatron_does_not_make_are_left_out_by_name(
     model = {FIRST: (4, 4), SECOND: (4, 4), NORM: (4,)}
     contents = Contents("x", "of a test")
     for name, shape in model.items():
-        contents.add(f"model/{name}", whole(MemoryArray(np.ones(shape, np.float32))))
+        contents.add(
+            f"model/{name}", whole(MemoryArray("float32", np.ones(shape, np.float32), "x"))
+        )
     for names, options in groups:
         contents.add_group(names, options)
     lines = megatron_left_out(contents.checkpoint(3))
