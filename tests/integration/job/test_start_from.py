@@ -34,7 +34,7 @@ def test_a_job_begins_at_the_step_of_another_tools_file_and_recovers_from_its_ow
 ) -> None:
     saved(tmp_path / "a.pt")
     options = {"checkpoint": str(tmp_path / "checkpoints"), "start_from": f"torch:{tmp_path}/a.pt"}
-    with cluster(tmp_path / "first", **options) as running:
+    with cluster(tmp_path / "first", "1:1", **options) as running:
         running.start("a")
         running.wait_until(lambda view: committed_step_of(view) >= FIRST + 3, 60)
         running.workers_of("a")[1].kill()
@@ -50,7 +50,7 @@ def test_a_job_begins_at_the_step_of_another_tools_file_and_recovers_from_its_ow
         assert float.fromhex(line["loss"]) == pytest.approx(math.log(256), abs=1e-6)
     # From now on the job has a checkpoint of its own: nobody looks for the file.
     (tmp_path / "a.pt").unlink()
-    with cluster(tmp_path / "second", **options, steps=32) as running:
+    with cluster(tmp_path / "second", "1:1", **options, steps=32) as running:
         running.start("a")
         view = running.wait_until(lambda view: len(view.history.recoveries) == 1, 60)
         assert running.wait("a", 120) == 0, running.output()
