@@ -13,7 +13,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Self, TypeAlias, TypeVar
 
 from keepstep.elastic.worker.fork_messages import (
@@ -23,6 +24,7 @@ from keepstep.elastic.worker.fork_messages import (
     ForkRequest,
     ForkWorker,
     PassProgressBoard,
+    PassStartSignal,
     Prepared,
     Unable,
 )
@@ -139,18 +141,21 @@ class ForkServerProcess:
                         async with asyncio.timeout(_PREPARE_S):
                             await self._receive(Prepared)
                         self._is_prepared = True
-                    with adopting_orphans():
-                        async with asyncio.timeout(_FORK_S):
-                            await self._connection.send(PassProgressBoard(), board)
-                            await self._connection.send(ForkWorker(), channel)
-                            process = (await self._receive(Forked)).process
+                    with _pipe() as (start, started):
+                        with adopting_orphans():
+                            async with asyncio.timeout(_FORK_S):
+                                await self._connection.send(PassProgressBoard(), board)
+                                await self._connection.send(PassStartSignal(), start)
+                                await self._connection.send(ForkWorker(), channel)
+                                process = (await self._receive(Forked)).process
+                        if not _is_own_child(process):
+                            raise self._unavailable("the kernel gives it to another process")
+                        os.write(started, b".")
+                        return process
                 except (TransportError, TimeoutError) as error:
                     raise self._unavailable("the fork server has ended or hangs") from error
                 except OSError as error:
                     raise self._unavailable(str(error)) from error
-                if not _is_own_child(process):
-                    raise self._unavailable("the kernel gives it to another process")
-                return process
         finally:
             os.close(channel)
             os.close(board)
@@ -178,6 +183,16 @@ class ForkServerProcess:
         self._is_closed = True
         self._connection.close()
         self._process.kill()
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    try:
+        yield reader, writer
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 def _is_own_child(process: int) -> bool:

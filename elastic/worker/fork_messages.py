@@ -11,6 +11,13 @@ class PassProgressBoard(Message, frozen=True, kw_only=True):
     """The progress board of the next worker rides on this message."""
 
 
+class PassStartSignal(Message, frozen=True, kw_only=True):
+    """The reading end of a pipe rides on this message: the next worker waits for a byte from it.
+
+    Without one, because the agent closes the pipe, it ends: the agent does not know it.
+    """
+
+
 class ForkWorker(Message, frozen=True, kw_only=True):
     """Fork a worker; its connection to the agent rides on this message."""
 
@@ -35,7 +42,7 @@ class Unable(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ForkRequest: TypeAlias = PassProgressBoard | ForkWorker
+ForkRequest: TypeAlias = PassProgressBoard | PassStartSignal | ForkWorker
 """What an agent sends."""
 
 ForkReply: TypeAlias = Prepared | Forked | Unable
@@ -44,7 +51,7 @@ ForkReply: TypeAlias = Prepared | Forked | Unable
 FORK_PROTOCOL = Protocol(
     name="fork",
     versions=VersionRange(1, 1),  # One keepstep runs both ends.
-    requests=Codec[ForkRequest](PassProgressBoard, ForkWorker),
+    requests=Codec[ForkRequest](PassProgressBoard, PassStartSignal, ForkWorker),
     replies=Codec[ForkReply](Prepared, Forked, Unable),
 )
 """Spoken over the socket pair; the agent is the client."""

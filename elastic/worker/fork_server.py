@@ -38,6 +38,7 @@ from keepstep.elastic.worker.fork_messages import (
     ForkRequest,
     ForkWorker,
     PassProgressBoard,
+    PassStartSignal,
     Prepared,
     Unable,
 )
@@ -60,6 +61,7 @@ class ForkServer:
     def __init__(self, connection: Connection[ForkReply, ForkRequest]) -> None:
         self._connection = connection
         self._board = -1
+        self._start = -1
 
     def run(self) -> None:
         """Serve until the agent closes the connection, or nothing can be forked."""
@@ -67,13 +69,15 @@ class ForkServer:
             match request:
                 case PassProgressBoard():
                     self._board = self._connection.take_descriptor()
+                case PassStartSignal():
+                    self._start = self._connection.take_descriptor()
                 case ForkWorker():
                     channel = self._connection.take_descriptor()
                     try:
                         reply = self._fork(channel)
                     finally:
-                        os.close(channel)
-                        os.close(self._board)
+                        for descriptor in (channel, self._board, self._start):
+                            os.close(descriptor)
                     self._connection.send(reply)
                     if isinstance(reply, Unable):
                         return
@@ -86,35 +90,33 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            with _pipe() as (identity, named), _pipe() as (start, started):
+            with _pipe() as (identity, named):
                 between = os.fork()
                 if between == 0:
                     with _ending_this_process():
                         if _fork_or_end() == 0:
-                            for end in (identity, started, self._connection):
-                                end.close()
-                            self._become_worker(channel, named, start)
+                            identity.close()
+                            self._connection.close()
+                            self._become_worker(channel, named)
                 named.close()
-                start.close()
                 text = identity.read(_PROCESS_ID.size)
                 _, status = os.waitpid(between, 0)
                 code = os.waitstatus_to_exitcode(status)
                 if code or not text:
                     return Unable(reason=f"fork: {os.strerror(code) if code > 0 else 'it ended'}")
-                # By now the worker is the agent's child.
-                started.write(b".")
         except OSError as error:
             return Unable(reason=f"fork: {error.strerror}")
         return Forked(process=_PROCESS_ID.unpack(text)[0])
 
-    def _become_worker(self, channel: int, named: BinaryIO, start: BinaryIO) -> None:
+    def _become_worker(self, channel: int, named: BinaryIO) -> None:
         # Before the agent knows the process: it sends signals to the session.
         os.setsid()
         name_as_worker()
-        with named, start:
+        with named:
             named.write(_PROCESS_ID.pack(os.getpid()))
-            if not start.read(1):
-                return  # The fork server was killed, and the agent does not know this process.
+        if not os.read(self._start, 1):
+            return  # The agent does not know this process, and gives its place to another one.
+        os.close(self._start)
         reseed_generators()
         os.environ["KEEPSTEP_CHANNEL"] = str(channel)
         os.environ["KEEPSTEP_PROGRESS"] = str(self._board)

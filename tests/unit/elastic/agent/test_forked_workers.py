@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from keepstep.elastic.agent import fork_server_process
 from keepstep.elastic.agent.fork_server_process import ForkingUnavailable, ForkServerProcess
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.monitor.progress import ProgressBoard
@@ -143,6 +144,37 @@ def test_worker_that_nobody_waits_for_is_killed_and_the_end_of_the_server_ends_n
     before = set(psutil.Process().children())
     play(scenario())
     assert set(psutil.Process().children()) == before
+
+
+def test_forked_process_that_the_agent_does_not_take_ends_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker gets its connection, of which two would read."""
+    (tmp_path / "script.py").write_text("import time; time.sleep(600)")
+    forked: list[psutil.Process] = []
+
+    def is_own_child(process: int) -> bool:
+        forked.append(psutil.Process(process))
+        return False
+
+    async def scenario() -> None:
+        channel, worker_end = socket.socketpair()
+        board = ProgressBoard.create("worker")
+        command = Command(CommandKind.SCRIPT, str(tmp_path / "script.py"))
+        server = ForkServerProcess.start(command, os.environ)
+        try:
+            with channel:
+                with worker_end, pytest.raises(ForkingUnavailable):
+                    await server.fork(worker_end.fileno(), board.descriptor)
+                assert await asyncio.to_thread(channel.recv, 1) == b""
+        finally:
+            await server.close()
+            board.close()
+
+    monkeypatch.setattr(fork_server_process, "_is_own_child", is_own_child)
+    play(scenario())
+    (process,) = forked
+    assert os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1]) == 0
 
 
 def test_workers_are_started_one_by_one_where_what_is_imported_starts_threads(
