@@ -81,6 +81,15 @@ def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
     return tuple(world_size // fixed if size == -1 else size for size in wanted.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a rank is in a mesh."""
+
+    rank: int
+    world_size: int
+    dimensions: tuple[str, ...]
+
+
 class ProcessGroups:
     """The process groups of this process. One world at most is entered at a time, until `leave`.
 
@@ -97,6 +106,8 @@ class ProcessGroups:
         self._connections: frozenset[tuple[int, str]] = frozenset()
         self._abort: GroupAbort | None = None
         self._can_be_rebuilt = True
+        self._entered: tuple[_Place, DeviceMesh] | None = None
+        self._kept: tuple[_Place, DeviceMesh] | None = None
 
     @property
     def awaits_abort_order(self) -> bool:
@@ -116,6 +127,7 @@ class ProcessGroups:
             RuntimeError: a peer died during the call (raised by torch).
         """
         sizes = mesh_sizes(mesh, assignment.world_size)
+        place = _Place(assignment.rank, assignment.world_size, tuple(mesh))
         self._device = device = bind(self._device_type, assignment.local_rank)
         is_cuda = device.type == "cuda"
         sockets_before = _open_sockets()
@@ -134,7 +146,7 @@ class ProcessGroups:
                 device_id=device if is_cuda else None,
                 timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
             )
-            device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(mesh))
+            device_mesh = self._mesh_of(place, sizes)
         finally:
             self._connections = _open_sockets() - sockets_before
         if is_cuda:
@@ -151,6 +163,35 @@ class ProcessGroups:
             data_rank=data_rank,
             data_size=data_size,
         )
+
+    def _mesh_of(self, place: _Place, sizes: tuple[int, ...]) -> DeviceMesh:
+        """Return the mesh of a generation: the last one's if this process has the same place in it.
+
+        DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
+        another rank in each: after a change of rank it would silently use its old coordinates. So
+        the caches are cleared with the mesh. To fill them again takes as long as a small step.
+        """
+        kept, self._kept = self._kept, None
+        group = dist.group.WORLD
+        assert group is not None, "entered above"
+        if kept is not None and kept[0] == place and kept[1]._dim_group_names == [group.group_name]:
+            mesh = kept[1]
+            # Compiled code finds groups here, all other by their names.
+            mesh._pg_registry[group.group_name] = group
+        else:
+            _clear_sharding_prop_cache()
+            _gen_transform_infos.cache_clear()
+            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=place.dimensions)
+        self._entered = (place, mesh)
+        return mesh
+
+    def _keep_mesh(self) -> None:
+        """Keep the mesh for the next generation if it refers to the group of all ranks only."""
+        entered, self._entered = self._entered, None
+        # What is cached may refer to any group, and the next generation may name others so.
+        if entered is not None and len(_world.pg_names) == _world.group_count == 1:
+            entered[1]._pg_registry.clear()
+            self._kept = entered
 
     def finish(self) -> None:
         """Wait until this rank and its peers have computed all that they have begun.
@@ -192,10 +233,7 @@ class ProcessGroups:
         Raises:
             ProcessUnusable: the groups or the device cannot be used again in this process.
         """
-        # DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
-        # another rank in each: after a change of rank it would silently use its old coordinates.
-        _clear_sharding_prop_cache()
-        _gen_transform_infos.cache_clear()
+        self._keep_mesh()
         self.abort()
         if self._abort is not None:
             self._abort.wait()

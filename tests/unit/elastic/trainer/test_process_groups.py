@@ -2,15 +2,20 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
 
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer import process_groups
-from keepstep.elastic.trainer.process_groups import ProcessGroups
+from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from tests.patience import patient
+from tests.unit.elastic.agent.test_worker_group import places
 
 
 def test_device_is_checked_also_where_creating_the_groups_has_failed(
@@ -143,3 +148,83 @@ def test_groups_are_not_destroyed_while_an_order_looks_at_them(
     race.leave()
     assert race.aborts == 1
     assert race.abort_next() == 2
+
+
+@contextmanager
+def entered(groups: ProcessGroups, generation: int, name: str = "dp") -> Iterator[World]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (assignment,) = places(generation, 1)
+    where = replace(assignment, store_host="127.0.0.1", store_port=store.port)
+    try:
+        yield groups.enter(where, {name: -1})
+    finally:
+        groups.leave()
+
+
+def slow_propagations(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Return a list that grows whenever DTensor finds out how an operation shards its result."""
+    found: list[object] = []
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagate = propagator.propagate_op_sharding_non_cached
+
+    def note(schema: Any) -> Any:
+        found.append(schema)
+        return propagate(schema)
+
+    monkeypatch.setattr(propagator, "propagate_op_sharding_non_cached", note)
+    return found
+
+
+def doubled(world: World) -> DTensor:
+    return DTensor.from_local(torch.ones(3), world.mesh, [Shard(0)], run_check=False) * 2
+
+
+def test_rank_that_keeps_its_place_keeps_what_dtensor_has_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, found = ProcessGroups("cpu"), slow_propagations(monkeypatch)
+    with entered(groups, 1) as world:
+        doubled(world)
+        assert found
+    found.clear()
+    with entered(groups, 2) as world:
+        product = doubled(world)
+        assert not found
+        assert product.device_mesh is world.mesh
+        assert world.mesh.get_group() is dist.group.WORLD
+        assert world.mesh._pg_registry == {"0": dist.group.WORLD}
+        assert torch.equal(product.full_tensor(), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("change", ["dimension", "groups", "destroyed groups"])
+def test_what_dtensor_has_found_out_is_forgotten_where_it_may_be_wrong(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """It may refer to a group by a name that another one has in the next generation."""
+    groups, found = ProcessGroups("cpu"), slow_propagations(monkeypatch)
+    with entered(groups, 1) as world:
+        doubled(world)
+        if change != "dimension":
+            group = dist.new_group([0])
+            if change == "destroyed groups":
+                dist.destroy_process_group(group)
+    found.clear()
+    with entered(groups, 2, "tp" if change == "dimension" else "dp") as world:
+        doubled(world)
+        assert found
+
+
+def test_rank_that_has_another_place_forgets_what_dtensor_has_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups, found = ProcessGroups("cpu"), slow_propagations(monkeypatch)
+    with entered(groups, 1) as world:
+        doubled(world)
+    assert groups._kept is not None
+    place, mesh = groups._kept
+    groups._kept = replace(place, rank=1, world_size=2), mesh
+    found.clear()
+    with entered(groups, 2) as world:
+        doubled(world)
+        assert found
+        assert world.mesh is not mesh
