@@ -6,9 +6,10 @@ open one takes a few reads, so a chunk's is opened by the first read of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from keepstep.checkpoint.foreign.arrays import FileArray, Values
@@ -59,11 +60,20 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements that follow each other in a tensor of one dimension, in a shape."""
+
+    start: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EntryArray:
-    """The elements in a box of an entry's tensor."""
+    """The elements in a box of an entry's tensor, or of a range of it."""
 
     entry: TensorEntry
     box: Box
+    range: FlatRange | None = None
 
     @property
     def dtype(self) -> str:
@@ -82,11 +92,15 @@ class EntryArray:
 
     def narrow(self, box: Box) -> EntryArray:
         """See `Array.narrow`."""
-        return EntryArray(self.entry, self._outer(box))
+        return replace(self, box=self._outer(box))
 
     def read_into(self, box: Box, into: Values) -> None:
         """See `Array.read_into`."""
-        self.entry.array.read_into(self._outer(box), into)
+        array = self.entry.array
+        if self.range is not None:
+            stop = self.range.start + math.prod(self.range.shape)
+            array = array.flat_range(self.range.start, stop).reshaped(self.range.shape)
+        array.read_into(self._outer(box), into)
 
     def _outer(self, box: Box) -> Box:
         offset = tuple(a + b for a, b in zip(self.box.offset, box.offset, strict=True))

@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from keepstep.checkpoint.foreign.arrays import Values
 from keepstep.checkpoint.foreign.contents import Contents
-from keepstep.checkpoint.foreign.dcp_entries import EntryArray, TensorEntry, tensor_of_chunks
+from keepstep.checkpoint.foreign.dcp_entries import (
+    EntryArray,
+    FlatRange,
+    tensor_of_chunks,
+)
 from keepstep.checkpoint.foreign.dcp_metadata import ChunkedTensor, Metadata
 from keepstep.checkpoint.foreign.files import damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
@@ -76,44 +79,6 @@ class BufferName:
 
 class _Unexplained(Exception):
     """The places of the parameters cannot be told; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class EntryRange:
-    """A box of elements that follow each other in an entry of one dimension, in a shape."""
-
-    entry: TensorEntry
-    start: int
-    whole_shape: tuple[int, ...]
-    box: Box
-
-    @property
-    def dtype(self) -> str:
-        """See `Array.dtype`."""
-        return self.entry.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """See `Array.shape`."""
-        return self.box.shape
-
-    @property
-    def location(self) -> str:
-        """See `Array.location`."""
-        return self.entry.location
-
-    def narrow(self, box: Box) -> EntryRange:
-        """See `Array.narrow`."""
-        return EntryRange(self.entry, self.start, self.whole_shape, self._outer(box))
-
-    def read_into(self, box: Box, into: Values) -> None:
-        """See `Array.read_into`."""
-        flat = self.entry.array.flat_range(self.start, self.start + math.prod(self.whole_shape))
-        flat.reshaped(self.whole_shape).read_into(self._outer(box), into)
-
-    def _outer(self, box: Box) -> Box:
-        offset = tuple(a + b for a, b in zip(self.box.offset, box.offset, strict=True))
-        return Box(offset, box.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,7 +386,8 @@ def _pieces(local: _Local, bucket: ForeignTensor, start: int) -> Iterator[Piece]
         assert isinstance(piece.array, EntryArray)
         position = first - piece.box.offset[0]
         for box in boxes_of_range(local.shape, first - start, last - start):
-            array = EntryRange(piece.array.entry, position, box.shape, Box.whole(box.shape))
+            flat = FlatRange(position, box.shape)
+            array = EntryArray(piece.array.entry, Box.whole(box.shape), flat)
             position += box.size
             for part, whole in local.globally(box):
                 yield Piece(whole, array.narrow(part))
