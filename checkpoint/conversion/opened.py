@@ -131,17 +131,6 @@ def open_place(
     return Opened(foreign, foreign.format_name, foreign.left_out)
 
 
-def open_any(
-    url: str,
-    form: Format | None = None,
-    *,
-    step: int | None = None,
-    parameter_names: Sequence[str] | None = None,
-) -> Opened:
-    """Open a checkpoint of any format that is read. Arguments and errors as for the two above."""
-    return open_place(locate(url, form, step=step), parameter_names)
-
-
 def without_wrapper_names(opened: Opened) -> Opened:
     """Return a checkpoint whose tensors have no names of modules that only wrap another one.
 

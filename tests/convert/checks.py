@@ -14,9 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from keepstep.checkpoint.cli.ckpt import ckpt
-from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.source import BoxRequest, Source
+from tests.opened_checkpoints import open_any
 
 NOT_RUN = 77
 """Exit status of a module that cannot be run here; its last line says why."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from keepstep.checkpoint.conversion.conversion import Target, convert
-from keepstep.checkpoint.conversion.opened import Opened, open_any
+from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import LayoutMismatch
@@ -19,6 +19,7 @@ from keepstep.checkpoint.foreign.files import open_files
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
+from tests.opened_checkpoints import open_any
 from tests.unit.checkpoint.conversion.sources import bytes_of, checkpoint_of
 
 FIXTURES = Path(__file__).parents[3] / "foreign_fixtures" / "deepspeed"

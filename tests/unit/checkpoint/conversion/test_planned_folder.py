@@ -17,13 +17,13 @@ from keepstep.checkpoint.conversion import dcp_leaves, planned_folder
 from keepstep.checkpoint.conversion.dcp_target import write_dcp
 from keepstep.checkpoint.conversion.deepspeed_universal_target import write_deepspeed_universal
 from keepstep.checkpoint.conversion.file_target import new_file
-from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointExists
 from keepstep.checkpoint.foreign.arrays import MemoryArray
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.pieces import whole
+from tests.opened_checkpoints import open_any
 from tests.unit.checkpoint.conversion.sources import bytes_of, checkpoint_of
 
 ADAM = checkpoint_of(is_tied=True)

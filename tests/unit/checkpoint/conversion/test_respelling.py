@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from keepstep.checkpoint.conversion.opened import open_any
 from keepstep.checkpoint.conversion.respelling import Respelled, respelled
 from keepstep.checkpoint.errors import CheckpointDamaged
 from keepstep.checkpoint.foreign.opening import open_foreign
@@ -20,6 +19,7 @@ from keepstep.checkpoint.layout.source import BoxRequest, Source
 from keepstep.checkpoint.rules.plan import Plan
 from keepstep.checkpoint.rules.planning import apply
 from keepstep.checkpoint.rules.rule_file import parse_rules
+from tests.opened_checkpoints import open_any
 
 STACKED = """
 [[rule]]

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from keepstep.checkpoint.conversion.conversion import Converted, Target, convert
-from keepstep.checkpoint.conversion.opened import Opened, open_any
+from keepstep.checkpoint.conversion.opened import Opened
 from keepstep.checkpoint.conversion.selection import Selection
 from keepstep.checkpoint.conversion.zero_layout import ZeroLayout
 from keepstep.checkpoint.layout.source import Source
+from tests.opened_checkpoints import open_any
 from tests.unit.checkpoint.conversion.sources import bytes_of, checkpoint_of
 
 SOURCES = {
