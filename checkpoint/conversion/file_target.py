@@ -29,7 +29,7 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
     """
     path = local_path(url)
     if path is not None:
-        with new_local_file(path) as unfinished:
+        with _new_local_file(path) as unfinished:
             with unfinished.open("wb") as file:
                 yield file
                 file.flush()
@@ -58,7 +58,7 @@ def new_file(url: str, verify: Callable[[str], None] = lambda written: None) -> 
 
 
 @contextmanager
-def new_local_file(path: Path) -> Iterator[Path]:
+def _new_local_file(path: Path) -> Iterator[Path]:
     """Yield the path to write to; it gets the name `path` when the block ends without an error.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Writes folders whose files are planned before: each is compared before it has its name.
+"""Writes files and folders that are planned before: each is compared before it has its name.
 
 A folder is complete with its last file. A conversion that was interrupted is taken up by the next
 one: files that are there are compared with what would be written, and kept. A folder with anything
@@ -54,7 +54,31 @@ def write_folder(
             raise _exists(f"{url}/{file.name}")
     for file in files:
         if file.name not in present:
-            _write(url, file, memory_nbytes, report)
+            write_file(
+                f"{url}/{file.name}", file.pieces, memory_nbytes=memory_nbytes, report=report
+            )
+
+
+def write_file(url: str, pieces: Sequence[Piece], *, memory_nbytes: int, report: Report) -> None:
+    """Write a file from its pieces; it has its name once it is durable and compared.
+
+    Raises:
+        CheckpointExists: there is such a file.
+        CheckpointDamaged: what was written is not what was read.
+        CheckpointError: a read or a write failed.
+    """
+    checksum = 0
+
+    def compare(written: str) -> None:
+        if _checksum(written, memory_nbytes) != checksum:
+            raise CheckpointDamaged(
+                f"{url} is not what was written; look at the disk, and convert again"
+            )
+
+    with new_file(url, compare) as stream:
+        for data in _blocks(pieces, memory_nbytes, report):
+            stream.write(data)
+            checksum = crc32c.crc32c(data, checksum)
 
 
 def _present(url: str, files: Sequence[PlannedFile]) -> set[str]:
@@ -89,29 +113,15 @@ def _is_written(url: str, file: PlannedFile, memory_nbytes: int, report: Report)
     if files.file(files.names[0]).nbytes != nbytes_of_pieces(file.pieces):
         return False
     checksum = 0
-    for data in _blocks(file, memory_nbytes, report):
+    for data in _blocks(file.pieces, memory_nbytes, report):
         checksum = crc32c.crc32c(data, checksum)
     return _checksum(written, memory_nbytes) == checksum
 
 
-def _write(url: str, file: PlannedFile, memory_nbytes: int, report: Report) -> None:
-    target = f"{url}/{file.name}"
-    checksum = 0
-
-    def compare(written: str) -> None:
-        if _checksum(written, memory_nbytes) != checksum:
-            raise CheckpointDamaged(
-                f"{target} is not what was written; look at the disk, and convert again"
-            )
-
-    with new_file(target, compare) as stream:
-        for data in _blocks(file, memory_nbytes, report):
-            stream.write(data)
-            checksum = crc32c.crc32c(data, checksum)
-
-
-def _blocks(file: PlannedFile, memory_nbytes: int, report: Report) -> Iterator[bytes | memoryview]:
-    for piece in file.pieces:
+def _blocks(
+    pieces: Sequence[Piece], memory_nbytes: int, report: Report
+) -> Iterator[bytes | memoryview]:
+    for piece in pieces:
         if isinstance(piece, bytes):
             yield piece
             continue

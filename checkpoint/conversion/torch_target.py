@@ -1,38 +1,22 @@
 """Writes a checkpoint as a file of `torch.save`, without holding its tensors in memory.
 
-PyTorch writes the file with tensors that have no data, which leaves their places empty
-(`torch.serialization.skip_data`); then each place is filled. The checksums in the zip are those of
-zeros, which PyTorch does not look at and `unzip -t` does.
+The checksums in the zip are those of empty places, which PyTorch does not look at and `unzip -t`
+does.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import crc32c
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
-
-from keepstep.checkpoint.conversion.boxes_in_order import (
-    block_nbytes,
-    checksum_of,
-    read_in_order,
-)
-from keepstep.checkpoint.conversion.file_target import local_path, new_local_file
+from keepstep.checkpoint.conversion.pieces_of_files import StoredTensor, Transposed, whole
+from keepstep.checkpoint.conversion.planned_folder import write_file
 from keepstep.checkpoint.conversion.selection import MODEL
-from keepstep.checkpoint.errors import CheckpointDamaged, CheckpointError, FormatUnsupported
-from keepstep.checkpoint.foreign.arrays import FileArray
-from keepstep.checkpoint.foreign.files import open_files
-from keepstep.checkpoint.foreign.torch_file import read_torch_file
+from keepstep.checkpoint.conversion.torch_pieces import torch_pieces
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.described import tie_of
 from keepstep.checkpoint.layout.documents import CONFIG, GROUPS, SCALARS, TIED
 from keepstep.checkpoint.layout.source import Source
-from keepstep.checkpoint.live.tensors import torch_dtype
 
 _OPTIM = "optim"
 _VALUES = "values"
@@ -51,33 +35,12 @@ def write_torch(
 
     Raises:
         CheckpointExists: there is such a file.
-        FormatUnsupported: the URL is not of a local file.
         CheckpointDamaged: what was written is not what was read.
-        CheckpointError: the file cannot be written.
+        CheckpointError: a read or a write failed.
     """
-    path = local_path(url)
-    if path is None:
-        raise FormatUnsupported(
-            f"{url}: a file of torch.save can only be written to a disk; write it there, and "
-            "copy it"
-        )
-    with FakeTensorMode():
-        tensors = {
-            key: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
-            for key, spec in source.tensors.items()
-        }
-        tree = _tree(source, tensors)
-        content = tree["model"] if only_model else tree
-        keys = _keys_in(content, {id(tensor): key for key, tensor in tensors.items()})
-        with new_local_file(path) as unfinished:
-            try:
-                with skip_data(materialize_fake_tensors=True):
-                    torch.save(content, unfinished)
-            except RuntimeError as error:
-                raise CheckpointError(
-                    f"{path} cannot be written: {error}; make room or choose another place"
-                ) from error
-            _fill(source, unfinished, keys, memory_nbytes, report)
+    tree = _tree(source, {key: whole(source, key) for key in source.tensors})
+    pieces = torch_pieces(tree["model"] if only_model else tree)
+    write_file(url, pieces, memory_nbytes=memory_nbytes, report=report)
 
 
 def torch_left_out(source: Source, *, only_model: bool) -> list[str]:
@@ -93,8 +56,8 @@ def torch_left_out(source: Source, *, only_model: bool) -> list[str]:
     return lines
 
 
-def _tree(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    model = {
+def _tree(source: Source, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    model: dict[str, StoredTensor | Transposed] = {
         key.removeprefix(f"{MODEL}/"): tensor
         for key, tensor in tensors.items()
         if key.startswith(f"{MODEL}/")
@@ -102,9 +65,9 @@ def _tree(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]
     document = source.documents.get(TIED, {})
     for name in document:
         tie = tie_of(document, f"{MODEL}/{name}")
-        first = model.get(tie.key.removeprefix(f"{MODEL}/")) if tie is not None else None
+        first = tensors.get(tie.key) if tie is not None else None
         if tie is not None and first is not None:
-            model[name] = first.t() if tie.is_transposed else first
+            model[name] = Transposed(first) if tie.is_transposed else first
     tree: dict[str, Any] = {"model": model}
     groups: list[Json] = source.documents.get(GROUPS, [])
     if groups:
@@ -155,7 +118,7 @@ def _put(tree: dict[str, Any], path: str, value: object) -> None:
 
 
 def _optimizer(
-    groups: list[Json], tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Json]
+    groups: list[Json], tensors: Mapping[str, StoredTensor], scalars: Mapping[str, Json]
 ) -> dict[str, Any]:
     names = [name for group in groups for name in group["parameters"]]
     numbers = {name: number for number, name in enumerate(names)}
@@ -182,64 +145,11 @@ def _optimizer(
     }
 
 
-def _keys_in(value: object, keys: Mapping[int, str]) -> Any:
-    """Return a tree with the tensors' keys in their places, and without what is no tensor."""
-    if isinstance(value, torch.Tensor):
-        # A transpose has no bytes of its own.
-        return keys.get(id(value), {})
-    if isinstance(value, Mapping):
-        inner = {name: _keys_in(item, keys) for name, item in value.items()}
-        return {name: item for name, item in inner.items() if item}
-    return {}
-
-
-def _leaves(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _leaves(value: object) -> Iterator[StoredTensor]:
+    if isinstance(value, StoredTensor):
         yield value
+    elif isinstance(value, Transposed):
+        yield value.of
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _leaves(item)
-
-
-def _fill(source: Source, path: Path, keys: object, memory_nbytes: int, report: Report) -> None:
-    """Write the tensors' bytes to their places in a file of `torch.save`, and compare them."""
-    places = dict(_places(keys, _read(path)))
-    checksums: dict[str, int] = {}
-    with path.open("r+b") as file:
-        for key, array in places.items():
-            file.seek(array.extent.offset + array.start * array.itemsize)
-            checksum = 0
-            for data in read_in_order(source, key, block_nbytes(memory_nbytes)):
-                file.write(data)
-                checksum = crc32c.crc32c(data, checksum)
-                report(data.nbytes)
-            checksums[key] = checksum
-        file.flush()
-        os.fsync(file.fileno())
-    for key, array in places.items():
-        if checksum_of(array.extent, block_nbytes(memory_nbytes)) != checksums[key]:
-            raise CheckpointDamaged(
-                f"{path}: {key} is not what was written; look at the disk, and convert again"
-            )
-
-
-def _read(path: Path) -> object:
-    files = open_files(str(path))
-    (name,) = files.names
-    return read_torch_file(files.file(name).whole)
-
-
-def _places(keys: object, written: object) -> Iterator[tuple[str, FileArray]]:
-    """Yield where each tensor's bytes belong, by its key.
-
-    Args:
-        keys: the keys of the tensors, nested as the tensors are in the file.
-        written: what the file has.
-    """
-    if isinstance(keys, str):
-        assert isinstance(written, FileArray)
-        yield keys, written
-    elif isinstance(keys, Mapping):
-        assert isinstance(written, Mapping)
-        for name, inner in keys.items():
-            yield from _places(inner, written[name])

@@ -550,7 +550,8 @@ def test_a_model_goes_through_s3_in_every_format(tmp_path: Path, s3: str) -> Non
     convert(tmp_path / "a.pt", f"{s3}/run")
     convert(f"{s3}/run", f"{s3}/m/model.safetensors")
     convert(f"{s3}/m/model.safetensors", f"{s3}/folder", "--to", "huggingface")
-    convert(f"{s3}/folder", tmp_path / "b.pt", "--only", "model")
+    convert(f"{s3}/folder", f"{s3}/file.pt", "--only", "model")
+    convert(f"{s3}/file.pt", tmp_path / "b.pt", "--only", "model")
     before = torch.load(tmp_path / "a.pt", weights_only=True)["model"]
     del before["head.weight"]
     assert_equal(dict(torch.load(tmp_path / "b.pt", weights_only=True)), dict(before))

@@ -33,6 +33,25 @@ def test_numbers_of_parameters_in_no_group_are_in_the_file(tmp_path: Path) -> No
     assert written["optim"] == {"other": {"step": 4}}
 
 
+def test_what_is_tied_to_a_transpose_shares_its_elements(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w": weight}, tmp_path / "a.pt")
+    source = open_foreign(str(tmp_path / "a.pt"))
+    documents = {"model/tied": {"h": {"name": "w", "transposed": True}}}
+    write_torch(
+        replace(source, documents=documents),
+        str(tmp_path / "b.pt"),
+        only_model=False,
+        memory_nbytes=2**20,
+        report=lambda nbytes: None,
+    )
+    written = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert written.keys() == {"model", "step"}
+    assert torch.equal(written["model"]["w"], weight)
+    assert torch.equal(written["model"]["h"], weight.t())
+    assert written["model"]["h"].data_ptr() == written["model"]["w"].data_ptr()
+
+
 def test_a_disk_that_takes_no_more_is_told_in_words(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2**20)}, tmp_path / "a.pt")
     source = open_foreign(str(tmp_path / "a.pt"))
