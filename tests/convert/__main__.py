@@ -7,10 +7,13 @@ import ast
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,17 +82,16 @@ def installed(path: Path, requirements: list[str]) -> str | None:
     wanted = "\n".join([*requirements, CONSTRAINTS.read_text(encoding="utf-8"), sys.prefix])
     digest = hashlib.sha256(wanted.encode()).hexdigest()
     stamp = path / _STAMP
+    # What the libraries do not bring along in another version is taken from here; keepstep itself,
+    # which PyTorch loads at its import, from the tree.
+    own = Path(sysconfig.get_path("purelib", vars={"base": str(path)}), "keepstep.pth")
     if stamp.exists() and stamp.read_text() == digest:
+        own.write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
         return None
     print(f"installing {', '.join(requirements)} in {path}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(path)], check=True)
+    own.write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
     python = path / "bin" / "python"
-    asked = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    # What the libraries do not bring along in another version is taken from here.
-    Path(asked.stdout.strip(), "keepstep.pth").write_text(sysconfig.get_path("purelib") + "\n")
     done = subprocess.run(
         [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *requirements],
         capture_output=True, text=True, check=False,
@@ -117,18 +119,22 @@ def run(module: Module, python: Path, timeout_s: float) -> Outcome:
     # The libraries find no network here, and would try it.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     start = time.monotonic()
-    process = subprocess.Popen(
-        [python, "-m", f"tests.convert.{module.name}"],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        output += f"\nit had not ended after {timeout_s:.0f} s"
-        status = 1
+    # A file, for what the libraries leave running would keep a pipe open.
+    with tempfile.TemporaryFile("w+") as printed:
+        process = subprocess.Popen(
+            [python, "-m", f"tests.convert.{module.name}"],
+            cwd=ROOT, env=environment, stdout=printed, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status, ending = process.wait(timeout_s), ""
+        except subprocess.TimeoutExpired:
+            status, ending = 1, f"\nit had not ended after {timeout_s:.0f} s"
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        printed.seek(0)
+        output = printed.read() + ending
     print(output, flush=True)
     last = (output.strip().splitlines() or ["it printed nothing"])[-1]
     result = {0: "passed", NOT_RUN: "not run"}.get(status, "failed")

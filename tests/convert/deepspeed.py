@@ -204,7 +204,7 @@ def check_universal(checks: Checks, directory: Path, run: Run) -> None:
         "--input_folder", str(directory / "saved" / tag), "--output_folder", str(theirs),
         "--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1",
     ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (directory / "saved" / "latest_universal").unlink(missing_ok=True)
     (directory / "theirs" / "latest_universal").write_text(theirs.name)
     ours = directory / f"universal-{run.stage}" / f"{tag}_universal"
