@@ -3,11 +3,13 @@
 `python ops/bench/recovery.py --json [--quick]`. The last line is one JSON object. keepstep,
 torchrun and torchft run on one machine; torchft is measured if `.[bench]` is installed. Every
 contender trains the same GPT with the same global batch on four gloo workers; each rank appends the
-time of every completed step to a file, and the gaps are computed from these files.
+time of every completed step to a file, and the gaps are computed from these files. `overhead_s` is
+a gap less the median of the steps before the kill, and `phases` are the parts of keepstep's.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -30,13 +32,18 @@ from rich.table import Table
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.local_cluster import LocalCluster, read_steps  # noqa: E402
+from examples.local_cluster import JobOver, LocalCluster, read_steps  # noqa: E402
 
 WORKER = ROOT / "ops" / "bench" / "recovery_worker.py"
 WORLD, KILL_AT = 4, 40
 WINDOW = 25
 DEADLINE_S = 120.0
 TORCHRUN_PORT, LIGHTHOUSE_PORT, GROUP_PORT = 29417, 29518, 29600
+
+MEASURES = ("gap_s", "overhead_s", "full_s", "lost_steps")
+PHASES = ("noticed", "agreed", "groups", "restored", "first_step")
+"""Until the failure is detected, the next generation opened, its process groups made, the state
+restored, and a step done, by the last of all ranks."""
 
 Line = dict[str, float]
 Measure = dict[str, Any]
@@ -65,14 +72,15 @@ def main(as_json: bool, quick: bool) -> None:
     results["step_s"] = {"plain": round(plain_s, 4), "keepstep": round(keepstep_s, 4)}
     results["healthy_ratio"] = round(ratio, 4)
     table = Table(title="seconds (medians)")
-    for name in ("contender", "killed", "gap_s", "full_s", "lost_steps"):
+    for name in ("contender", "killed", *MEASURES, *PHASES):
         table.add_column(name)
     for contender in ("torchrun", "torchft", "keepstep"):
         for killed, measure in results[contender].items():
             table.add_row(
                 contender,
                 killed,
-                *(str(measure.get(key)) for key in ("gap_s", "full_s", "lost_steps")),
+                *(str(measure.get(key)) for key in MEASURES),
+                *(str(measure.get("phases", {}).get(phase, "")) for phase in PHASES),
             )
     console.print(table)
     console.print(
@@ -93,17 +101,22 @@ def median(measure: Callable[[Path], Measure], repeats: int, console: Console) -
                 path.read_text(errors="replace")[-300:] for path in directory.glob("*.log")
             )
             reason = f"{error} {logs}"[-600:]
-            measures.append({"gap_s": None, "full_s": None, "lost_steps": None, "reason": reason})
+            measures.append({**dict.fromkeys(MEASURES), "reason": reason})
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         console.print(f"{measure.__name__}: {measures[-1]}")
     succeeded = [result for result in measures if result["gap_s"] is not None]
     if not succeeded:
         return measures[0]
-    return {
-        key: round(statistics.median(result[key] for result in succeeded), 3)
-        for key in ("gap_s", "full_s", "lost_steps")
+    medians: Measure = {
+        key: round(statistics.median(result[key] for result in succeeded), 3) for key in MEASURES
     }
+    parts = [result["phases"] for result in succeeded if "phases" in result]
+    if parts:
+        medians["phases"] = {
+            phase: round(statistics.median(part[phase] for part in parts), 3) for phase in PHASES
+        }
+    return medians
 
 
 def judge(lines: list[Line], killed_at_s: float) -> Measure:
@@ -114,11 +127,41 @@ def judge(lines: list[Line], killed_at_s: float) -> Measure:
     full = [line for line in renewed if line["world_size"] == WORLD]
     # All ranks may have completed a step that was in progress at the kill.
     reached = max(line["step"] for line in lines if line["epoch"] in epochs)
+    gap_s = renewed[0]["at_s"] - killed_at_s
     return {
-        "gap_s": renewed[0]["at_s"] - killed_at_s,
+        "gap_s": gap_s,
+        "overhead_s": gap_s - step_before_s(before),
         "full_s": full[0]["at_s"] - killed_at_s,
         "lost_steps": max(0.0, reached - min(line["step"] for line in renewed) + 1),
     }
+
+
+def step_before_s(lines: list[Line]) -> float:
+    """Return the median seconds between the steps of rank 0."""
+    at_s = [line["at_s"] for line in lines if line["rank"] == 0]
+    return statistics.median(later - sooner for sooner, later in itertools.pairwise(at_s))
+
+
+def phases(cluster: LocalCluster, killed_at_s: float) -> Measure:
+    """Return the parts of the recovery from a kill, in seconds.
+
+    Nothing if the job does not have them: a node that returns at once may begin another generation
+    before the leader has noted the times.
+    """
+    wall_s = killed_at_s + time.time() - time.monotonic()
+    try:
+        view = cluster.wait_until(
+            lambda view: any(recovery.after_failure for recovery in view.history.recoveries), 5.0
+        )
+    except (TimeoutError, JobOver):
+        return {}
+    recovery = next(found for found in view.history.recoveries if found.after_failure)
+    times = (
+        wall_s, recovery.detected_at_s, recovery.opened_at_s, recovery.ready_at_s,
+        recovery.restored_at_s, recovery.stepped_at_s,
+    )  # fmt: skip
+    parts = itertools.pairwise(times)
+    return {"phases": {n: later - sooner for n, (sooner, later) in zip(PHASES, parts, strict=True)}}
 
 
 def wait_for(
@@ -268,8 +311,10 @@ def torchft_worker(directory: Path) -> Measure:
         lines = wait_for(directory, lambda lines: bool(full(lines)))
         survivors = [line for line in lines if line["at_s"] > at_s and line["rank"] != 3]
         first = {line["rank"]: line["at_s"] for line in reversed(survivors)}
+        gap_s = max(first.values()) - at_s
         return {
-            "gap_s": max(first.values()) - at_s,
+            "gap_s": gap_s,
+            "overhead_s": gap_s - step_before_s([line for line in lines if line["at_s"] <= at_s]),
             "full_s": full(lines)[0]["at_s"] - at_s,
             "lost_steps": 0.0,
         }
@@ -293,7 +338,8 @@ def keepstep_worker(directory: Path) -> Measure:
             ),
         )
         at_s = kill_rank(directory, 3)
-        return judge(wait_for(directory, recovered(at_s)), at_s)
+        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        return measure | phases(cluster, at_s)
 
 
 def keepstep_node(directory: Path) -> Measure:
@@ -303,7 +349,8 @@ def keepstep_node(directory: Path) -> Measure:
         wait_for(directory, steps_reached(KILL_AT))
         at_s = cluster.kill("node-1")
         cluster.start("node-1", "--rdzv-conf", "last_call_timeout=30")
-        return judge(wait_for(directory, recovered(at_s)), at_s)
+        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        return measure | phases(cluster, at_s)
 
 
 def healthy(pairs: int) -> tuple[float, float, float]:
