@@ -8,12 +8,13 @@ byte on one rank, which hands it on to the others.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, TypeVar, overload
+from typing import Literal, Protocol, Self, TypeVar, overload
 
 from keepstep.checkpoint.agreement import (
     agreed_steps,
@@ -24,14 +25,21 @@ from keepstep.checkpoint.agreement import (
 )
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.collective_plan import agree_on_save, boxes_reader, merge_documents
+from keepstep.checkpoint.conversion.opened import Opened, without_wrapper_names
+from keepstep.checkpoint.conversion.request import configuration
+from keepstep.checkpoint.conversion.respelling import Respelled
+from keepstep.checkpoint.conversion.rules_given import rank_rules, respell
+from keepstep.checkpoint.errors import RulesInvalid
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import NamedForeign, format_before
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
+from keepstep.checkpoint.foreign.recognition import Recognized
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import NOT_DESCRIBED, Descriptions
 from keepstep.checkpoint.layout.source import Source
 from keepstep.checkpoint.live.model_parameters import ModelParameters
 from keepstep.checkpoint.live.optimizer_options import restore_options
-from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
+from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState
 from keepstep.checkpoint.saving.handle import SaveHandle
 from keepstep.checkpoint.saving.process_saver import PROCESS_SAVER
@@ -51,11 +59,21 @@ from keepstep.checkpoint.stored.manifest import StoredObject
 from keepstep.checkpoint.stored.object_names import Attempt, StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.checkpoint.stored.strict_json import to_strict_json
 from keepstep.checkpoint.stored.writer import publish, write_part
 
 log = logging.getLogger("keepstep")
 
-_Opened = TypeVar("_Opened", StoredCheckpoint, ForeignCheckpoint)
+
+class _Named(Source, Protocol):
+    """A checkpoint whose tensors may have names of wrappers."""
+
+    def named_for(self, parameters: Collection[str]) -> Self:
+        """Return it with its tensors named as those of a model with these parameters."""
+        ...
+
+
+_Opened = TypeVar("_Opened", bound=_Named)
 
 __all__ = ["SaveHandle", "Saver", "load", "save"]
 
@@ -179,6 +197,8 @@ def load(
     fallback: bool = False,
     resize: Collection[str] = (),
     descriptions: Descriptions = NOT_DESCRIBED,
+    rules: str | None = None,
+    config: Mapping[str, Json] | None = None,
 ) -> int:
     """Fill `state` from a checkpoint under `url`, saved in any layout; return its step.
 
@@ -205,19 +225,39 @@ def load(
         descriptions: as for `save`; only needed where the state to fill is sliced by parts, or
             padded. Where the padding differs, all but the padding is filled: in parameters and
             their masters padding stays as it is, in other slots it becomes zero.
+        rules: how tensors get the module's names and shapes from those of the checkpoint: a file of
+            rules, or FAMILY:FROM:TO of a preset, as `llama:megatron:live`. Each rank then reads
+            what it wants. They have to fit all of the checkpoint, also what is not loaded.
+        config: the model's configuration, for rules; None for that of the checkpoint.
 
     Raises:
-        CheckpointMissing: there is no such checkpoint.
+        CheckpointMissing: there is no such checkpoint, or no such file of rules.
+        RulesInvalid: the rules do not fit the checkpoint, or are none.
         LayoutMismatch: the checkpoint does not fit the state; the message lists the differences.
         CheckpointDamaged: stored bytes were changed or lost.
         CheckpointTooNew: a newer release wrote the checkpoint; `fallback` does not skip it.
     """
-
-    return load_state(
-        url, state,
-        step=step, strict=strict, convert=convert, fallback=fallback, resize=resize,
+    options = LoadOptions(
+        strict=strict,
+        convert=convert,
+        resize=frozenset(resize),
         descriptions=descriptions,
-    ).step  # fmt: skip
+        rules=rules,
+        config=config,
+    )
+    return load_state(url, state, options, step=step, fallback=fallback).step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint fills a state; each as for `load`."""
+
+    strict: bool = True
+    convert: bool = False
+    resize: Collection[str] = ()
+    descriptions: Descriptions = NOT_DESCRIBED
+    rules: str | None = None
+    config: Mapping[str, Json] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,38 +272,32 @@ class LoadedState:
 def load_state(
     url: str,
     state: StateMapping,
+    options: LoadOptions,
     *,
     step: int | None = None,
-    strict: bool = True,
-    convert: bool = False,
     fallback: bool = False,
-    resize: Collection[str] = (),
-    descriptions: Descriptions = NOT_DESCRIBED,
 ) -> LoadedState:
     """Fill `state` from a checkpoint, as `load` does, and return what it was filled from."""
 
-    def load_foreign(source: ForeignCheckpoint) -> LoadedState:
-        return _load_foreign(
-            source, state,
-            strict=strict, convert=convert, resize=frozenset(resize), descriptions=descriptions,
-        )  # fmt: skip
+    def load_foreign(named: NamedForeign, found: Recognized | None = None) -> LoadedState:
+        of_ranks = on_all_ranks(lambda: _rank_rules(options))
+        source = open_foreign_together(named, found, step=step, rank_rules=of_ranks)
+        return _load_by_each(
+            Opened(source, source.format_name, source.left_out), source.url, state, options
+        )
 
     if named := format_before(url):
-        return load_foreign(open_foreign_together(named, step=step))
+        return load_foreign(named)
     listed = newest_first(url) if step is None else iter(agreed_steps(url))
     newest = next(listed, None)
     if newest is None and (found := find_foreign_together(url, step)):
-        return load_foreign(open_foreign_together(NamedForeign(url, None), found, step=step))
+        return load_foreign(NamedForeign(url, None), found)
     all_steps = itertools.chain(() if newest is None else [newest], listed)
     candidates = (stored for stored in all_steps if step in (None, stored.step))
     first = next(candidates, None)
 
     def load_one(step: int | None, generation: int | None) -> LoadedState:
-        return _load(
-            url, state, step, generation,
-            strict=strict, convert=convert, resize=frozenset(resize),
-            descriptions=descriptions,
-        )  # fmt: skip
+        return _load_stored(open_together(url, step, generation), url, state, options)
 
     if first is None:
         return load_one(step, None)
@@ -271,70 +305,82 @@ def load_state(
     return load_newest_intact(url, tried, lambda s: load_one(s.step, s.generation)).result
 
 
-def _load(
-    url: str,
-    state: StateMapping,
-    step: int | None,
-    generation: int | None,
-    *,
-    strict: bool,
-    convert: bool,
-    resize: Collection[str],
-    descriptions: Descriptions,
+def _load_stored(
+    opened: StoredCheckpoint, url: str, state: StateMapping, options: LoadOptions
 ) -> LoadedState:
-    opened = open_together(url, step, generation)
+    """Fill a state from a checkpoint of keepstep's, of which each byte is read by one rank."""
+    named = Opened(opened, "keepstep")
+    if options.rules is not None:
+        return _load_by_each(named, url, state, options)
 
     def fill_tensors(source: StoredCheckpoint, live: LiveState, others: set[str]) -> RestoreTraffic:
-        return fill_together(
-            lambda: plan_fills(
-                live,
-                source,
-                strict=strict,
-                convert=convert,
-                keys_of_other_ranks=others,
-                resize=resize,
-            ),
-            source,
-        )
+        return fill_together(lambda: _planned(live, source, others, options), source)
 
-    return _fill_state(opened, url, state, descriptions, fill_tensors)
+    return _fill_state(opened, named.format_name, url, state, options.descriptions, fill_tensors)
 
 
-def _load_foreign(
-    opened: ForeignCheckpoint,
-    state: StateMapping,
-    *,
-    strict: bool,
-    convert: bool,
-    resize: Collection[str],
-    descriptions: Descriptions,
+def _load_by_each(
+    opened: Opened, url: str, state: StateMapping, options: LoadOptions
 ) -> LoadedState:
-    """Fill a state from another tool's checkpoint, of which each rank reads what it wants."""
-
-    def fill_tensors(source: ForeignCheckpoint, live: LiveState, others: set[str]) -> str:
-        def fill_own() -> None:
-            fills = plan_fills(
-                live,
-                source,
-                strict=strict,
-                convert=convert,
-                keys_of_other_ranks=others,
-                resize=resize,
+    """Fill a state from a checkpoint, of which each rank reads what it wants."""
+    opened, spellings = on_all_ranks_gathering(lambda: _spelled(opened, options), _spelling)
+    for number, spelling in enumerate(spellings):
+        if spelling != spellings[0]:
+            raise RulesInvalid(
+                f"{url}: rules lead to other tensors on rank {number} than on rank 0; give all "
+                "ranks the same rules, and the same configuration"
             )
-            fill(fills, source)
+    source = opened.source
+    assert isinstance(source, ForeignCheckpoint | Respelled), "without rules, another tool's"
 
-        on_all_ranks(fill_own)
-        return f"from {source.format_name}"
+    def fill_tensors(source: Source, live: LiveState, others: set[str]) -> str:
+        on_all_ranks(lambda: fill(_planned(live, source, others, options), source))
+        return f"from {opened.format_name}"
 
-    loaded = _fill_state(opened, opened.url, state, descriptions, fill_tensors)
+    loaded = _fill_state(source, opened.format_name, url, state, options.descriptions, fill_tensors)
     if rank() == 0:
         for left in opened.left_out:
-            log.warning("%s: left out %s: %s", opened.url, left.name, left.reason)
+            log.warning("%s: left out %s: %s", url, left.name, left.reason)
     return loaded
+
+
+def _spelled(opened: Opened, options: LoadOptions) -> Opened:
+    """Return a checkpoint in the spelling that rules lead to, if there are any."""
+    if options.rules is None:
+        return opened
+    clean = without_wrapper_names(opened)
+    return respell(clean, options.rules, configuration(clean, options.config))
+
+
+def _spelling(opened: Opened) -> Json:
+    """Return what ranks have to have alike: a digest of what rules lead to; None without rules."""
+    source = opened.source
+    if not isinstance(source, Respelled):
+        return None
+    made = (sorted(source.plan.tensors.items()), to_strict_json(dict(source.documents)))
+    return hashlib.blake2b(repr(made).encode(), digest_size=16).hexdigest()
+
+
+def _rank_rules(options: LoadOptions) -> RankRules | None:
+    return None if options.rules is None else rank_rules(options.rules, options.config or {})
+
+
+def _planned(
+    live: LiveState, source: Source, others: set[str], options: LoadOptions
+) -> Sequence[Fill]:
+    return plan_fills(
+        live,
+        source,
+        strict=options.strict,
+        convert=options.convert,
+        keys_of_other_ranks=others,
+        resize=options.resize,
+    )
 
 
 def _fill_state(
     opened: _Opened,
+    format_name: str,
     url: str,
     state: StateMapping,
     descriptions: Descriptions,
@@ -344,6 +390,7 @@ def _fill_state(
 
     Args:
         opened: the checkpoint.
+        format_name: its format, in words.
         url: where it is, for the log.
         state: as for `load`.
         descriptions: as for `load`.
@@ -374,7 +421,6 @@ def _fill_state(
         undo_allocations.pop_all()
     if rank() == 0:
         log.info("%s: loaded step %d: %s", url, source.step, told)
-    format_name = source.format_name if isinstance(source, ForeignCheckpoint) else "keepstep"
     return LoadedState(source.step, source.documents, format_name)
 
 

@@ -20,6 +20,7 @@ from keepstep.checkpoint.foreign.opening import (
     locate_foreign,
     open_located,
 )
+from keepstep.checkpoint.foreign.rank_cuts import RankRules
 from keepstep.checkpoint.foreign.recognition import Format, Recognized
 from keepstep.checkpoint.layout.boxes import Json
 
@@ -38,7 +39,11 @@ def find_foreign_together(url: str, step: int | None = None) -> Recognized | Non
 
 
 def open_foreign_together(
-    named: NamedForeign, found: Recognized | None = None, *, step: int | None = None
+    named: NamedForeign,
+    found: Recognized | None = None,
+    *,
+    step: int | None = None,
+    rank_rules: RankRules | None = None,
 ) -> ForeignCheckpoint:
     """Open the same checkpoint of another tool on all ranks.
 
@@ -46,6 +51,7 @@ def open_foreign_together(
         named: the checkpoint.
         found: what `find_foreign_together` has returned for it; None for rank 0 to look now.
         step: the step that it must have; None for any.
+        rank_rules: what each rank's own files hold, for formats that do not say it.
 
     Raises:
         CheckpointMissing: there is nothing, or it has another step.
@@ -61,7 +67,9 @@ def open_foreign_together(
     def seen(opened: ForeignCheckpoint) -> Json:
         return [opened.format_name, opened.step, len(opened.foreign_tensors)]
 
-    source, seen_by_rank = on_all_ranks_gathering(lambda: open_located(url, chosen), seen)
+    source, seen_by_rank = on_all_ranks_gathering(
+        lambda: open_located(url, chosen, rank_rules=rank_rules), seen
+    )
     for rank, other in enumerate(seen_by_rank):
         if other != seen_by_rank[0]:
             raise CheckpointDamaged(

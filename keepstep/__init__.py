@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from keepstep.elastic.trainer.job import Job, Step, join
     from keepstep.elastic.trainer.process_groups import World
+    from keepstep.elastic.trainer.start_from import StartFrom
     from keepstep.elastic.trainer.state import State, Stateful
 
 _MODULES = ("checkpoint", "monitor")
@@ -49,6 +50,7 @@ _HOMES = {
     "Recovered": "keepstep.elastic.trainer.events",
     "ReplicasDiverged": "keepstep.elastic.errors",
     "SnapshotCommitted": "keepstep.elastic.trainer.events",
+    "StartFrom": "keepstep.elastic.trainer.start_from",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
@@ -72,6 +74,7 @@ __all__ = [
     "Recovered",
     "ReplicasDiverged",
     "SnapshotCommitted",
+    "StartFrom",
     "State",
     "Stateful",
     "Step",

@@ -100,7 +100,7 @@ def configuration(opened: Opened, given: Mapping[str, Json] | None) -> Mapping[s
     """
     content = opened.source.documents.get(CONFIG, {}) if given is None else given
     if not isinstance(content, Mapping):
-        raise RulesInvalid("the model's configuration is no JSON object; give one with --config")
+        raise RulesInvalid("the model's configuration is no JSON object; give one that is")
     megatron = opened.source.documents.get(MEGATRON) or {}
     return {**megatron.get("model", {}), **content}
 

@@ -28,6 +28,7 @@ from keepstep.checkpoint.layout.documents import (
 )
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
+from keepstep.checkpoint.layout.wrapper_names import StoredNames
 from keepstep.checkpoint.rules.plan import Plan, PlannedTensor
 from keepstep.checkpoint.rules.strided import copy_view
 from keepstep.checkpoint.rules.views import View
@@ -97,6 +98,20 @@ class Respelled:
             ]
         )
 
+    def named_for(self, parameters: Collection[str]) -> Respelled:
+        """Return the checkpoint with its tensors named as those of a model with these parameters.
+
+        What rules lead to may have names of wrappers, such as `DistributedDataParallel`, as well.
+        """
+        names = StoredNames.of(self.plan.tensors, parameters)
+        if not names.keys:
+            return self
+        return replace(
+            self,
+            plan=replace(self.plan, tensors=names.renamed(self.plan.tensors)),
+            documents=names.documents(self.documents),
+        )
+
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
         """See `Source.slots`."""
         return slots_in(self.tensors, parameters)
@@ -107,8 +122,16 @@ class Respelled:
 
     def read(self, requests: Sequence[BoxRequest]) -> None:
         """See `Source.read`; takes as much memory as a request, for what is read of the source."""
+        # What is whole in the source is read at once, as sources read best.
+        unchanged: list[BoxRequest] = []
         for request in requests:
-            self._read_one(request)
+            views = self.plan.tensors[request.key].views_in(request.box)
+            if len(views) == 1 and views[0].is_same_box and views[0].source is not None:
+                unchanged.append(BoxRequest(views[0].source, views[0].source_box, request.into))
+            else:
+                self._assemble(request, views)
+        if unchanged:
+            self.whole.read(unchanged)
 
     def check_equal(self) -> None:
         """Compare the tensors of which only the first is read because all have to be equal.
@@ -128,12 +151,8 @@ class Respelled:
                         "damaged, or the rules are of another model"
                     )
 
-    def _read_one(self, request: BoxRequest) -> None:
+    def _assemble(self, request: BoxRequest, views: Sequence[View]) -> None:
         spec = self.tensors[request.key]
-        views = self.plan.tensors[request.key].views_in(request.box)
-        if len(views) == 1 and views[0].is_same_box and views[0].source is not None:
-            self.whole.read([BoxRequest(views[0].source, views[0].source_box, request.into)])
-            return
         target = np.frombuffer(request.into, numpy_dtype(spec.dtype)).reshape(request.box.shape)
         most = max(request.into.nbytes, _LEAST_READ_NBYTES) // target.itemsize
         for batch in _batches(views, most):

@@ -77,8 +77,7 @@ def join(
     checkpoint: str | None = None,
     checkpoint_every: int | Literal["auto"] | None = None,
     checkpoint_compression: Compression | None = None,
-    start_from: str | None = None,
-    start_from_only: Literal["model"] | None = None,
+    start_from: str | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
     mesh: Mapping[str, int] | None = None,
     seed: int = 0,
@@ -106,9 +105,7 @@ def join(
             all of the module's names and no others; data types are converted. What it has of
             optimizers and schedulers is taken, and its step, 0 if it has none. Data and random
             numbers begin as in any new job, `State.extra` keeps its initial state, and
-            `State.initialize` is not called.
-        start_from_only: "model": take the module alone from `start_from`, and begin at step 0;
-            None: all of the above.
+            `State.initialize` is not called. `StartFrom` says to take less, or by rules.
         snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
             least expected loss.
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
@@ -142,10 +139,6 @@ def join(
         raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
     if checkpoint_every is not None and checkpoint is None:
         raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
-    if start_from_only not in (None, "model"):
-        raise UsageError(f'start_from_only={start_from_only!r}: give "model", or leave it out')
-    if start_from_only is not None and start_from is None:
-        raise UsageError("start_from_only needs start_from=URL, the checkpoint to begin from")
     try:
         check_compression(checkpoint_compression)
     except ValueError as error:
@@ -174,7 +167,7 @@ def join(
         build=build,
         mesh=sizes,
         checkpoint=checkpoint,
-        start_from=StartFrom(start_from, start_from_only == "model") if start_from else None,
+        start_from=StartFrom.of(start_from),
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
         seed=seed,
         compare_replicas_every=compare_replicas_every,

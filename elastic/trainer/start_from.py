@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from keepstep.checkpoint.api import load_state
+from keepstep.checkpoint.api import LoadOptions, load_state
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.descriptions import Descriptions
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.json_values import from_json_value
 
 _TRAINER = "trainer"
@@ -30,15 +31,36 @@ _RATES = ("lr", "initial_lr")
 
 @dataclass(frozen=True, slots=True)
 class StartFrom:
-    """The checkpoint that a job begins from.
+    """The checkpoint that a job begins from if it has none of its own.
 
     Attributes:
-        url: as for `checkpoint.load`; a format may stand before it.
-        only_model: leave optimizers, schedulers and the step as they are.
+        url: of another job's checkpoint, or of another tool's in any format that `keepstep ckpt
+            convert` reads. The format may come before it, as in `deepspeed:/path`, if the files do
+            not tell.
+        only: "model": take the module alone, and begin at step 0; None: also what the checkpoint
+            has of optimizers and schedulers, and its step.
+        rules: how tensors get the module's names and shapes from those of the checkpoint: a file of
+            rules, or FAMILY:FROM:TO of a preset, as `llama:megatron:live`; None if they have them.
+            They have to fit all of the checkpoint, also what is not taken.
+        config: the model's configuration, for rules; None for that of the checkpoint.
+
+    Raises:
+        UsageError: `only` is neither.
     """
 
     url: str
-    only_model: bool = False
+    only: Literal["model"] | None = None
+    rules: str | None = None
+    config: Mapping[str, Json] | None = None
+
+    @classmethod
+    def of(cls, given: str | StartFrom | None) -> StartFrom | None:
+        """Return what `join` was given, with a URL alone as all of a checkpoint; None for none."""
+        return (cls(given) if given else None) if isinstance(given, str) else given
+
+    def __post_init__(self) -> None:
+        if self.only not in (None, "model"):
+            raise UsageError(f'StartFrom(only={self.only!r}): give "model", or leave it out')
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +91,20 @@ def begin_from(
         descriptions: as for `checkpoint.load`.
 
     Raises:
-        CheckpointMissing: there is no such checkpoint.
+        CheckpointMissing: there is no such checkpoint, or no such file of rules.
+        RulesInvalid: the rules do not fit the checkpoint.
         LayoutMismatch: it does not fit the module.
         CheckpointDamaged: stored bytes were changed or lost, or files contradict each other.
     """
     state: dict[str, object] = {"model": model}
-    if not start.only_model:
+    if start.only is None:
         state |= {f"optimizer {number}": each for number, each in enumerate(optimizers)}
     rates = [[_rates(group) for group in optimizer.param_groups] for optimizer in optimizers]
-    loaded = load_state(start.url, state, convert=True, descriptions=descriptions)
-    if start.only_model:
+    options = LoadOptions(
+        convert=True, descriptions=descriptions, rules=start.rules, config=start.config
+    )
+    loaded = load_state(start.url, state, options)
+    if start.only is not None:
         return Begun(0, f"start_from ({loaded.format_name}, the model)")
     for number, scheduler in enumerate(schedulers):
         own = scheduler.state_dict()

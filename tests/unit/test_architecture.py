@@ -71,8 +71,9 @@ ROOMS: Mapping[str, frozenset[str]] = {
         ),
         "checkpoint.api": (
             "checkpoint.agreement checkpoint.collective checkpoint.collective_plan"
-            " checkpoint.foreign checkpoint.layout checkpoint.live checkpoint.saving"
-            " checkpoint.shared_foreign checkpoint.shared_metadata"
+            " checkpoint.conversion checkpoint.errors checkpoint.foreign checkpoint.layout"
+            " checkpoint.live"
+            " checkpoint.saving checkpoint.shared_foreign checkpoint.shared_metadata"
             " checkpoint.shared_restore checkpoint.state_mapping checkpoint.stored"
         ),
         "checkpoint.dcp": ("checkpoint.errors checkpoint.layout checkpoint.live checkpoint.stored"),
@@ -226,8 +227,8 @@ PUBLIC = {
     keepstep: {
         "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
         "InvariantViolated", "Job", "JobFailed", "LeaseLost", "ProcessUnusable", "Recovered",
-        "ReplicasDiverged", "SnapshotCommitted", "State", "Stateful", "Step", "StoreUnavailable",
-        "UsageError", "World", "checkpoint", "join", "monitor",
+        "ReplicasDiverged", "SnapshotCommitted", "StartFrom", "State", "Stateful", "Step",
+        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",

@@ -138,6 +138,112 @@ def test_a_load_that_fails_leaves_the_optimizer_as_it_was(tmp_path: Path) -> Non
     assert not optimizer.state
 
 
+class Respelled(nn.Module):
+    """The same model in another spelling: two halves of the middle layer are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(31, 6)
+        self.upper = nn.Linear(6, 3)
+        self.lower = nn.Linear(6, 3)
+        self.head = nn.Linear(6, 31, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        embedded = self.tokens(ids)
+        return self.head(torch.cat([self.upper(embedded), self.lower(embedded)], dim=-1))
+
+
+RULES = """
+[[rule]]
+match = "middle.{leaf:weight|bias}"
+rename = ["upper.{leaf}", "lower.{leaf}"]
+parts = { upper = 3, lower = 3 }
+
+[[rule]]
+match = "embedding.weight"
+rename = "tokens.weight"
+
+[[rule]]
+match = "head.weight"
+"""
+
+
+def respelled(sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(2)
+    model = Respelled()
+    if sharded:
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.named_parameters(), lr=0.1)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for _ in range(3):
+        train(model, optimizer)
+        ids = torch.arange(31)
+        found.append(float(nn.functional.cross_entropy(model(ids), ids).detach()))
+    return found
+
+
+def load_respelled(
+    url: str, rules: Path, sharded: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    rules.write_text(RULES)
+    model, optimizer = respelled(sharded)
+    checkpoint.load(url, {"model": model, "optimizer": optimizer}, rules=str(rules))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_keepsteps", [True, False])
+def test_by_rules_another_spelling_goes_on_with_the_same_training(
+    tmp_path: Path, is_keepsteps: bool
+) -> None:
+    model, optimizer = build(0)
+    train(model, optimizer)
+    url = str(tmp_path / "a.pt")
+    if is_keepsteps:
+        url = str(tmp_path / "run")
+        checkpoint.save(url, {"model": model, "optimizer": optimizer}, step=2)
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, url)
+    other, other_optimizer = load_respelled(url, tmp_path / "rules.toml")
+    assert losses(other, other_optimizer) == pytest.approx(losses(model, optimizer), rel=1e-5)
+
+
+def test_what_rules_do_not_lead_to_is_missing(tmp_path: Path) -> None:
+    save_file(tmp_path / "a.pt")
+    (tmp_path / "rules.toml").write_text('[[rule]]\nmatch = "{rest...}"\n')
+    with pytest.raises(LayoutMismatch, match=r"tokens.weight: missing"):
+        checkpoint.load(
+            str(tmp_path / "a.pt"),
+            {"model": respelled()[0]},
+            rules=str(tmp_path / "rules.toml"),
+        )
+
+
+def run_by_rules(rank: int, root: str) -> None:
+    expected = torch.load(f"{root}/expected.pt", weights_only=True)
+
+    def load() -> None:
+        for url in (f"{root}/run", f"{root}/a.pt"):
+            loaded = values(*load_respelled(url, Path(root, f"{rank}.toml"), sharded=True))
+            assert all(map(torch.equal, loaded, expected))
+
+    act_in_groups(rank, root, (2, load))
+
+
+def test_ranks_read_by_rules_what_they_have_of_the_other_spelling(tmp_path: Path) -> None:
+    save_file(tmp_path / "a.pt")
+    model, optimizer = build(0)
+    train(model, optimizer)
+    checkpoint.save(str(tmp_path / "run"), {"model": model, "optimizer": optimizer}, step=2)
+    alone = values(*load_respelled(str(tmp_path / "a.pt"), tmp_path / "rules.toml"))
+    assert not any(map(torch.equal, alone[:2], respelled()[0].parameters()))
+    torch.save(alone, tmp_path / "expected.pt")
+    run_ranks(run_by_rules, (str(tmp_path),), nprocs=2)
+
+
 def run(rank: int, root: str) -> None:
     def save() -> None:
         model, optimizer = build(0, sharded=True)

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from keepstep import checkpoint
 from keepstep.checkpoint.errors import (
     CheckpointDamaged,
     CheckpointMissing,
     FormatUnsupported,
     RankFailed,
+    RulesInvalid,
 )
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import NamedForeign
@@ -116,3 +118,43 @@ def test_ranks_that_read_different_files_all_say_so(ranks: ThreadRanks, seen: li
     errors = ranks.run(lambda rank: open_foreign_together(named[rank]))
     assert [type(error) for error in errors] == [CheckpointDamaged] * RANKS
     assert "step 1 with 1 tensors, and rank 2 reads" in str(errors[0])
+
+
+RENAME = """
+[[rule]]
+match = "w"
+rename = "weight"
+"""
+SPLIT = """
+[[rule]]
+match = "w"
+rename = ["weight", "bias"]
+parts = { weight = 1, bias = 1 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ((RENAME, None, RENAME), (RankFailed, CheckpointMissing, RankFailed)),
+        ((RENAME, RENAME, SPLIT), (RulesInvalid, RulesInvalid, RulesInvalid)),
+    ],
+)
+def test_ranks_whose_rules_differ_fail_together(
+    ranks: ThreadRanks,
+    seen: list[Path],
+    rules: tuple[str | None, ...],
+    expected: tuple[type[Exception], ...],
+) -> None:
+    for directory, text in zip(seen, rules, strict=True):
+        write_file(directory / "a.pt", 1)
+        if text is not None:
+            (directory / "rules.toml").write_text(text)
+
+    def act(rank: int) -> int:
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.ones(2))
+        url, given = f"torch:{seen[rank]}/a.pt", str(seen[rank] / "rules.toml")
+        return checkpoint.load(url, {"model": model}, rules=given)
+
+    assert tuple(map(type, ranks.run(act))) == expected

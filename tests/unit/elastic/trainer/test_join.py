@@ -19,8 +19,6 @@ def build(world: keepstep.World) -> keepstep.State:
     [
         ({"checkpoint_compression": "gzip"}, "checkpoint_compression='gzip': give 'zstd', or None"),
         ({"checkpoint_every": 5}, "checkpoint_every needs checkpoint=URL"),
-        ({"start_from": "a.pt", "start_from_only": "weights"}, "'weights': give \"model\""),
-        ({"start_from_only": "model"}, "start_from_only needs start_from=URL"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_refused_with_the_choices(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
 from keepstep import checkpoint
+from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.start_from import StartFrom, scheduler_state
 from keepstep.elastic.trainer.state import State
@@ -69,11 +70,34 @@ def test_training_goes_on_as_if_it_had_always_been_this_job(
 def test_of_the_model_alone_nothing_else_is_taken(tmp_path: Path) -> None:
     before = saved(tmp_path)
     state = training()
-    position, _ = state.start_from(StartFrom(f"{tmp_path}/a.pt", only_model=True), seed=1)
+    position, _ = state.start_from(StartFrom(f"{tmp_path}/a.pt", only="model"), seed=1)
     assert position == Position(0, 0)
     assert state.optimizers[0].state == {}
     assert state.schedulers[0].last_epoch == 0
     for name, value in state.model.state_dict().items():
+        assert torch.equal(value, before.model.state_dict()[name])
+
+
+def test_no_other_part_can_be_taken_alone() -> None:
+    with pytest.raises(UsageError, match=r"give .model., or leave it out"):
+        StartFrom("a.pt", only=cast(Any, "weights"))
+
+
+def test_a_url_alone_stands_for_all_of_a_checkpoint_and_an_empty_one_for_none() -> None:
+    assert StartFrom.of("a.pt") == StartFrom("a.pt")
+    assert StartFrom.of(StartFrom("a.pt", only="model")) == StartFrom("a.pt", only="model")
+    assert StartFrom.of(None) is StartFrom.of("") is None
+
+
+def test_names_may_become_those_of_the_module_by_rules(tmp_path: Path) -> None:
+    before = training()
+    state = {f"body.{name}": value for name, value in before.model.state_dict().items()}
+    torch.save(state, tmp_path / "a.pt")
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nmatch = "body.{rest...}"\nrename = "{rest}"\n')
+    after = training()
+    after.start_from(StartFrom(str(tmp_path / "a.pt"), rules=str(rules)), seed=1)
+    for name, value in after.model.state_dict().items():
         assert torch.equal(value, before.model.state_dict()[name])
 
 
