@@ -218,7 +218,8 @@ def _pickle_in_zip_changed(data: bytes, random: Random) -> bytes:
     for name in entries:
         if name.endswith("data.pkl"):
             entries[name] = pickle_changed(entries[name], random)
-    if random.random() < 0.1:
+    # What was changed before may have no entry left.
+    if entries and random.random() < 0.1:
         name = random.choice(sorted(entries))
         entries[random.choice(("../x", "/x", "a/data.pkl", name))] = entries.pop(name)
     buffer = io.BytesIO()

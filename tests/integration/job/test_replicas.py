@@ -94,6 +94,10 @@ def test_damaged_replica_is_named_with_its_tensor_and_repaired_if_asked(
     assert replicas is not None
     assert list(replicas["differing"]) == ([] if is_repaired else [2])
     assert ("rank 2 differs" in replicas["finding"]) != is_repaired
+    # It was repaired where it was: the job went back to no snapshot.
+    for path in (tmp_path / "log").glob("*.jsonl"):
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
 
 
 def test_job_rolls_back_behind_the_damage_and_goes_on_as_if_undisturbed(
