@@ -72,6 +72,17 @@ def test_verdict_on_a_hang_has_infinite_cost_and_a_time_of_onset() -> None:
     assert "3 ranks wait" in verdict.evidence[1]
 
 
+def test_process_that_is_gone_is_not_counted_among_those_that_wait() -> None:
+    traced = trace(ABSENT)
+    traced.dead = {0}
+    assert summarize(diagnose_at(traced, 12.0)) == [
+        "dead process: rank 0 on a",
+        "non-communication hang: rank 2 on b",
+    ]
+    hang = next(v for v in diagnose_at(traced, 12.0) if v.subject.ranks == (2,))
+    assert "2 ranks wait" in hang.evidence[1]
+
+
 def test_hang_is_first_shown_and_then_alerted() -> None:
     traced, stopped_s = trace(ABSENT), 11 * 0.5 + 0.40
     (shown,) = diagnose_at(traced, stopped_s + 5.0)
