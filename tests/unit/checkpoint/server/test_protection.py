@@ -7,11 +7,15 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
+
+from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.erasure_group import ErasureGroup
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.checkpoint.server import protection as protection_module
 from keepstep.checkpoint.server.memory_budget import MemoryBudget
 from keepstep.checkpoint.server.protection import Protection
-from keepstep.transport import Identity
+from keepstep.transport import Identity, PeerUnavailable
 from tests.patience import patient
 from tests.unit.checkpoint.server.sealed import open_memory
 
@@ -61,3 +65,37 @@ def test_newer_snapshot_is_waited_for_though_an_older_ones_protection_has_ended(
         protection.stop()
         protection.close()
         memory.close()
+
+
+def test_what_is_in_the_way_is_told_once_and_a_peer_that_is_gone_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Agents find out about the peer; anything else would go on without a word."""
+    protected: queue.SimpleQueue[SnapshotId] = queue.SimpleQueue()
+    gone = SnapshotUnavailable("b: gone")
+    gone.__cause__ = PeerUnavailable("b: connection refused")
+    obstacles = iter([gone, *map(SnapshotUnavailable, ("b: no room", "b: no room", "b: damaged"))])
+
+    def publish(*_: object) -> bool:
+        obstacle = next(obstacles, None)
+        if obstacle is not None:
+            raise obstacle
+        return True
+
+    monkeypatch.setattr(protection_module, "_RETRY_S", 0.001)
+    memory = open_memory()
+    protection = Protection(memory, Identity("a", b"s" * 16), MemoryBudget(), protected.put)
+    monkeypatch.setattr(protection._parity, "publish", publish)
+    monkeypatch.setattr(protection._parity, "own_table", lambda snapshot: ())
+    try:
+        protection.open_generation(GROUP)
+        protection.protect(OLDER)
+        assert protected.get(timeout=patient(60)) == OLDER
+    finally:
+        protection.stop()
+        protection.close()
+        memory.close()
+    assert caplog.messages == [
+        "step 1 is not protected yet, trying again: b: no room",
+        "step 1 is not protected yet, trying again: b: damaged",
+    ]
