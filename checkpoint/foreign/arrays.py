@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from keepstep.checkpoint.errors import LayoutMismatch
 from keepstep.checkpoint.foreign.files import Extent, damaged
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
@@ -105,8 +106,8 @@ class FileArray:
         ):
             raise damaged(
                 self.extent.location,
-                f"no tensor has shape {_shown(self.shape)}, strides {_shown(self.strides)} and "
-                f"begins at element {_shown(self.start)}",
+                f"no tensor has shape {shown(self.shape)}, strides {shown(self.strides)} and "
+                f"begins at element {shown(self.start)}",
             )
         if not self.size:
             return
@@ -413,8 +414,3 @@ def _view_strides(
 
 def _without(numbers: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return numbers[:axis] + numbers[axis + 1 :]
-
-
-def _shown(value: object) -> str:
-    text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "huge"
-    return text if len(text) < 200 else f"{text[:200]}..."

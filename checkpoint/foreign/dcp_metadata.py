@@ -16,6 +16,7 @@ from keepstep.checkpoint.foreign.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.foreign.pickled_tensors import dtype_name, torch_constructors
 from keepstep.checkpoint.foreign.pickled_values import Global, Record
 from keepstep.checkpoint.foreign.pickles import MOST_NBYTES, unpickle
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.layout.source import TensorSpec
 
@@ -161,7 +162,7 @@ class _Reading:
             transforms = place.get("transform_descriptors")
             if transforms:
                 raise FormatUnsupported(
-                    f"{self._location}: {name} went through {transforms!r}; save it without "
+                    f"{self._location}: {name} went through {shown(transforms)}; save it without "
                     "extensions of the storage writer"
                 )
             place_in_tensor = None if offset is None else self._numbers(name, offset)

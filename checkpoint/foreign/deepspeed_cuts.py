@@ -23,6 +23,7 @@ from keepstep.checkpoint.foreign.files import damaged
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.rank_cuts import REPLICATED, Cut, joining_of
 from keepstep.checkpoint.foreign.rank_tensors import Joining, RankPart
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.rules.rule import Shape, Sharding
 
@@ -203,8 +204,8 @@ class UniversalInfo:
         version = listed.get("version", _AFFINE_VERSION)
         if version != _AFFINE_VERSION:
             raise FormatUnsupported(
-                f"{self.location}: its {_AFFINE} has version {version!r}, and {_AFFINE_VERSION} is "
-                "read; give rules that say how parameters are cut"
+                f"{self.location}: its {_AFFINE} has version {shown(version)}, and "
+                f"{_AFFINE_VERSION} is read; give rules that say how parameters are cut"
             )
         for pattern, entry in mapping_of(listed.get("params")).items():
             if self._is_match(pattern, name):
@@ -245,9 +246,9 @@ class UniversalInfo:
     ) -> RankPart:
         if piece.get("scale", 1.0) != 1.0:
             raise FormatUnsupported(
-                f"{self.location}: {_AFFINE}: ranks have {name} scaled by {piece.get('scale')!r}, "
-                "which is not read; load it with the script that trained it, and save whole "
-                "parameters"
+                f"{self.location}: {_AFFINE}: ranks have {name} scaled by "
+                f"{shown(piece.get('scale'))}, which is not read; load it with the script that "
+                "trained it, and save whole parameters"
             )
         extents = _shape_of(piece.get("shape"))
         target = None if extents is None else _box_of(piece.get("source"), extents, logical)

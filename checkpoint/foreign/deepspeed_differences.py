@@ -17,6 +17,7 @@ from keepstep.checkpoint.foreign.deepspeed_files import ModelFile, is_state
 from keepstep.checkpoint.foreign.files import damaged
 from keepstep.checkpoint.foreign.foreign_source import LeftOut
 from keepstep.checkpoint.foreign.pickled_values import Global, NumpyArray, NumpyType, Record
+from keepstep.checkpoint.foreign.shown_values import shown
 
 _MOST_COMPARED_NBYTES = 2**20
 _MOST_DEPTH = 200
@@ -46,8 +47,8 @@ def differences(files: Sequence[ModelFile]) -> Iterator[LeftOut]:
         if other.content.get(_STEPS) != first.content.get(_STEPS):
             raise damaged(
                 other.location,
-                f"its {_STEPS} is {other.content.get(_STEPS)!r:.40}, and that of {first.location} "
-                f"is {first.content.get(_STEPS)!r:.40}",
+                f"its {_STEPS} is {shown(other.content.get(_STEPS))}, and that of {first.location} "
+                f"is {shown(first.content.get(_STEPS))}",
             )
         for name, value in other.content.items():
             if is_state(name):

@@ -35,6 +35,7 @@ from keepstep.checkpoint.foreign.rank_cuts import (
     joinings_by_rules,
 )
 from keepstep.checkpoint.foreign.rank_tensors import Joining, MeanArray, array_of_box, joined
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Box, Json
 from keepstep.checkpoint.layout.documents import GROUPS, MASTERS, PADDING, SCALARS, TIED
 from keepstep.checkpoint.layout.names import MODEL_PREFIX, OPTIMIZER_PREFIX
@@ -138,8 +139,8 @@ def parallel_degrees(models: Sequence[Sequence[ModelFile]], layer_ranks: int) ->
             if row[0].content.get(_DIMENSIONS) != said:
                 raise damaged(
                     row[0].location,
-                    f"its {_DIMENSIONS} is {row[0].content.get(_DIMENSIONS)!r:.99}, and that of "
-                    f"{first.location} is {said!r:.99}",
+                    f"its {_DIMENSIONS} is {shown(row[0].content.get(_DIMENSIONS))}, and that of "
+                    f"{first.location} is {shown(said)}",
                 )
     else:
         ranks = layer_ranks or len(models)
@@ -153,7 +154,7 @@ def parallel_degrees(models: Sequence[Sequence[ModelFile]], layer_ranks: int) ->
     ):
         raise damaged(
             first.location,
-            f"there are {stages!r:.20} stages of a pipeline and {ranks!r:.20} ranks of tensor "
+            f"there are {shown(stages)} stages of a pipeline and {shown(ranks)} ranks of tensor "
             f"parallelism, and files of {len(models)} model ranks and of {layer_ranks} ranks with "
             "layers",
         )
@@ -346,8 +347,8 @@ def _documents_of_ranks(model_ranks: Sequence[ModelRank]) -> dict[str, Json]:
                 if own.get(key, value) != value:
                     raise damaged(
                         other.file.location,
-                        f"{name}: its {key} is {value!r:.60}, and that of {first.file.location} is "
-                        f"{own[key]!r:.60}",
+                        f"{name}: its {key} is {shown(value)}, and that of {first.file.location} "
+                        f"is {shown(own[key])}",
                     )
             if own or documents.get(name):
                 merged[name] = {**documents.get(name, {}), **own}

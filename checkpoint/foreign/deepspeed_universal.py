@@ -39,6 +39,7 @@ from keepstep.checkpoint.foreign.files import Extent, ForeignFiles, damaged
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.pieces import whole
 from keepstep.checkpoint.foreign.rank_cuts import RankRules
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.documents import TIED
@@ -288,7 +289,7 @@ def _check_merged(
     if not fits:
         raise damaged(
             extent.location,
-            f"its shape is {shape}, put together along {axis!r:.20} (`cat_dim`), and the ranks "
+            f"its shape is {shape}, put together along {shown(axis)} (`cat_dim`), and the ranks "
             f"have {', '.join(str(own) for own in shapes)}",
         )
 

@@ -43,6 +43,7 @@ from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.optimizer_state import add_optimizer_state, is_optimizer_state
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.pieces import Piece, assembled, pieces_of_range
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.source import TensorSpec
@@ -360,7 +361,7 @@ def _stage(optimizer: OptimizerFile) -> int:
         stage = stage.args[0]
     if stage not in (1, 2, 3):
         raise FormatUnsupported(
-            f"{optimizer.location}: its zero_stage is {stage!r}, and 1, 2 and 3 are read"
+            f"{optimizer.location}: its zero_stage is {shown(stage)}, and 1, 2 and 3 are read"
         )
     if optimizer.state.get("ds_zero_partition_groups"):
         raise FormatUnsupported(

@@ -25,6 +25,7 @@ from keepstep.checkpoint.foreign.megatron_settings import (
     members_by_rules,
     optimizers_in,
 )
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 
 _FILE = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?/model_(?:optim_)?rng\.pt")
@@ -117,8 +118,8 @@ def _opened(files: ForeignFiles, name: str, ranks: int, stages: int) -> RankFile
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < _LEAST_VERSION:
         raise FormatUnsupported(
-            f"{file.location}: its checkpoint_version is {version!r}, which orders the rows of "
-            "attention otherwise; load it with Megatron-LM, and save it again"
+            f"{file.location}: its checkpoint_version is {shown(version)}, which orders the rows "
+            "of attention otherwise; load it with Megatron-LM, and save it again"
         )
     for argument, kind, count in (
         ("tensor_model_parallel_size", "tensor", ranks),

@@ -19,6 +19,7 @@ from keepstep.checkpoint.foreign.pickled_values import (
     Record,
     plain_constructors,
 )
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 
 UNTYPED = "torch.storage.UntypedStorage"
@@ -89,7 +90,7 @@ def storage_kind(value: object) -> StorageKind:
         return StorageKind(numpy_dtype(dtype).itemsize, dtype)
     if name.startswith("torch.") and leaf in _ITEMSIZES_ELSEWHERE:
         return StorageKind(_ITEMSIZES_ELSEWHERE[leaf], None)
-    raise ValueError(f"{name or value!r} is no storage that is known"[:200])
+    raise ValueError(f"{name or shown(value)} is no storage that is known"[:200])
 
 
 def dtype_name(value: object) -> str | None:

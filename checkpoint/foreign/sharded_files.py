@@ -21,6 +21,7 @@ from keepstep.checkpoint.foreign.pickled_json import NotJson, as_json
 from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.pieces import Piece, assembled, first_of_each_box
 from keepstep.checkpoint.foreign.recognition import rank_of_file
+from keepstep.checkpoint.foreign.shown_values import shown
 from keepstep.checkpoint.foreign.state_dicts import add_model, add_training_state
 from keepstep.checkpoint.foreign.torch_file import read_torch_file
 from keepstep.checkpoint.layout.boxes import Box
@@ -172,11 +173,13 @@ def _local_part(value: Record, shape: tuple[int, ...], key: str, location: str) 
     described = _attributes(value.attributes.get("_spec"))
     mesh = _attributes(described.get("mesh"))
     placements, position = described.get("placements"), mesh.get("_coordinate_on_dim")
-    extents = [_extent(axis) for axis in _attributes(mesh.get("_layout")).get("axes", ())]
+    axes = _attributes(mesh.get("_layout")).get("axes")
+    extents = [_extent(axis) for axis in axes] if isinstance(axes, tuple | list) else None
     if (
         not isinstance(local, FileArray)
         or not isinstance(placements, tuple)
         or not isinstance(position, tuple | list)
+        or extents is None
         or not len(placements) == len(position) == len(extents)
     ):
         raise FormatUnsupported(
@@ -196,7 +199,7 @@ def _local_part(value: Record, shape: tuple[int, ...], key: str, location: str) 
                 "and Replicate are read; save it with torch.distributed.checkpoint"
             )
         if type(place) is not int or not 0 <= place < count:
-            raise damaged(location, f"{key} is at {place!r} of {count} places of its mesh")
+            raise damaged(location, f"{key} is at {shown(place)} of {count} places of its mesh")
         most = -(-left[axis] // count)
         start = min(place * most, left[axis])
         offset[axis] += start

@@ -22,6 +22,7 @@ from keepstep.checkpoint.foreign.pickled_tensors import (
 )
 from keepstep.checkpoint.foreign.pickles import MOST_NBYTES, names_in, unpickle
 from keepstep.checkpoint.foreign.ranged_file import RangedFile
+from keepstep.checkpoint.foreign.shown_values import shown
 
 ZIP_SIGNATURE = b"PK\x03\x04"
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -127,7 +128,7 @@ class _TorchZip:
             order = self._bytes(self._content("byteorder"))
             if order != b"little":
                 raise FormatUnsupported(
-                    f"{self._extent.location}: its byte order is {order!r}; save it on a "
+                    f"{self._extent.location}: its byte order is {shown(order)}; save it on a "
                     "little-endian machine"
                 )
         pickle = self._content("data.pkl")

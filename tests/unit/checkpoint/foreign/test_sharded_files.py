@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from keepstep.checkpoint.errors import FormatUnsupported
 from keepstep.checkpoint.foreign.foreign_source import ForeignCheckpoint
 from keepstep.checkpoint.foreign.opening import open_foreign
+from keepstep.checkpoint.foreign.pickled_values import Record
 from keepstep.checkpoint.foreign.recognition import Format
+from keepstep.checkpoint.foreign.sharded_files import _local_part
 
 
 def opened(directory: Path, *states: dict[str, Any]) -> ForeignCheckpoint:
@@ -55,3 +59,13 @@ def test_optimizer_is_not_named_by_an_order_that_ranks_do_not_share(tmp_path: Pa
     states = [{"model": model, "optimizer": optimizer} for model in (stage, whole)]
     assert [item.name for item in opened(tmp_path, *states).left_out] == ["optimizer"]
     assert opened(tmp_path, states[1], states[1]).left_out == ()
+
+
+@pytest.mark.parametrize("axes", [Record("torch.Size"), None, 3])
+def test_a_mesh_without_a_list_of_axes_is_refused(axes: object) -> None:
+    layout = Record("torch.distributed._Layout", state={"axes": axes})
+    mesh = Record("DeviceMesh", state={"_layout": layout, "_coordinate_on_dim": ()})
+    spec = Record("DTensorSpec", state={"mesh": mesh, "placements": ()})
+    value = Record("DTensor", state={"_local_tensor": None, "_spec": spec})
+    with pytest.raises(FormatUnsupported, match="does not say where its shards are"):
+        list(_local_part(value, (2,), "w", "a.pt"))
