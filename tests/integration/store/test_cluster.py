@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -149,8 +150,10 @@ def test_cluster_without_space_is_unavailable_and_can_be_read() -> None:
 
     async def scenario(members: EtcdCluster) -> None:
         async def fill(store: Store) -> None:
-            for number in range(40):
-                await store.commit((), (Put(f"/t/{number}", bytes(2**20)),))
+            # etcd looks at its size as of the last batch of writes that it has put to the disk.
+            async with asyncio.timeout(patient(DEADLINE_S)):
+                for number in itertools.count():
+                    await store.commit((), (Put(f"/t/{number}", bytes(2**20)),))
 
         async with connected(Address((members.clients[0],))) as store:
             with pytest.raises(StoreUnavailable, match=r"takes no writes.*alarm disarm"):
