@@ -228,3 +228,18 @@ def test_rank_that_has_another_place_forgets_what_dtensor_has_found_out(
         doubled(world)
         assert found
         assert world.mesh is not mesh
+
+
+def test_what_is_compiled_uses_the_groups_of_its_generation() -> None:
+    groups = ProcessGroups("cpu")
+    meshes = []
+    for generation in (1, 2, 3):
+        with entered(groups, generation) as world:
+            meshes.append(world.mesh)
+            compiled = torch.compile(
+                lambda tensor: (tensor * 2).full_tensor(), backend="eager", fullgraph=True
+            )
+            shards = DTensor.from_local(torch.ones(3), world.mesh, [Shard(0)], run_check=False)
+            assert torch.equal(compiled(shards), torch.full((3,), 2.0))
+        torch._dynamo.reset()
+    assert meshes[0] is meshes[1] is meshes[2]
