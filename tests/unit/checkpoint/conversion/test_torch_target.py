@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,23 +13,29 @@ import torch
 from keepstep.checkpoint.conversion.torch_target import write_torch
 from keepstep.checkpoint.errors import CheckpointError
 from keepstep.checkpoint.foreign.opening import open_foreign
+from keepstep.checkpoint.layout.boxes import Json
 
 
-def test_numbers_of_parameters_in_no_group_are_in_the_file(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
-    source = open_foreign(str(tmp_path / "a.pt"))
-    documents = {
-        "optim/groups": [{"parameters": ["w"], "options": {}}],
-        "optim/scalars": {"w/step": 3, "other/step": 4},
-    }
+def written_with(documents: dict[str, Json], directory: Path) -> dict[str, Any]:
+    """Write the tensors of `a.pt` with other documents; return what PyTorch loads."""
     write_torch(
-        replace(source, documents=documents),
-        str(tmp_path / "b.pt"),
+        replace(open_foreign(str(directory / "a.pt")), documents=documents),
+        str(directory / "b.pt"),
         only_model=False,
         memory_nbytes=2**20,
         report=lambda nbytes: None,
     )
-    written = torch.load(tmp_path / "b.pt", weights_only=True)
+    loaded: dict[str, Any] = torch.load(directory / "b.pt", weights_only=True)
+    return loaded
+
+
+def test_numbers_of_parameters_in_no_group_are_in_the_file(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    documents = {
+        "optim/groups": [{"parameters": ["w"], "options": {}}],
+        "optim/scalars": {"w/step": 3, "other/step": 4},
+    }
+    written = written_with(documents, tmp_path)
     assert written["optimizer"]["state"] == {0: {"step": 3}}
     assert written["optim"] == {"other": {"step": 4}}
 
@@ -36,16 +43,8 @@ def test_numbers_of_parameters_in_no_group_are_in_the_file(tmp_path: Path) -> No
 def test_what_is_tied_to_a_transpose_shares_its_elements(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     torch.save({"w": weight}, tmp_path / "a.pt")
-    source = open_foreign(str(tmp_path / "a.pt"))
     documents = {"model/tied": {"h": {"name": "w", "transposed": True}}}
-    write_torch(
-        replace(source, documents=documents),
-        str(tmp_path / "b.pt"),
-        only_model=False,
-        memory_nbytes=2**20,
-        report=lambda nbytes: None,
-    )
-    written = torch.load(tmp_path / "b.pt", weights_only=True)
+    written = written_with(documents, tmp_path)
     assert written.keys() == {"model", "step"}
     assert torch.equal(written["model"]["w"], weight)
     assert torch.equal(written["model"]["h"], weight.t())
