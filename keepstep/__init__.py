@@ -30,7 +30,8 @@ if TYPE_CHECKING:
         Recovered,
         SnapshotCommitted,
     )
-    from keepstep.elastic.trainer.job import Job, Step, join
+    from keepstep.elastic.trainer.job import Job, Step
+    from keepstep.elastic.trainer.join import join
     from keepstep.elastic.trainer.process_groups import World
     from keepstep.elastic.trainer.start_from import StartFrom
     from keepstep.elastic.trainer.state import State, Stateful
@@ -57,7 +58,7 @@ _HOMES = {
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",
     "World": "keepstep.elastic.trainer.process_groups",
-    "join": "keepstep.elastic.trainer.job",
+    "join": "keepstep.elastic.trainer.join",
 }
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""The part in the training process: `join`, `Job`, process groups, snapshots of the state, data."""
+"""The part in the training process: `join`, `Job`, process groups, snapshots of the state."""

@@ -31,13 +31,13 @@ from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     Member,
     ShardRebuild,
     SnapshotCommit,
 )
-from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.start_from import StartFrom

@@ -30,10 +30,10 @@ from keepstep.checkpoint.live.part_slices import FusedTensors
 from keepstep.checkpoint.live.provenance import checked_config, provenance
 from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
+from keepstep.elastic.data import numpy_generator
+from keepstep.elastic.data.json_values import from_json_value, to_json_value
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer import numpy_generator
-from keepstep.elastic.trainer.data import Position
-from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 from keepstep.elastic.trainer.process_groups import check_mesh_position
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
 from keepstep.elastic.trainer.state import State

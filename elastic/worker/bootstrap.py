@@ -45,7 +45,7 @@ _WARM_MODULES = (
     "keepstep.checkpoint.live.copier",
     "keepstep.checkpoint.stored.reader",
     "keepstep.checkpoint.memory.memory_source",
-    "keepstep.elastic.trainer.job",
+    "keepstep.elastic.trainer.join",
 )
 
 

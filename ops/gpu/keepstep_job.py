@@ -36,7 +36,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 def check(machine: Machine) -> Finding:
     """Run a job with and a job without a failure, and compare what they end with."""
     deadline_s = time.monotonic() + _LIMIT_S
-    require("keepstep.elastic.trainer.job", "keepstep.elastic.agent.agent")
+    require("keepstep.elastic.trainer.join", "keepstep.elastic.agent.agent")
     with tempfile.TemporaryDirectory(prefix="keepstep-gpu-job-") as name:
         directories = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}
         jobs = {kind: _start(kind, directory) for kind, directory in directories.items()}

@@ -24,7 +24,7 @@ from torch import nn
 
 import keepstep
 from keepstep.checkpoint.memory.client import SnapshotClient
-from keepstep.elastic.trainer import job as job_module
+from keepstep.elastic.trainer import join as join_module
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.worker.messages import Assignment, Joined
@@ -94,7 +94,7 @@ if not options.get("fence", True):
     )
     Session.wait_for_abort_order = lambda *_: None  # type: ignore[method-assign, assignment]
     Job._may_seal = lambda *_: True  # type: ignore[method-assign, assignment]
-    job_module.Joined = lambda **fields: Joined(  # type: ignore[misc, assignment]
+    join_module.Joined = lambda **fields: Joined(  # type: ignore[misc, assignment]
         **{**fields, "awaits_abort_order": False}
     )
 

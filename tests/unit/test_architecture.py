@@ -138,11 +138,12 @@ ROOMS: Mapping[str, frozenset[str]] = {
             " elastic.rendezvous elastic.store elastic.worker monitor.progress processes"
             " transport"
         ),
+        "elastic.data": "checkpoint.layout elastic.errors",
         "elastic.trainer": (
             "checkpoint.agreement checkpoint.api checkpoint.collective checkpoint.errors"
             " checkpoint.layout checkpoint.live checkpoint.memory checkpoint.shared_metadata"
-            " checkpoint.shared_restore checkpoint.stored elastic.errors elastic.rendezvous"
-            " elastic.worker monitor"
+            " checkpoint.shared_restore checkpoint.stored elastic.data elastic.errors"
+            " elastic.rendezvous elastic.worker monitor"
         ),
         "elastic.monitor_bridge": (
             "elastic.errors elastic.rendezvous elastic.store monitor.contracts"
@@ -184,9 +185,10 @@ PURE = (
     "checkpoint.stored.pruning",
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
-    "elastic.trainer.data_order",
+    "elastic.data.json_values",
+    "elastic.data.order",
+    "elastic.data.position",
     "elastic.trainer.events",
-    "elastic.trainer.json_values",
     "elastic.trainer.snapshot_interval",
     "monitor.diagnosis",
     "monitor.records",
@@ -254,8 +256,8 @@ LIGHT = {
         "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
         "keepstep.monitor.daemon.assembly",
     ),
-    "etcd3": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),
-    "google.protobuf": ("keepstep.elastic.trainer.job", "keepstep.elastic.worker.bootstrap"),
+    "etcd3": ("keepstep.elastic.trainer.join", "keepstep.elastic.worker.bootstrap"),
+    "google.protobuf": ("keepstep.elastic.trainer.join", "keepstep.elastic.worker.bootstrap"),
 }  # fmt: skip
 """What must not be loaded, by importing which modules."""
 

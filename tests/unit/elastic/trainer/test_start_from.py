@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
 from keepstep import checkpoint
+from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data import Position
 from keepstep.elastic.trainer.start_from import StartFrom, scheduler_state
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState

@@ -16,8 +16,8 @@ from keepstep.checkpoint.layout.descriptions import Average, Descriptions
 from keepstep.checkpoint.layout.part_table import Part, PartTable
 from keepstep.checkpoint.layout.source import BoxRequest, TensorSpec, slots_in
 from keepstep.checkpoint.live.tensors import LiveState
-from keepstep.elastic.trainer.data import Position
-from keepstep.elastic.trainer.sample_randomness import kept_generators, seed_generators
+from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import TrainingState
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.batches import Batches
+from keepstep.elastic.data.datasets import Dataset, Stream, is_stream
+from keepstep.elastic.data.order import DataOrder, pass_key
+from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.stream_batches import StreamBatches
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data import Batches, Position
-from keepstep.elastic.trainer.data_order import DataOrder, pass_key
-from keepstep.elastic.trainer.datasets import Dataset, Stream, is_stream
-from keepstep.elastic.trainer.stream_batches import StreamBatches
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from keepstep.elastic.data.order import DataOrder, permute
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data_order import DataOrder, permute
 
 orders = st.integers(1, 40).flatmap(
     lambda batch: st.builds(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from keepstep.elastic.data.batches import Batches
+from keepstep.elastic.data.order import DataOrder
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data import Batches
-from keepstep.elastic.trainer.data_order import DataOrder
 
 SAMPLES = 24
 GLOBAL_BATCH = 6

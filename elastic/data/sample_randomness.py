@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from keepstep.elastic.trainer import numpy_generator
-from keepstep.elastic.trainer.data_order import mix
-from keepstep.elastic.trainer.datasets import Dataset
+from keepstep.elastic.data import numpy_generator
+from keepstep.elastic.data.datasets import Dataset
+from keepstep.elastic.data.order import mix
 
 T = TypeVar("T")
 

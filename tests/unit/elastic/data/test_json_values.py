@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
+from keepstep.elastic.data.json_values import from_json_value, to_json_value
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
 
 keys = (
     st.text(max_size=3)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
+from keepstep.elastic.data.datasets import is_stream
+from keepstep.elastic.data.stream_batches import StreamBatches
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.datasets import is_stream
-from keepstep.elastic.trainer.stream_batches import StreamBatches
 
 GLOBAL_BATCH = 5
 

@@ -1,23 +1,21 @@
 """Reads the batches of a job from a dataset with an index, through torch's DataLoader.
 
-`keepstep.elastic.trainer.data_order` determines their order. A position in the data is a number of
+`keepstep.elastic.data.order` determines their order. A position in the data is a number of
 global batches, and means the same samples for any number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.datasets import Dataset
+from keepstep.elastic.data.order import DataOrder, share
+from keepstep.elastic.data.sample_randomness import kept_generators, seeded
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data_order import DataOrder, share
-from keepstep.elastic.trainer.datasets import Dataset
-from keepstep.elastic.trainer.sample_randomness import kept_generators, seeded
 
 T = TypeVar("T")
 _END = object()
@@ -29,21 +27,6 @@ _OWN_ARGUMENTS = frozenset(
         "num_workers", "sampler", "shuffle",
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Progress of a job: completed optimizer steps, and global batches consumed.
-
-    Attributes:
-        step: number of completed steps.
-        batch: number of global batches consumed.
-        stream: where a stream of samples is after these batches; None for other datasets.
-    """
-
-    step: int = 0
-    batch: int = 0
-    stream: Json = field(default=None, compare=False)
 
 
 class Batches(Generic[T]):

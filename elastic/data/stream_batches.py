@@ -14,11 +14,11 @@ from typing import Any, Generic, TypeVar
 from torch.utils.data import default_collate
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.datasets import Positioned, Stream
+from keepstep.elastic.data.json_values import from_json_value, to_json_value
+from keepstep.elastic.data.order import loss_scale, mix, share
+from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.trainer.data_order import loss_scale, mix, share
-from keepstep.elastic.trainer.datasets import Positioned, Stream
-from keepstep.elastic.trainer.json_values import from_json_value, to_json_value
-from keepstep.elastic.trainer.sample_randomness import kept_generators, seed_generators
 
 log = logging.getLogger("keepstep")
 

@@ -1,0 +1,133 @@
+"""Joins the job that this process was started for: checks what the user asked for, reports it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+from keepstep.checkpoint.stored.chunking import Compression, check_compression
+from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.intervals import AUTO
+from keepstep.elastic.trainer.devices import DeviceType, device_type
+from keepstep.elastic.trainer.events import Callbacks
+from keepstep.elastic.trainer.job import Job
+from keepstep.elastic.trainer.process_groups import ProcessGroups
+from keepstep.elastic.trainer.replicas import OnDivergence
+from keepstep.elastic.trainer.start_from import StartFrom
+from keepstep.elastic.trainer.state import Build
+from keepstep.elastic.worker.device_environment import set_device_variables
+from keepstep.elastic.worker.messages import Joined
+from keepstep.elastic.worker.session import current
+
+_NO_CALLBACKS = Callbacks()
+
+
+def join(
+    build: Build,
+    *,
+    checkpoint: str | None = None,
+    checkpoint_every: int | Literal["auto"] | None = None,
+    checkpoint_compression: Compression | None = None,
+    start_from: str | StartFrom | None = None,
+    snapshot_every: int | Literal["auto"] = 1,
+    mesh: Mapping[str, int] | None = None,
+    seed: int = 0,
+    compare_replicas_every: int | None = 100,
+    on_divergence: OnDivergence = "report",
+    device: DeviceType | None = None,
+    backend: str | None = None,
+    callbacks: Callbacks = _NO_CALLBACKS,
+) -> Job:
+    """Join the job that this worker was started for; use the result as a context manager.
+
+    Args:
+        build: creates the sharded model and its optimizer for a given world; called for every
+            generation.
+        checkpoint: URL to store checkpoints under and to resume from (`/path`, `file://`,
+            `s3://bucket/prefix`).
+        checkpoint_every: number of steps between stored checkpoints; "auto": the interval with the
+            least expected loss (`keepstep.elastic.rendezvous.intervals`); None: only at the end,
+            and when a preempted job would lose its memory.
+        checkpoint_compression: "zstd": compress stored tensors of 1 MiB or more, without loss;
+            None: nothing.
+        start_from: checkpoint that the job begins from if it has none of its own under
+            `checkpoint`, nor a snapshot: of another job, or of another tool, in any format that
+            `keepstep ckpt convert` reads (`deepspeed:/path` if the files do not tell). It must have
+            all of the module's names and no others; data types are converted. What it has of
+            optimizers and schedulers is taken, and its step, 0 if it has none. Data and random
+            numbers begin as in any new job, `State.extra` keeps its initial state, and
+            `State.initialize` is not called. `StartFrom` says to take less, or by rules.
+        snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
+            least expected loss.
+        mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
+            `{"dp": -1}`.
+        seed: seed of the random number generators and of the data order.
+        compare_replicas_every: number of steps after which ranks that hold the same parts of the
+            state compare them, besides the first step of each generation; None: never.
+        on_divergence: what to do if they differ. "report": log it; "repair": also give the odd
+            ranks the state of the majority, if there is one; "roll back": return to the last
+            snapshot, of which all were compared then, and find out by computing the steps again
+            who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
+            if enough others are left; "stop": end the job.
+        device: the type of device to compute on, "cuda" or "cpu"; default: GPUs where the machine
+            has any.
+        backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
+            them; default: NCCL on GPUs, and gloo.
+        callbacks: functions that are called for a new generation, a recovery, a committed snapshot
+            and a stored checkpoint; on every rank, in the thread that trains, between steps.
+
+    Raises:
+        UsageError: `keepstep run` did not start this process, or an argument is invalid.
+        DeviceUnavailable: GPUs are to be used, and PyTorch cannot use them.
+    """
+    for name, every in (("snapshot_every", snapshot_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and not _is_interval(every):
+            raise UsageError(f'{name}={every!r}: give the number of steps, at least 1, or "auto"')
+    if compare_replicas_every is not None and compare_replicas_every < 1:
+        raise UsageError(f"compare_replicas_every={compare_replicas_every!r}: give at least 1")
+    if on_divergence not in get_args(OnDivergence):
+        choices = ", ".join(map(repr, get_args(OnDivergence)))
+        raise UsageError(f"on_divergence={on_divergence!r}: give one of {choices}")
+    if checkpoint_every is not None and checkpoint is None:
+        raise UsageError("checkpoint_every needs checkpoint=URL, the place to store checkpoints in")
+    try:
+        check_compression(checkpoint_compression)
+    except ValueError as error:
+        raise UsageError(f"checkpoint_{error}") from error
+    session = current()
+    checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
+    sizes = dict(mesh or {"dp": -1})
+    multiple = math.prod(size for size in sizes.values() if size > 0)
+    kind = device_type(device, backend)
+    if kind == "cuda":
+        set_device_variables(os.environ)
+    groups = ProcessGroups(kind, backend)
+    session.report(
+        Joined(
+            checkpoint_url=checkpoint,
+            checkpoint_every=checkpoint_interval,
+            checkpoint_compression=checkpoint_compression,
+            rank_multiple=multiple,
+            max_ranks=0 if -1 in sizes.values() else multiple,
+            awaits_abort_order=groups.awaits_abort_order,
+        )
+    )
+    return Job(
+        session=session,
+        groups=groups,
+        build=build,
+        mesh=sizes,
+        checkpoint=checkpoint,
+        start_from=StartFrom.of(start_from),
+        snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
+        seed=seed,
+        compare_replicas_every=compare_replicas_every,
+        on_divergence=on_divergence,
+        callbacks=callbacks,
+    )
+
+
+def _is_interval(every: object) -> bool:
+    return every == "auto" or (isinstance(every, int) and every >= 1)
