@@ -9,8 +9,8 @@ without snapshots of the same round, and `step_ratio_quartiles` their quartiles.
 same of the processor seconds of all workers, servers and this process. `protected` is `lazy` with
 parity for the other node; here the same two cores train and do the exchange of both nodes.
 `sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of all state
-on an otherwise idle
-machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups of 4.
+on an otherwise idle machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups
+of 4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 # This directory has modules with the names of others, which it must not hide.
-sys.path[sys.path.index(str(Path(__file__).parent))] = str(Path(__file__).parents[2])
+sys.path.remove(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 import numpy as np
