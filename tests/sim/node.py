@@ -656,8 +656,15 @@ class Node:
         if abort and self.simulation.awaits_abort_order and not self._may_abort(generation):
             return
         self.memory.abandon_begun()
+        self._verify()
         self.drained_generation = generation
         self._update(committed=self.told, **self._holdings())
+
+    def _verify(self) -> None:
+        """Sometimes forget the newest snapshot, whose memory has changed since it was sealed."""
+        newest = max(self.memory.sealed(RANKS), default=None)
+        if newest is not None and not self.simulation.is_calm and self.rng.random() < 0.03:
+            self.memory.discard(newest)
 
     def _may_abort(self, generation: int) -> bool:
         """Fence the server and wait for the order to abort; sometimes the workers are killed."""
@@ -718,9 +725,10 @@ class Node:
         if (address, report) == self.reported:
             return
         # A report that is lost is sent again once the connection is back.
-        if self.simulation.is_heard(self) and (self.simulation.is_calm or self.rng.random() < 0.8):
+        is_sent = self.simulation.is_calm or self.rng.random() < 0.8
+        is_heard = self.simulation.is_heard(self) or address == self.agent
+        if is_sent and is_heard and self.simulation.deliver(report, address):
             self.reported = (address, report)
-            self.simulation.deliver(report, address)
 
     # Workers and the snapshot server
 

@@ -86,6 +86,7 @@ class Simulation:
         self._announcements: list[tuple[float, CommitAnnouncement, Node]] = []
         """Those that are on their way, and when each arrives."""
         self._told_at_order: SnapshotId | None = None
+        self._servers_at_order: set[str] = set()
         self._names = 0
         self._processes = 0
 
@@ -149,11 +150,13 @@ class Simulation:
             if other is not node
         )
 
-    def deliver(self, report: NodeReport, address: str) -> None:
+    def deliver(self, report: NodeReport, address: str) -> bool:
         """Bring a report to the process that a node takes for the leader, if it is reached."""
         leader = next((n for n in self.nodes if n.agent == address and n.is_alive), None)
-        if leader is not None and (leader.name == report.node or self.is_heard(leader)):
+        is_reached = leader is not None and (leader.name == report.node or self.is_heard(leader))
+        if leader is not None and is_reached:
             leader.receive_report(report)
+        return is_reached
 
     def is_heard(self, node: Node) -> bool:
         """Whether a node's messages to other agents, and theirs to it, arrive."""
@@ -421,6 +424,7 @@ class Simulation:
                 self._check_restarts(before, after)
             if after.abort_order is not None and before.abort_order is None:
                 self._told_at_order = self._newest_told(before)
+                self._servers_at_order = {joined.record.server for joined in before.nodes.values()}
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
             must(
@@ -459,7 +463,9 @@ class Simulation:
         """Whichever holders are lost from here on, up to the parity: the others have enough."""
         for holder in commit.holders:
             node = self.servers.get(holder.server)
-            if node is None or node.memory.table.committed > commit.snapshot:
+            if node is None or commit.snapshot in node.memory.damaged:
+                continue
+            if node.memory.table.committed > commit.snapshot:
                 continue  # The coordinator may learn of a commit when a newer one is announced.
             must(
                 node.memory.is_intact(commit.snapshot, holder.ranks),
@@ -479,9 +485,10 @@ class Simulation:
             return
         for member in generation.members:
             node = self.servers.get(member.server)
-            if node is None or node.memory.table.committed > snapshot:
+            if node is None or snapshot in node.memory.damaged:
                 continue
-            if node.memory.table.generation != snapshot.generation:
+            table = node.memory.table
+            if table.committed > snapshot or table.generation != snapshot.generation:
                 continue
             must(node.memory.is_intact(snapshot, member.ranks), "what is committed is held by all")
             has_drained = node.drained_generation == node.worker_generation
@@ -504,7 +511,14 @@ class Simulation:
         for member in old.members:
             joined, node = view.nodes.get(member.node), self.servers.get(member.server)
             is_here = joined is not None and joined.record.server == member.server
-            if node is None or not is_here or not node.memory.is_intact(told, member.ranks):
+            if node is None or not is_here or told in node.memory.damaged:
+                lost[member.group] += 1
+            elif not node.memory.is_intact(told, member.ranks):
+                # What it was told by a leader that nobody else heard, before the order.
+                must(
+                    order is not None and member.server not in self._servers_at_order,
+                    "a member holds what it was told is committed",
+                )
                 lost[member.group] += 1
         resumed = generation.resume.snapshot.step if generation.resume is not None else -1
         must(
