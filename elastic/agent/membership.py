@@ -434,8 +434,8 @@ class Membership:
                 if not is_away and now_s >= self._lease.until_s:
                     is_away = True
                     log.warning(
-                        "%s; training goes on, but until the coordinator answers no snapshot is "
-                        "committed and no loss is repaired",
+                        "%s; training goes on, but until the coordinator answers nothing is "
+                        "stored and no loss is repaired",
                         error,
                     )
                 continue
