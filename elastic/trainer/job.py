@@ -38,6 +38,7 @@ from keepstep.elastic.data.datasets import Dataset, Stream
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
+from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -74,7 +75,7 @@ class Job:
         session: Session,
         groups: ProcessGroups,
         build: Build,
-        mesh: Mapping[str, int],
+        mesh: MeshRule,
         checkpoint: str | None,
         start_from: StartFrom | None,
         snapshot_every: int,
@@ -355,8 +356,12 @@ class Job:
         while True:
             assignment = self._session.wait_for_assignment(newer_than)
             newer_than = assignment.generation
+            sizes = self._mesh.sizes(assignment.world_size)
+            if sizes is None:
+                self._wait_for_other_ranks(assignment)
+                continue
             try:
-                self._enter_generation(assignment)
+                self._enter_generation(assignment, sizes)
             except Exception as error:
                 # A node that holds the state may be lost while the state is restored from it; and
                 # an abort leaves PyTorch's process groups in a state in which any call may fail.
@@ -370,6 +375,18 @@ class Job:
                 self._report_entry(assignment)
                 return
 
+    def _wait_for_other_ranks(self, assignment: Assignment) -> None:
+        """Wait for the end of a generation that the mesh has no places for.
+
+        Its ranks were chosen before any worker knew the mesh. The leader ends it once it has heard.
+        """
+        log.info(
+            "mesh= does not fit %d ranks; the job goes on with a number that fits",
+            assignment.world_size,
+        )
+        self._session.wait_for_closing(assignment.generation)
+        self._end_generation(assignment.generation, None)
+
     def _report_entry(self, assignment: Assignment) -> None:
         entered = GenerationEntered(
             generation=assignment.generation,
@@ -380,13 +397,13 @@ class Job:
         )
         self._events.enter(entered, time.monotonic())
 
-    def _enter_generation(self, assignment: Assignment) -> None:
+    def _enter_generation(self, assignment: Assignment, mesh: Mapping[str, int]) -> None:
         # The same names as before: only new ones would move what other threads may be reading.
         os.environ.update(assignment.environment())
         self._reported_first_step = False
         self._marked_step = 0
         telemetry.reopen(assignment)
-        self._world = self._groups.enter(assignment, self._mesh)
+        self._world = self._groups.enter(assignment, mesh)
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
         torch.manual_seed(self._seed)
         random.seed(self._seed)
