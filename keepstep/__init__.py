@@ -20,9 +20,11 @@ if TYPE_CHECKING:
         LeaseLost,
         ProcessUnusable,
         ReplicasDiverged,
+        StepRejected,
         StoreUnavailable,
         UsageError,
     )
+    from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep
     from keepstep.elastic.trainer.events import (
         Callbacks,
         CheckpointStored,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
         Recovered,
         SnapshotCommitted,
     )
+    from keepstep.elastic.trainer.guard import Guard
     from keepstep.elastic.trainer.job import Job, Step
     from keepstep.elastic.trainer.join import join
     from keepstep.elastic.trainer.process_groups import World
@@ -38,23 +41,27 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "BadSteps": "keepstep.elastic.trainer.bad_steps",
     "Callbacks": "keepstep.elastic.trainer.events",
     "CheckpointStored": "keepstep.elastic.trainer.events",
     "DeviceUnavailable": "keepstep.elastic.errors",
     "ElasticError": "keepstep.elastic.errors",
     "GenerationEntered": "keepstep.elastic.trainer.events",
+    "Guard": "keepstep.elastic.trainer.guard",
     "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
     "ProcessUnusable": "keepstep.elastic.errors",
     "Recovered": "keepstep.elastic.trainer.events",
+    "RejectedStep": "keepstep.elastic.trainer.bad_steps",
     "ReplicasDiverged": "keepstep.elastic.errors",
     "SnapshotCommitted": "keepstep.elastic.trainer.events",
     "StartFrom": "keepstep.elastic.trainer.start_from",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
+    "StepRejected": "keepstep.elastic.errors",
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",
     "World": "keepstep.elastic.trainer.process_groups",
@@ -62,23 +69,27 @@ _HOMES = {
 }
 
 __all__ = [
+    "BadSteps",
     "Callbacks",
     "CheckpointStored",
     "DeviceUnavailable",
     "ElasticError",
     "GenerationEntered",
+    "Guard",
     "InvariantViolated",
     "Job",
     "JobFailed",
     "LeaseLost",
     "ProcessUnusable",
     "Recovered",
+    "RejectedStep",
     "ReplicasDiverged",
     "SnapshotCommitted",
     "StartFrom",
     "State",
     "Stateful",
     "Step",
+    "StepRejected",
     "StoreUnavailable",
     "UsageError",
     "World",

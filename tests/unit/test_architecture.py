@@ -188,8 +188,10 @@ PURE = (
     "elastic.data.json_values",
     "elastic.data.order",
     "elastic.data.position",
+    "elastic.trainer.bad_steps",
     "elastic.trainer.events",
     "elastic.trainer.snapshot_interval",
+    "elastic.trainer.stop_request",
     "monitor.diagnosis",
     "monitor.records",
     "monitor.verdicts",
@@ -227,10 +229,11 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
-        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "ProcessUnusable", "Recovered",
-        "ReplicasDiverged", "SnapshotCommitted", "StartFrom", "State", "Stateful", "Step",
-        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
+        "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
+        "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
+        "ProcessUnusable", "Recovered", "RejectedStep", "ReplicasDiverged", "SnapshotCommitted",
+        "StartFrom", "State", "Stateful", "Step", "StepRejected", "StoreUnavailable",
+        "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
