@@ -158,7 +158,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # The front of it all.
         "autoload": "monitor.telemetry",
         "__main__": "elastic.cli",
-        "": ("checkpoint elastic.errors elastic.trainer monitor"),
+        "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()
 }
 """Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
@@ -186,7 +186,9 @@ PURE = (
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
     "elastic.data.json_values",
+    "elastic.data.micro_batches",
     "elastic.data.order",
+    "elastic.data.partitions",
     "elastic.data.position",
     "elastic.trainer.events",
     "elastic.trainer.snapshot_interval",
@@ -228,8 +230,9 @@ IMPURE = (
 PUBLIC = {
     keepstep: {
         "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
-        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "ProcessUnusable", "Recovered",
-        "ReplicasDiverged", "SnapshotCommitted", "StartFrom", "State", "Stateful", "Step",
+        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "MicroBatch", "Mixture", "Packed",
+        "PackedRow", "ProcessUnusable", "Recovered", "ReplicasDiverged", "ShardedStream",
+        "SnapshotCommitted", "SplitStream", "StartFrom", "State", "Stateful", "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
