@@ -17,6 +17,9 @@ Document = Sequence[int] | torch.Tensor
 """The tokens of a document; also an array of NumPy's."""
 
 
+_MOST_EMPTY = 10_000
+
+
 class PackedRow(NamedTuple):
     """One sample of `Packed`.
 
@@ -73,9 +76,14 @@ class _PackedReader:
 
     def read(self) -> PackedRow:
         pieces: list[torch.Tensor] = []
-        missing = self._length
+        missing, empty = self._length, 0
         while missing:
             document = self._current_document()
+            empty = 0 if len(document) else empty + 1
+            if empty == _MOST_EMPTY:
+                raise UsageError(
+                    f"Packed: {empty} documents in a row are empty; give documents that have tokens"
+                )
             piece = document[self._used : self._used + missing]
             self._used += len(piece)
             missing -= len(piece)

@@ -125,8 +125,8 @@ class PartitionBatches(Generic[T]):
         partitions = self._partitioning.of_rank(rank, world_size)
         if self._partitioning.count < world_size and rank == 0:
             log.warning(
-                "the stream has %d partitions for %d data-parallel ranks, so several ranks read "
-                "the same ones; divide its sources into more shards",
+                "partitions of the stream: %d, fewer than the %d data-parallel ranks, so that "
+                "several ranks read the same ones; divide its sources into more shards",
                 self._partitioning.count, world_size,
             )  # fmt: skip
         start, states = self._resumed(first, stored)

@@ -78,15 +78,17 @@ class _PartReader(Generic[T]):
             self.read()
 
     def read(self) -> T:
-        seed_generators(self._partition.seed(self._read))
-        sample: Any = _END if self._iterator is None else next(self._iterator, _END)
+        sample = self._next()
         while sample is _END:
             self._begin_iteration()
-            assert self._iterator is not None
-            sample = next(self._iterator, _END)
+            sample = self._next()
         self._read += 1
         self._read_of_epoch += 1
         return sample  # type: ignore[no-any-return]
+
+    def _next(self) -> Any:
+        seed_generators(self._partition.seed(self._read))
+        return _END if self._iterator is None else next(self._iterator, _END)
 
     def _begin_iteration(self) -> None:
         if self._iterator is not None:
@@ -97,6 +99,7 @@ class _PartReader(Generic[T]):
                 )
             self._epoch, self._read_of_epoch = self._epoch + 1, 0
             self._set_epoch()
+        # What a loader draws here does not shift what is drawn for the sample: `_next` seeds anew.
         self._iterator = iter(self._part)
 
     def state(self) -> Json:

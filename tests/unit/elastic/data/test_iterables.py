@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from keepstep.elastic.data.datasets import is_stream
 from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import UsageError
-from tests.unit.elastic.data.simulation import Run, data_pass, play
+from ops.bench.data_runs import Run, data_pass, play
 
 GLOBAL_BATCH = 5
 
@@ -56,7 +56,7 @@ class PositionedNumbers(Numbers):
 
 
 def test_a_batch_goes_on_in_the_next_epoch_which_is_announced() -> None:
-    (batch,) = play(Numbers, GLOBAL_BATCH, 5, [])[4]
+    (batch,) = play(Numbers, GLOBAL_BATCH, 5, []).batches[4]
     assert batch == [(0, 20), (0, 21), (0, 22), (1, 0), (1, 1)]
 
 
@@ -88,7 +88,7 @@ def test_position_of_another_batch_is_not_given() -> None:
 
 def test_the_same_iterable_is_read_again_from_a_position_before_it() -> None:
     """As after a failure in a process that stays."""
-    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, [])]
+    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, []).batches]
     data = data_pass(PositionedNumbers(), GLOBAL_BATCH, 9)
     batches = data.from_position(Position(), 0, 1)
     next(batches)
@@ -99,7 +99,7 @@ def test_the_same_iterable_is_read_again_from_a_position_before_it() -> None:
 
 def test_a_position_after_that_of_the_snapshot_is_reached_by_reading_up_to_it() -> None:
     """As when samples are left out after a roll back."""
-    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, [])]
+    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, []).batches]
     before = data_pass(PositionedNumbers(), GLOBAL_BATCH, 9)
     next(before.from_position(Position(), 0, 1))
     reached = before.stream_position(Position(1, 1))
