@@ -45,13 +45,14 @@ from keepstep.elastic.rendezvous import (
     standing,
     transactions,
 )
-from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
+from keepstep.elastic.rendezvous.decide import LeaderState, decide
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
     check_record,
     check_transition,
     check_view,
 )
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     NodeReport,

@@ -33,7 +33,7 @@ from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Store

@@ -38,6 +38,7 @@ from keepstep.elastic.rendezvous.actions import (
 )
 from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.intervals import failures_per_s
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import (
     assign_groups,
     assign_ranks,
@@ -68,30 +69,6 @@ from keepstep.elastic.rendezvous.records import (
 from keepstep.elastic.rendezvous.view import View
 
 _HISTORY_LENGTH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousPolicy:
-    """The job's limits, as the user has set them.
-
-    Attributes:
-        min_nodes, max_nodes: how many nodes a generation has.
-        last_call_s: how long to wait for further nodes once there are enough.
-        quorum_timeout_s: how long to wait for enough nodes.
-        return_s: how long to wait for lost nodes that alone hold what is committed.
-        max_restarts: generations in a row that may end in a worker failure without progress.
-        parity: nodes of each erasure group that may be lost at once.
-        group_size: about how many nodes an erasure group has.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    last_call_s: float = 1.0
-    quorum_timeout_s: float = 600.0
-    return_s: float = 5.0
-    max_restarts: int = 3
-    parity: int = 1
-    group_size: int = 8
 
 
 @dataclass(frozen=True, slots=True)

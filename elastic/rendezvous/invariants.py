@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import actions
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import rank_limits
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,

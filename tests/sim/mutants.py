@@ -35,7 +35,8 @@ from keepstep.elastic.rendezvous.actions import (
     ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
-from keepstep.elastic.rendezvous.decide import Decision, RendezvousPolicy
+from keepstep.elastic.rendezvous.decide import Decision
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     Generation,
     Member,

@@ -50,9 +50,10 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous import actions, transactions
-from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide, may_leave
+from keepstep.elastic.rendezvous.decide import LeaderState, decide, may_leave
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     CheckpointRecord,
