@@ -368,7 +368,7 @@ class Participation:
         if self._supervisor.has_died and not await self._mend_server():
             return False
         await self._follow_commits()
-        if self._worker_group.generation == 0:
+        if not self._worker_group.workers:
             self._worker_group.warm_up()
         await self._follow_generation()
         self._worker_group.start_spares()
@@ -423,7 +423,8 @@ class Participation:
         """Bring the node's record up to date."""
         membership, worker_group = self._membership, self._worker_group
         membership.update(
-            warm=membership.record.warm or worker_group.warm,
+            # Members that have drained go on with the workers that they have.
+            warm=worker_group.warm or (membership.record.warm and bool(worker_group.workers)),
             failure=worker_group.failure,
             finishing=worker_group.finishing,
             checkpoint_url=worker_group.checkpoint_url,

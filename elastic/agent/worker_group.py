@@ -188,7 +188,8 @@ class WorkerGroup:
     def warm_up(self) -> None:
         """Start as many idle processes as a generation needs.
 
-        Before the first generation, so that they are warm when the node's peers are.
+        Before the first generation, so that they are warm when the node's peers are; and on
+        standby, so that they can take a lost node's place at once.
 
         Raises:
             JobFailed: they end again and again before they are warm.
@@ -455,7 +456,11 @@ class WorkerGroup:
     def _on_exit(self, worker: Worker, code: int) -> None:
         if worker in self._idle:
             self._idle.remove(worker)
-            if not worker.is_stopping:
+            if worker.is_warm and not worker.is_stopping:
+                log.warning(
+                    "an idle worker process %s; another one takes its place", describe_exit(code)
+                )
+            elif not worker.is_stopping:
                 self._warm_up_failures += 1
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
         else:

@@ -66,6 +66,7 @@ from keepstep.elastic.rendezvous.records import (
     Result,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.standby import losses_until
 from keepstep.elastic.rendezvous.view import View
 
 _HISTORY_LENGTH = 32
@@ -357,7 +358,8 @@ def _open_next_generation(
             return Decision(LeaderState(), ending)
         failures = replace(failures, count=0, node="")
     nodes = eligible(view)
-    members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view))
+    losses = losses_until(old, view.nodes.keys(), wall_s)
+    members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view), losses)
     if len(members) < policy.min_nodes:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
@@ -395,6 +397,7 @@ def _open_next_generation(
         reached=failures.reached,
         after_failure=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
+        losses=losses,
     )
     return Decision(LeaderState(), Open(opened))
 
@@ -554,7 +557,9 @@ def _admit_spares(
     """Close a running generation to let spare nodes in if there is room, after a last call."""
     now = {member.node for member in generation.members}
     nodes = eligible(view)
-    then = assign_ranks(generation.members, nodes, policy.max_nodes, rank_limits(view))
+    then = assign_ranks(
+        generation.members, nodes, policy.max_nodes, rank_limits(view), generation.losses
+    )
     has_room = sum(member.nproc for member in then) > generation.world_size
     joining = [member.node for member in then if member.node not in now] if has_room else []
     room = policy.max_nodes - len(generation.members)

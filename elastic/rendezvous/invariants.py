@@ -257,7 +257,8 @@ def _check_members(policy: RendezvousPolicy, view: View, generation: Generation)
             raise InvariantViolated(
                 "members are present, warm, and stay", f"{member.node} is {record}"
             )
-        if (member.server, member.nproc) != (record.server, record.nproc):
+        described = (record.server, record.nproc, record.domain)
+        if (member.server, member.nproc, member.domain) != described:
             raise InvariantViolated(
                 "a place describes the node as its record does", f"{member}, {record}"
             )

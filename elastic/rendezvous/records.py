@@ -286,7 +286,8 @@ class NodeReport(Record):
 class Member(Record):
     """A node's place in a generation: ranks `first_rank` to `first_rank + nproc - 1`.
 
-    Members of the same `group` protect each other's snapshots, in the order of the members.
+    Members of the same `group` protect each other's snapshots, in the order of the members. A node
+    fails together with others of its `domain`, if that is known.
     """
 
     node: str
@@ -296,6 +297,7 @@ class Member(Record):
     agent: str
     server: str
     group: int = 0
+    domain: str = ""
 
     @property
     def ranks(self) -> range:
@@ -344,6 +346,14 @@ class SnapshotCommit(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class DomainLoss(Record):
+    """A node of a failure domain was lost; `at_s` in wall-clock seconds."""
+
+    domain: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generation(Record):
     """Who takes part, as which ranks, resuming from where: enough to rebuild any worker.
 
@@ -358,6 +368,7 @@ class Generation(Record):
         parity: how many nodes of each erasure group may be lost.
         after_failure: something failed in the generation before.
         failures_per_s: how often something of the job fails, as far as that is known.
+        losses: nodes that were lost in the last hour, as far as their failure domains are known.
     """
 
     generation: int
@@ -375,6 +386,7 @@ class Generation(Record):
     parity: int = 0
     after_failure: bool = False
     failures_per_s: float = 0.0
+    losses: tuple[DomainLoss, ...] = ()
 
     @property
     def world_size(self) -> int:

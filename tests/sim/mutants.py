@@ -121,7 +121,9 @@ def uses_a_generations_number_again(patch: pytest.MonkeyPatch) -> None:
 def opens_with_more_than_the_most_nodes(patch: pytest.MonkeyPatch) -> None:
     right = decide.assign_ranks
     patch.setattr(
-        decide, "assign_ranks", lambda old, nodes, most, limits: right(old, nodes, most + 1, limits)
+        decide,
+        "assign_ranks",
+        lambda old, nodes, most, *rest: right(old, nodes, most + 1, *rest),
     )
 
 
