@@ -87,8 +87,12 @@ def launch(**options: Any) -> int:
     return asyncio.run(_launch(options, command, policy, workers, limits))
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
+def parse_nodes(text: str, name: str = "--nnodes") -> tuple[int, int]:
     """Return the least and greatest number of nodes in `N` or `MIN:MAX`.
+
+    Args:
+        text: what the user gave.
+        name: name of the option, for the error message.
 
     Raises:
         UsageError: the text has another form, or MIN exceeds MAX.
@@ -97,10 +101,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
     try:
         least, greatest = int(least_text), int(greatest_text or least_text)
     except ValueError:
-        raise UsageError(f"--nnodes {text}: give a number, or MIN:MAX such as 1:4") from None
+        raise UsageError(f"{name} {text}: give a number, or MIN:MAX such as 1:4") from None
     if not 1 <= least <= greatest:
         raise UsageError(
-            f"--nnodes {text}: the first number is the least, the second the greatest; "
+            f"{name} {text}: the first number is the least, the second the greatest; "
             "both are at least 1"
         )
     return least, greatest

@@ -289,5 +289,52 @@ def evict(
     evict_node(find_job(store, job, secret_file), node, reason, undo=undo)
 
 
+_STORE = click.option(
+    "--store",
+    metavar="URL",
+    help="The coordinator. Default: that of the job running on this machine.",
+)
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.argument("job")
+@click.argument("nodes", metavar="MIN:MAX")
+def scale(store: str | None, secret_file: Path | None, job: str, nodes: str) -> None:
+    """Change how many nodes JOB has, while it runs; those beyond the maximum go on standby."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.launch import parse_nodes
+    from keepstep.elastic.cli.operation import scale_job
+
+    limits = parse_nodes(nodes, "MIN:MAX")
+    click.echo(scale_job(find_job(store, job, secret_file), *limits))
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.option("--reason", default="on request", show_default=True, help="Shown to users.")
+@click.argument("job")
+def pause(store: str | None, secret_file: Path | None, reason: str, job: str) -> None:
+    """Store a checkpoint of JOB and end its workers; its nodes wait, and may leave."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.operation import pause_job
+
+    click.echo(pause_job(find_job(store, job, secret_file), reason))
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.argument("job")
+def resume(store: str | None, secret_file: Path | None, job: str) -> None:
+    """Let a paused JOB go on, with the nodes that are there."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.operation import resume_job
+
+    click.echo(resume_job(find_job(store, job, secret_file)))
+
+
 if __name__ == "__main__":
     main()

@@ -29,17 +29,18 @@ from keepstep.elastic.rendezvous.actions import (
     Action,
     Close,
     Commit,
-    Evict,
     Finish,
     Open,
     OrderAbort,
     RecordRecovery,
     ReleaseMembers,
 )
+from keepstep.elastic.rendezvous.evictions import end_failures, evict_wrong_replica
 from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.intervals import failures_per_s
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import (
+    absent_holders,
     assign_groups,
     assign_ranks,
     completed_by_storage,
@@ -53,8 +54,6 @@ from keepstep.elastic.rendezvous.rank_assignment import (
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     Closing,
-    Eviction,
-    Failure,
     FailureKind,
     Generation,
     History,
@@ -70,6 +69,7 @@ from keepstep.elastic.rendezvous.standby import losses_until
 from keepstep.elastic.rendezvous.view import View
 
 _HISTORY_LENGTH = 32
+_PAUSED = "the job is paused; `keepstep resume` goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ def decide(
         now_s: monotonic seconds, for waiting.
         wall_s: wall-clock seconds, stamped into records for people.
     """
+    policy = policy.scaled(view.scale)
     quiet = Decision(LeaderState())
     if view.result is not None:
         return quiet
@@ -133,10 +134,10 @@ def decide(
     ending = _unrecoverable_result(view, generation, present)
     if ending is not None:
         return Decision(LeaderState(), Finish(ending))
-    evict = _evict_wrong_replica(policy, view, generation, present)
+    evict = evict_wrong_replica(policy, view, generation, _current(present, generation))
     if evict is not None:
         return Decision(leader_state, evict)
-    closing = _reason_to_close(view, generation, present, wall_s)
+    closing = _reason_to_close(policy, view, generation, present, wall_s)
     if closing is not None:
         return Decision(LeaderState(), Close(closing))
     commit = _commit(view, generation, present)
@@ -215,6 +216,8 @@ def _wait(
 def _open_first_generation(
     policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
+    if view.pause is not None:
+        return Decision(LeaderState(), message=_PAUSED)
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
         return _await_quorum(policy, view, nodes, leader_state, now_s)
@@ -276,7 +279,11 @@ def _unrecoverable_result(
 
 
 def _reason_to_close(
-    view: View, generation: Generation, present: Sequence[NodeRecord], wall_s: float
+    policy: RendezvousPolicy,
+    view: View,
+    generation: Generation,
+    present: Sequence[NodeRecord],
+    wall_s: float,
 ) -> Closing | None:
     number = generation.generation
     for member in generation.members if view.restarts else ():
@@ -317,7 +324,20 @@ def _reason_to_close(
             )
         if record.leaving:
             return Closing(number, f"{record.node} leaves", False, wall_s)
+    if _is_finishing(present):
+        return None
+    if view.pause is not None:
+        return Closing(number, f"paused: {view.pause.reason}", False, wall_s, pauses=True)
+    if len(generation.members) > policy.max_nodes:
+        plural = "s" if policy.max_nodes != 1 else ""
+        reason = f"scaled to at most {policy.max_nodes} node{plural}"
+        return Closing(number, reason, False, wall_s)
     return None
+
+
+def _is_finishing(present: Iterable[NodeRecord]) -> bool:
+    """Whether a node has done its last step, so that no other generation is worth its while."""
+    return any(record.finishing or record.phase is NodePhase.DONE for record in present)
 
 
 def _joined_again(generation: Generation, present: Sequence[NodeRecord]) -> str | None:
@@ -347,20 +367,29 @@ def _open_next_generation(
         return Decision(
             leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
         )
-    evict = _evict_wrong_replica(policy, view, old, present)
+    evict = evict_wrong_replica(policy, view, old, _current(present, old))
     if evict is not None:
         return Decision(leader_state, evict)
     resume = newest_restorable(view, old) or completed_by_storage(view)
     failures = count_failures(view, old, present, resume)
-    if failures.cause is not None and failures.count > policy.max_restarts:
-        ending = _end_failures(policy, view, failures.cause, failures.node)
+    if failures.cause is not None and (failures.repeats or failures.count > policy.max_restarts):
+        ending = end_failures(policy, view, failures)
         if ending is not None:
             return Decision(LeaderState(), ending)
         failures = replace(failures, count=0, node="")
     nodes = eligible(view)
     losses = losses_until(old, view.nodes.keys(), wall_s)
     members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view), losses)
-    if len(members) < policy.min_nodes:
+    # To store it needs all shards: if some are lost, the next generation rebuilds them before it
+    # closes again.
+    is_whole = resume is None or resume.stored or not absent_holders(view, resume)
+    has_enough = len(members) >= policy.min_nodes
+    if view.pause is not None and (is_whole or not has_enough):
+        waiting = checkpoint_schedule.persist_before_pausing(
+            view, present, resume, wall_s
+        ) or _release(view, old, present, resume)
+        return Decision(LeaderState(), waiting, message=_PAUSED)
+    if not has_enough:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
             return Decision(LeaderState(), rescue)
@@ -380,7 +409,7 @@ def _open_next_generation(
                 message=f"waiting for {names}, without which step {_committed_step(view)} is lost",
             )
     closing = view.closing
-    detected_at_s = closing.detected_at_s if closing else wall_s
+    detected_at_s = closing.detected_at_s if closing and not closing.pauses else wall_s
     opened = replace(
         _new_generation(
             policy,
@@ -394,6 +423,7 @@ def _open_next_generation(
         resume=with_shard_rebuilds(resume, view, members) if resume else None,
         failures=failures.count,
         failing_node=failures.node,
+        last_error=failures.error,
         reached=failures.reached,
         after_failure=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
@@ -415,44 +445,6 @@ def _holders_that_may_return(view: View, resume: SnapshotCommit | None) -> list[
         for holder in view.snapshot.holders
         if holder.node not in view.nodes and holder.node not in view.evictions
     ]
-
-
-def _end_failures(
-    policy: RendezvousPolicy, view: View, cause: Failure, node: str
-) -> Evict | Finish | None:
-    """Return what ends a row of failures; None if the node to blame is evicted already.
-
-    If all of them were on one node and enough others are left, the job goes on without it.
-    """
-    if node in view.evictions:
-        return None
-    plural = "s" if policy.max_restarts != 1 else ""
-    restarts = f"after {policy.max_restarts} restart{plural} without progress"
-    if node and _can_do_without(policy, view, node):
-        what, _, _ = cause.message.partition("\n")
-        return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
-    return Finish(Result(False, f"{cause.message} ({restarts})"))
-
-
-def _can_do_without(policy: RendezvousPolicy, view: View, node: str) -> bool:
-    """Whether enough other nodes are left for another generation."""
-    others = [record for record in eligible(view) if record.node != node]
-    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
-    return len(enough) >= policy.min_nodes
-
-
-def _evict_wrong_replica(
-    policy: RendezvousPolicy, view: View, generation: Generation, present: Sequence[NodeRecord]
-) -> Evict | None:
-    """Return the eviction of a node that is known to have computed wrongly, if it can be spared."""
-    for record in _current(present, generation):
-        comparison = record.replica_comparison
-        for rank in comparison.to_replace if comparison else ():
-            node = next(member.node for member in generation.members if rank in member.ranks)
-            is_here = node in view.nodes and node not in view.evictions
-            if comparison and is_here and _can_do_without(policy, view, node):
-                return Evict(node, Eviction(comparison.finding, may_return=True))
-    return None
 
 
 def _release(
@@ -566,8 +558,7 @@ def _admit_spares(
     settled = all(
         r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present
     )
-    finishing = any(r.finishing or r.phase is NodePhase.DONE for r in present)
-    if not joining or not settled or finishing:
+    if not joining or not settled or _is_finishing(present):
         return Decision(LeaderState())
     if len(joining) < room:
         leader_state, until_s = _wait(

@@ -119,6 +119,7 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
         view: the view on which the action was decided, with reports folded in.
         action: what is about to be performed.
     """
+    policy = policy.scaled(view.scale)
     match action:
         case actions.Open(generation):
             _check_members(policy, view, generation)

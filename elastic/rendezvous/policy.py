@@ -1,8 +1,10 @@
-"""Holds the limits of a job, as its users have set them. Pure."""
+"""Holds the limits of a job, as its users have set them and change them. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from keepstep.elastic.rendezvous.records import Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +29,9 @@ class RendezvousPolicy:
     max_restarts: int = 3
     parity: int = 1
     group_size: int = 8
+
+    def scaled(self, scale: Scale | None) -> RendezvousPolicy:
+        """Return the limits with the numbers of nodes that hold now."""
+        if scale is None:
+            return self
+        return replace(self, min_nodes=scale.min_nodes, max_nodes=scale.max_nodes)

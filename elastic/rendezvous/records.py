@@ -129,12 +129,17 @@ class FailureKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Record):
-    """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds."""
+    """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds.
+
+    `error` says of an exception of the user's script its type, the line that raised it and the
+    step; "" of anything else.
+    """
 
     kind: FailureKind
     message: str
     at_s: float
     rank: int | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +368,7 @@ class Generation(Record):
         resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
         failures: generations in a row that a failure ended without progress.
         failing_node: the node on which all of these failures were; "" if that is unknown.
+        last_error: what `Failure.error` said when a failure of a worker last ended a generation.
         reached: the step that could be resumed from when the generation was opened.
         lost_from_step: the step that the generation before had reached.
         parity: how many nodes of each erasure group may be lost.
@@ -379,6 +385,7 @@ class Generation(Record):
     resume: SnapshotCommit | None = None
     failures: int = 0
     failing_node: str = ""
+    last_error: str = ""
     reached: int = 0
     lost_from_step: int = 0
     detected_at_s: float = 0.0
@@ -422,13 +429,15 @@ def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:
 class Closing(Record):
     """Ends a generation: its members drain.
 
-    `abort`: something has failed, so that no member waits for the end of its step.
+    `abort`: something has failed, so that no member waits for the end of its step. `pauses`: the
+    next generation waits until somebody resumes the job.
     """
 
     generation: int
     reason: str
     abort: bool
     detected_at_s: float
+    pauses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,6 +573,22 @@ class RestartRequest(Record):
     generation: int
     rank: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Record):
+    """How many nodes a generation has from now on, in place of what the nodes were started with."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Record):
+    """Stops training, with its state stored, as long as this is there; `at_s` is when it began."""
+
+    reason: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,14 @@ the present members of the current generation. A rank stands for the node that h
     a cannot write its part: REASON
     the manifest cannot be written: REASON      at the next attempt
     rank 3 fails: MESSAGE                its process ended; `fails fatally`: trying again is useless
+    rank 3 raises ERROR: MESSAGE         its script failed; the same ERROR shows that it comes again
     rank 3 loses a peer: MESSAGE         a collective broke
     rank 3 has computed wrongly: FINDING    as a comparison of replicas has shown to rank 0
     a is evicted: REASON                 by a person or the monitor
     restart of rank 3 is requested: REASON
+    the job is paused: REASON            by a person
+    the job is resumed
+    the job is scaled to 1-2 nodes
     2.5 s pass
     given a, b and c run with 2 workers  joins, opening, entering and running, without output
     may a leave?                         whether it is needed no longer
@@ -66,6 +70,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
+    Pause,
     PersistedPart,
     PersistRequest,
     Record,
@@ -73,6 +78,7 @@ from keepstep.elastic.rendezvous.records import (
     ReplicaComparison,
     RestartRequest,
     Result,
+    Scale,
     SnapshotCommit,
     StoreFailure,
 )
@@ -152,8 +158,16 @@ class Case:
             self._put(KEYS.restart(request.rank), request)
         elif found := re.fullmatch(r"rank (\d+) (fails|fails fatally|loses a peer): (.+)", line):
             self._fail(int(found[1]), found[2], found[3])
+        elif found := re.fullmatch(r"rank (\d+) raises (.+): (.+)", line):
+            self._fail(int(found[1]), "fails", found[3], error=found[2])
         elif found := re.fullmatch(r"rank (\d+) has computed wrongly: (.+)", line):
             self._find_wrong_replica(int(found[1]), found[2])
+        elif found := re.fullmatch(r"the job is paused: (.+)", line):
+            self._put(KEYS.single("pause"), Pause(found[1], self.wall_s))
+        elif line == "the job is resumed":
+            self._delete(KEYS.single("pause"))
+        elif found := re.fullmatch(r"the job is scaled to (\d+)-(\d+) nodes", line):
+            self._put(KEYS.single("scale"), Scale(int(found[1]), int(found[2])))
         elif found := re.fullmatch(r"given (.+) run with (\d+) workers?", line):
             self._start(_names(found[1]), int(found[2]))
         elif found := re.fullmatch(r"(\w+(?:(?:, | and )\w+)*?) (?!and )(\w+.*)", line):
@@ -381,12 +395,12 @@ class Case:
         )
         self._write(record, persisted=persisted)
 
-    def _fail(self, rank: int, how: str, message: str) -> None:
+    def _fail(self, rank: int, how: str, message: str, error: str = "") -> None:
         view = self.view
         assert view.generation is not None, "no generation is open"
         node = next(m.node for m in view.generation.members if rank in m.ranks)
         kind = {"fails": "worker", "fails fatally": "fatal", "loses a peer": "peer"}[how]
-        failure = Failure(kind, f"rank {rank} on {node} {message}", self.wall_s, rank)
+        failure = Failure(kind, f"rank {rank} on {node} {message}", self.wall_s, rank, error)
         self._write(self._record(node), failure=failure)
 
     def _record(self, node: str) -> NodeRecord:
