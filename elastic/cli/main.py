@@ -250,12 +250,26 @@ def run(**options: Any) -> None:
     is_flag=True,
     help="Print JSON, one object per change (or one, with --once).",
 )
+@click.option(
+    "--if-lost",
+    metavar="NODE",
+    multiple=True,
+    help="Print what the job would do if NODE died now, instead; may be given several times.",
+)
 def status(
-    store: str | None, job: str | None, secret_file: Path | None, once: bool, as_json: bool
+    store: str | None,
+    job: str | None,
+    secret_file: Path | None,
+    once: bool,
+    as_json: bool,
+    if_lost: tuple[str, ...],
 ) -> None:
     """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
-    from keepstep.elastic.cli.follow import find_job, follow
+    from keepstep.elastic.cli.follow import find_job, follow, foretell_loss
 
+    if if_lost:
+        foretell_loss(find_job(store, job, secret_file), if_lost, as_json=as_json)
+        return
     follow(find_job(store, job, secret_file), once=once, as_json=as_json)
 
 

@@ -109,14 +109,19 @@ def is_paused(view: View) -> bool:
 
 def _is_to_be_stored(view: View) -> bool:
     """Whether the job stores checkpoints, and the newest snapshot was not found impossible to."""
-    step = view.snapshot.snapshot.step if view.snapshot is not None else 0
+    step = _newest_step(view)
     has_failed = view.store_failure is not None and view.store_failure.step >= step
-    return not has_failed and _has_url(view)
+    return step > 0 and not has_failed and _has_url(view)
 
 
 def _is_stored(view: View) -> bool:
-    sealed = [s.step for joined in view.nodes.values() for s in joined.record.sealed]
-    return view.checkpoint is not None and view.checkpoint.step >= max(sealed, default=0)
+    return view.checkpoint is not None and view.checkpoint.step >= _newest_step(view)
+
+
+def _newest_step(view: View) -> int:
+    """Return the newest step that a node of a job that has drained holds; 0: none."""
+    sealed = (s.step for joined in view.nodes.values() for s in joined.record.sealed)
+    return max(sealed, default=0)
 
 
 def _kept(view: View) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from keepstep.elastic.rendezvous.records import Scale
+from keepstep.elastic.rendezvous.records import Limits, Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,17 @@ class RendezvousPolicy:
     max_restarts: int = 3
     parity: int = 1
     group_size: int = 8
+
+    @property
+    def limits(self) -> Limits:
+        """What the leader tells of its limits."""
+        return Limits(
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            parity=self.parity,
+            group_size=self.group_size,
+            waits_s=self.quorum_timeout_s,
+        )
 
     def scaled(self, scale: Scale | None) -> RendezvousPolicy:
         """Return the limits with the numbers of nodes that hold now."""

@@ -265,12 +265,27 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits(Record):
+    """The limits of the job by which its leader decides, for those who ask what it would decide.
+
+    `waits_s`: how long it waits for enough nodes.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    parity: int
+    group_size: int
+    waits_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership(Record):
     """The node that decides, until its lease ends: how its agent is reached, and the lease."""
 
     node: str
     agent: str
     lease: int
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)

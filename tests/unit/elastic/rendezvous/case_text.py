@@ -39,6 +39,7 @@ the present members of the current generation. A rank stands for the node that h
     2.5 s pass
     given a, b and c run with 2 workers  joins, opening, entering and running, without output
     may a leave?                         whether it is needed no longer
+    what if a and b are lost?            what `keepstep status --if-lost` tells
     decide                               the leader decides and acts until it has nothing to do
 
 Decisions are checked against the invariants and applied to the coordinator's keys as the agents do
@@ -57,6 +58,7 @@ from keepstep.elastic.rendezvous import actions, transactions
 from keepstep.elastic.rendezvous.decide import LeaderState, decide, may_leave
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
+from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
@@ -146,6 +148,10 @@ class Case:
             self._set_policy(found[1])
         elif found := re.fullmatch(r"([\d.]+) s pass", line):
             self.now_s += float(found[1])
+        elif found := re.fullmatch(r"what if (.+) (?:is|are) lost\?", line):
+            # What the nodes reported to the leader alone, a person's command does not see.
+            forecast = forecast_loss(self.view, _names(found[1]), self.wall_s)
+            return describe_forecast(forecast).splitlines()
         elif found := re.fullmatch(r"may (\w+) leave\?", line):
             return ["yes" if may_leave(self._leaders_view(), found[1]) else "no"]
         elif found := re.fullmatch(r"lease of (\w+) ends", line):
@@ -205,7 +211,7 @@ class Case:
             record = nodes[min(nodes, key=lambda node: nodes[node].created)].record
             self._put(
                 KEYS.single("leadership"),
-                Leadership(record.node, record.agent, record.lease),
+                Leadership(record.node, record.agent, record.lease, self.policy.limits),
                 record.lease,
             )
 
