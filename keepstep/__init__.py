@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepstep import checkpoint, monitor
+    from keepstep.elastic.data.micro_batches import MicroBatch
+    from keepstep.elastic.data.mixture import Mixture
+    from keepstep.elastic.data.packed import Packed, PackedRow
+    from keepstep.elastic.data.sharded_stream import ShardedStream
+    from keepstep.elastic.data.split_stream import SplitStream
     from keepstep.elastic.errors import (
         DeviceUnavailable,
         ElasticError,
@@ -52,11 +57,17 @@ _HOMES = {
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
+    "MicroBatch": "keepstep.elastic.data.micro_batches",
+    "Mixture": "keepstep.elastic.data.mixture",
+    "Packed": "keepstep.elastic.data.packed",
+    "PackedRow": "keepstep.elastic.data.packed",
     "ProcessUnusable": "keepstep.elastic.errors",
     "Recovered": "keepstep.elastic.trainer.events",
     "RejectedStep": "keepstep.elastic.trainer.bad_steps",
     "ReplicasDiverged": "keepstep.elastic.errors",
+    "ShardedStream": "keepstep.elastic.data.sharded_stream",
     "SnapshotCommitted": "keepstep.elastic.trainer.events",
+    "SplitStream": "keepstep.elastic.data.split_stream",
     "StartFrom": "keepstep.elastic.trainer.start_from",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
@@ -80,11 +91,17 @@ __all__ = [
     "Job",
     "JobFailed",
     "LeaseLost",
+    "MicroBatch",
+    "Mixture",
+    "Packed",
+    "PackedRow",
     "ProcessUnusable",
     "Recovered",
     "RejectedStep",
     "ReplicasDiverged",
+    "ShardedStream",
     "SnapshotCommitted",
+    "SplitStream",
     "StartFrom",
     "State",
     "Stateful",

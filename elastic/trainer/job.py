@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -32,15 +33,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from keepstep import monitor
 from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.data_pass import DataPass
-from keepstep.elastic.data.datasets import Dataset, Stream
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.datasets import Dataset, Source, Stream
+from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.guard import Guard
+from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
@@ -80,7 +81,7 @@ class Job:
         session: Session,
         groups: ProcessGroups,
         build: Build,
-        mesh: Mapping[str, int],
+        mesh: MeshRule,
         checkpoint: str | None,
         start_from: StartFrom | None,
         snapshot_every: int,
@@ -189,9 +190,10 @@ class Job:
 
     def batches(
         self,
-        dataset: Dataset[T] | Stream[T],
+        dataset: Dataset[T] | Stream[T] | Source[T],
         global_batch: int,
         *,
+        micro_batch: int | None = None,
         epochs: int = 1,
         steps: int | None = None,
         shuffle: bool = True,
@@ -207,25 +209,31 @@ class Job:
         completed before a restart yield nothing.
 
         Args:
-            dataset: an object with `len` and indexing by int; or a stream, which is iterated (also
-                torch's IterableDataset). Every rank reads the whole stream and keeps its share; it
-                must yield the same samples on all of them. With `state_dict` and `load_state_dict`
-                it resumes where it was, else it is read again up to there.
+            dataset: an object with `len` and indexing by int; a source that is read in partitions
+                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`); or any other iterable, also
+                torch's IterableDataset, which every rank reads as a whole and keeps its share of.
+                An iterable must yield the same samples on all ranks. With `state_dict` and
+                `load_state_dict` it resumes where it was, else it is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by
                 `step.loss_scale` to keep the average exact.
+            micro_batch: yield a list of `MicroBatch` instead of a batch, each of at most so many
+                samples: as few as possible, and the same number on all ranks.
             epochs: number of passes through the dataset; an epoch's last, incomplete batch is
                 dropped.
-            steps: number of steps after which the pass ends; overrides `epochs`. A stream needs it.
-            shuffle: permute each epoch by the job's seed; a stream is read in its own order.
+            steps: number of steps after which the pass ends; overrides `epochs`. What has no length
+                needs it, and is read again when it ends.
+            shuffle: permute each epoch by the job's seed, of a `ShardedStream` the order of its
+                shards; an iterable is read in its own order.
             collate: makes a batch of a list of samples; default as in torch's DataLoader.
-            workers: number of loader processes, as in torch's DataLoader. A stream has none.
+            workers: number of loader processes, as in torch's DataLoader. Of a source, each reads
+                some of the rank's partitions, so there are no more than these; of an iterable one.
             loader_options: further arguments of torch's DataLoader, such as `pin_memory` and
                 `prefetch_factor`.
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, or a stream is given without `steps` or with what it cannot have.
+                size, or what has no length is given without `steps`.
         """
         data = DataPass(
             len(self._passes),
@@ -233,6 +241,7 @@ class Job:
             self._seed,
             dataset,
             global_batch,
+            micro_batch=micro_batch,
             epochs=epochs,
             steps=steps,
             shuffle=shuffle,
@@ -273,8 +282,8 @@ class Job:
                     break
         self._batch_generation = None
 
-    def _stream_state(self, position: Position) -> Json:
-        return self._data.stream_state(position) if self._data is not None else position.stream
+    def _stream_position(self, position: Position) -> StreamPosition | None:
+        return self._data.stream_position(position) if self._data else position.stream
 
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
@@ -446,8 +455,12 @@ class Job:
         while True:
             assignment = self._session.wait_for_assignment(newer_than)
             newer_than = assignment.generation
+            sizes = self._mesh.sizes(assignment.world_size)
+            if sizes is None:
+                self._wait_for_other_ranks(assignment)
+                continue
             try:
-                self._enter_generation(assignment)
+                self._enter_generation(assignment, sizes)
             except Exception as error:
                 # A node that holds the state may be lost while the state is restored from it; and
                 # an abort leaves PyTorch's process groups in a state in which any call may fail.
@@ -460,6 +473,18 @@ class Job:
             else:
                 self._report_entry(assignment)
                 return
+
+    def _wait_for_other_ranks(self, assignment: Assignment) -> None:
+        """Wait for the end of a generation that the mesh has no places for.
+
+        Its ranks were chosen before any worker knew the mesh. The leader ends it once it has heard.
+        """
+        log.info(
+            "mesh= does not fit %d ranks; the job goes on with a number that fits",
+            assignment.world_size,
+        )
+        self._session.wait_for_closing(assignment.generation)
+        self._end_generation(assignment.generation, None)
 
     def _report_entry(self, assignment: Assignment) -> None:
         entered = GenerationEntered(
@@ -475,13 +500,13 @@ class Job:
                 log.warning("%s", rejected)
             self._events.reject(rejected)
 
-    def _enter_generation(self, assignment: Assignment) -> None:
+    def _enter_generation(self, assignment: Assignment, mesh: Mapping[str, int]) -> None:
         # The same names as before: only new ones would move what other threads may be reading.
         os.environ.update(assignment.environment())
         self._reported_first_step = False
         self._marked_step = 0
         telemetry.reopen(assignment)
-        self._world = self._groups.enter(assignment, self._mesh)
+        self._world = self._groups.enter(assignment, mesh)
         self._session.report(Ready(generation=assignment.generation, at_s=wall_clock_s()))
         torch.manual_seed(self._seed)
         random.seed(self._seed)
@@ -502,7 +527,8 @@ class Job:
             partial(self._session.is_closing, assignment.generation),
             partial(self._may_seal, assignment.generation),
             self._snapshot_interval,
-            self._stream_state,
+            self._stream_position,
+            data_share=(self._world.data_rank, self._world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
         )
@@ -726,6 +752,21 @@ class Step:
     def _check_open(self) -> None:
         if not self._is_open:
             raise UsageError("step.report and step.reject belong inside `with job.step() as step:`")
+
+    def mean_over(self, count: int) -> float:
+        """Return the factor for this rank's summed loss that makes the mean over all items exact.
+
+        For items of which samples have different numbers, such as tokens. All ranks call it, once
+        and inside the step: it adds up their counts.
+
+        Args:
+            count: the items of this rank's share of the batch; in all ranks together at least one.
+        """
+        world = self._job.world
+        total = torch.tensor([count], dtype=torch.int64, device=world.device)
+        dist.all_reduce(total)
+        # Ranks that compute the same share count the same items.
+        return world.world_size / int(total.item())
 
     def __enter__(self) -> Self:
         self._job._begin_step()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from keepstep.checkpoint.stored.chunking import Compression, check_compression
@@ -14,6 +12,7 @@ from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.devices import DeviceType, device_type
 from keepstep.elastic.trainer.events import Callbacks
 from keepstep.elastic.trainer.job import Job
+from keepstep.elastic.trainer.mesh_rule import Mesh, MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups
 from keepstep.elastic.trainer.replicas import OnDivergence
 from keepstep.elastic.trainer.start_from import StartFrom
@@ -33,7 +32,7 @@ def join(
     checkpoint_compression: Compression | None = None,
     start_from: str | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mesh | None = None,
     seed: int = 0,
     compare_replicas_every: int | None = 100,
     on_divergence: OnDivergence = "report",
@@ -64,7 +63,11 @@ def join(
         snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
             least expected loss.
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
-            `{"dp": -1}`.
+            `{"dp": -1}`. Or a function of the number of ranks that returns them, and None for a
+            number that does not fit: then the job takes another mesh when ranks are lost or come,
+            and nodes without a place wait. It must return the same on all ranks. Names begin with
+            `dp` or `ep` where each rank has samples of its own, and with `tp`, `cp`, `pp`, `sp` or
+            `etp` where all ranks compute the same ones.
         seed: seed of the random number generators and of the data order.
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.
@@ -103,8 +106,8 @@ def join(
         raise UsageError(f"checkpoint_{error}") from error
     session = current()
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
-    sizes = dict(mesh or {"dp": -1})
-    multiple = math.prod(size for size in sizes.values() if size > 0)
+    rule = MeshRule(mesh)
+    limits = rule.limits()
     kind = device_type(device, backend)
     if kind == "cuda":
         set_device_variables(os.environ)
@@ -114,8 +117,9 @@ def join(
             checkpoint_url=checkpoint,
             checkpoint_every=checkpoint_interval,
             checkpoint_compression=checkpoint_compression,
-            rank_multiple=multiple,
-            max_ranks=0 if -1 in sizes.values() else multiple,
+            rank_multiple=limits.multiple,
+            max_ranks=limits.most,
+            fitting_ranks=limits.fitting,
             awaits_abort_order=groups.awaits_abort_order,
         )
     )
@@ -123,7 +127,7 @@ def join(
         session=session,
         groups=groups,
         build=build,
-        mesh=sizes,
+        mesh=rule,
         checkpoint=checkpoint,
         start_from=StartFrom.of(start_from),
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,

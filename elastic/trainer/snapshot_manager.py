@@ -22,7 +22,6 @@ from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
@@ -31,7 +30,7 @@ from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     Member,
@@ -103,8 +102,9 @@ class SnapshotManager:
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
         interval: SnapshotInterval,
-        stream_state: Callable[[Position], Json],
+        stream_position: Callable[[Position], StreamPosition | None],
         *,
+        data_share: tuple[int, int],
         start_from: StartFrom | None = None,
         copies_synchronously: bool = False,
     ) -> None:
@@ -114,7 +114,7 @@ class SnapshotManager:
         self._assignment = assignment
         self._checkpoint = checkpoint
         self._start_from = start_from
-        self.training = TrainingState(state, device, assignment.rank)
+        self.training = TrainingState(state, device, assignment.rank, data_share)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
             self._client, assignment.generation, assignment.rank, device, may_seal
@@ -128,7 +128,7 @@ class SnapshotManager:
         """Whether training waits for each copy: the state was written to during one, or may be."""
         self._is_committed = is_committed
         self._is_closing = is_closing
-        self._stream_state = stream_state
+        self._stream_position = stream_position
         self.is_ending = False
         """Whether all ranks have agreed that the generation ends after the step just completed."""
         self.is_stopping = False
@@ -287,7 +287,7 @@ class SnapshotManager:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            live = self.training.capture(replace(position, stream=self._stream_state(position)))
+            live = self.training.capture(replace(position, stream=self._stream_position(position)))
             self._snapshotter.start(
                 position.step,
                 live.tensors,

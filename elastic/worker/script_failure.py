@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
@@ -61,6 +62,28 @@ def show(error: BaseException) -> None:
         print("Original exception was:", traceback_of(error), file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
+
+
+def place_of(error: BaseException) -> str:
+    """Return an exception's type and the line that raised it, as "ValueError at train.py:17".
+
+    "" for what the network, a disk, a device or a peer may have caused: it may not come again.
+
+    Args:
+        error: as `without_launcher` returned it.
+    """
+    if not isinstance(error, Exception) or isinstance(error, _of_the_surroundings()):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
+
+
+def _of_the_surroundings() -> tuple[type[BaseException], ...]:
+    torch = sys.modules.get("torch")
+    names = ("AcceleratorError", "distributed.DistError")
+    found = (attrgetter(name)(torch) for name in names if torch is not None)
+    return (OSError, MemoryError, CheckpointError, ElasticError, *found)
 
 
 def is_fatal(error: BaseException) -> bool:

@@ -158,7 +158,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # The front of it all.
         "autoload": "monitor.telemetry",
         "__main__": "elastic.cli",
-        "": ("checkpoint elastic.errors elastic.trainer monitor"),
+        "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()
 }
 """Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
@@ -186,7 +186,9 @@ PURE = (
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
     "elastic.data.json_values",
+    "elastic.data.micro_batches",
     "elastic.data.order",
+    "elastic.data.partitions",
     "elastic.data.position",
     "elastic.trainer.bad_steps",
     "elastic.trainer.events",
@@ -231,9 +233,10 @@ PUBLIC = {
     keepstep: {
         "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
         "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
-        "ProcessUnusable", "Recovered", "RejectedStep", "ReplicasDiverged", "SnapshotCommitted",
-        "StartFrom", "State", "Stateful", "Step", "StepRejected", "StoreUnavailable",
-        "UsageError", "World", "checkpoint", "join", "monitor",
+        "MicroBatch", "Mixture", "Packed", "PackedRow", "ProcessUnusable", "Recovered",
+        "RejectedStep", "ReplicasDiverged", "ShardedStream", "SnapshotCommitted", "SplitStream",
+        "StartFrom", "State", "Stateful", "Step", "StepRejected", "StoreUnavailable", "UsageError",
+        "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",
