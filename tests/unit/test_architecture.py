@@ -232,7 +232,7 @@ PUBLIC = {
         "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
         "InvariantViolated", "Job", "JobFailed", "LeaseLost", "MicroBatch", "Mixture", "Packed",
         "PackedRow", "ProcessUnusable", "Recovered", "ReplicasDiverged", "ShardedStream",
-        "SnapshotCommitted", "SplitStream", "StartFrom", "State", "Stateful", "Step",
+        "Shuffled", "SnapshotCommitted", "SplitStream", "StartFrom", "State", "Stateful", "Step",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {

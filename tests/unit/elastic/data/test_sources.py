@@ -148,13 +148,20 @@ def mixtures(inner: st.SearchStrategy[Make]) -> st.SearchStrategy[Make]:
     )
 
 
-sources = st.recursive(indexed | streams, mixtures, max_leaves=4)
+def composed(inner: st.SearchStrategy[Make]) -> st.SearchStrategy[Make]:
+    shuffled = st.builds(
+        lambda make, block: lambda: keepstep.Shuffled(make(), block), inner, st.integers(1, 7)
+    )
+    return mixtures(inner) | shuffled
+
+
+sources = st.recursive(indexed | streams, composed, max_leaves=4)
 packed = st.builds(
     lambda make, length: lambda: keepstep.Packed(Tokenized(make()), length),
     sources,
     st.integers(1, 90),
 )
-read_in_order = st.one_of(streams, mixtures(sources), packed)
+read_in_order = st.one_of(streams, composed(sources), packed)
 runs = st.integers(1, 8).flatmap(
     lambda global_batch: st.tuples(
         st.just(global_batch),
@@ -235,6 +242,13 @@ def test_a_mixture_draws_by_weight_and_reads_each_source_in_an_order_of_its_own(
     assert of_a[:60] != of_b[:60]
 
 
+def test_shuffled_samples_are_those_of_each_block_in_another_order() -> None:
+    numbers = [s[2] for s in samples_of(keepstep.Shuffled(Loader("a", 1000), 50), 10, 10)]
+    assert [sorted(numbers[:50]), sorted(numbers[50:])] == [list(range(50)), list(range(50, 100))]
+    assert numbers[:50] != sorted(numbers[:50])
+    assert numbers[:50] != [number - 50 for number in numbers[50:]]
+
+
 def test_rows_have_every_token_of_every_document_in_order() -> None:
     documents = [[number] * length for number, length in enumerate([5, 1, 11, 0, 3])]
     rows = samples_of(keepstep.Packed(iter_twice(documents), 4), 2, 5)
@@ -296,6 +310,9 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
     assert "yield pairs of a sample" in refused(keepstep.ShardedStream([1], lambda *_: [1, 2]))
     assert "no samples; leave empty shards out" in refused(sharded("a", [0, 0]))
     assert "a document of shape (1, 1)" in refused(keepstep.Packed([torch.zeros(1, 1)] * 9, 4))
+    blocks = keepstep.Shuffled(Loader("a", 30), 7)
+    other_blocks = keepstep.Shuffled(Loader("a", 30), 8)
+    assert "one in blocks of 7" in refused(other_blocks, stored=stored_of(blocks))
     assert "10000 documents in a row are empty" in refused(keepstep.Packed([[]], 4), 1)
     impossible: list[tuple[Callable[[], Any], str]] = [
         (lambda: keepstep.ShardedStream([], read_shard), "there are no shards"),
@@ -304,6 +321,7 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
         (lambda: keepstep.Mixture([stream], []), "1 sources with 0 weights"),
         (lambda: keepstep.Mixture([stream], [0]), "weights must be positive"),
         (lambda: keepstep.Mixture([[]], [1]), "the dataset has no samples"),
+        (lambda: keepstep.Shuffled(stream, 0), "give at least 1"),
         (lambda: keepstep.Packed(stream, 0), "give at least 1"),
         (lambda: data_pass(stream, 0, 1), "global_batch=0: give at least 1"),
         (lambda: data_pass(stream, 1, None), "give job.batches"),  # type: ignore[arg-type]
