@@ -267,8 +267,12 @@ def iter_twice(samples: list[Any]) -> Any:
     return Iterable()
 
 
-def test_a_loader_draws_alike_where_beginning_to_iterate_draws_as_well() -> None:
+def test_a_loader_draws_alike_that_draws_also_when_it_is_made_or_begins_to_iterate() -> None:
     class Drawing(Loader):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.name += str(torch.rand(()).item())
+
         def __iter__(self) -> Iterator[Any]:
             torch.rand(3)
             return super().__iter__()
