@@ -26,9 +26,11 @@ if TYPE_CHECKING:
         LeaseLost,
         ProcessUnusable,
         ReplicasDiverged,
+        StepRejected,
         StoreUnavailable,
         UsageError,
     )
+    from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep
     from keepstep.elastic.trainer.events import (
         Callbacks,
         CheckpointStored,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         Recovered,
         SnapshotCommitted,
     )
+    from keepstep.elastic.trainer.guard import Guard
     from keepstep.elastic.trainer.job import Job, Step
     from keepstep.elastic.trainer.join import join
     from keepstep.elastic.trainer.process_groups import World
@@ -44,11 +47,13 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "BadSteps": "keepstep.elastic.trainer.bad_steps",
     "Callbacks": "keepstep.elastic.trainer.events",
     "CheckpointStored": "keepstep.elastic.trainer.events",
     "DeviceUnavailable": "keepstep.elastic.errors",
     "ElasticError": "keepstep.elastic.errors",
     "GenerationEntered": "keepstep.elastic.trainer.events",
+    "Guard": "keepstep.elastic.trainer.guard",
     "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
@@ -59,6 +64,7 @@ _HOMES = {
     "PackedRow": "keepstep.elastic.data.packed",
     "ProcessUnusable": "keepstep.elastic.errors",
     "Recovered": "keepstep.elastic.trainer.events",
+    "RejectedStep": "keepstep.elastic.trainer.bad_steps",
     "ReplicasDiverged": "keepstep.elastic.errors",
     "ShardedStream": "keepstep.elastic.data.sharded_stream",
     "Shuffled": "keepstep.elastic.data.shuffled",
@@ -68,6 +74,7 @@ _HOMES = {
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
+    "StepRejected": "keepstep.elastic.errors",
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",
     "World": "keepstep.elastic.trainer.process_groups",
@@ -75,11 +82,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "BadSteps",
     "Callbacks",
     "CheckpointStored",
     "DeviceUnavailable",
     "ElasticError",
     "GenerationEntered",
+    "Guard",
     "InvariantViolated",
     "Job",
     "JobFailed",
@@ -90,6 +99,7 @@ __all__ = [
     "PackedRow",
     "ProcessUnusable",
     "Recovered",
+    "RejectedStep",
     "ReplicasDiverged",
     "ShardedStream",
     "Shuffled",
@@ -99,6 +109,7 @@ __all__ = [
     "State",
     "Stateful",
     "Step",
+    "StepRejected",
     "StoreUnavailable",
     "UsageError",
     "World",

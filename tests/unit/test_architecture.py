@@ -190,8 +190,10 @@ PURE = (
     "elastic.data.order",
     "elastic.data.partitions",
     "elastic.data.position",
+    "elastic.trainer.bad_steps",
     "elastic.trainer.events",
     "elastic.trainer.snapshot_interval",
+    "elastic.trainer.stop_request",
     "monitor.diagnosis",
     "monitor.records",
     "monitor.verdicts",
@@ -229,10 +231,11 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
-        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "MicroBatch", "Mixture", "Packed",
-        "PackedRow", "ProcessUnusable", "Recovered", "ReplicasDiverged", "ShardedStream",
-        "Shuffled", "SnapshotCommitted", "SplitStream", "StartFrom", "State", "Stateful", "Step",
+        "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
+        "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
+        "MicroBatch", "Mixture", "Packed", "PackedRow", "ProcessUnusable", "Recovered",
+        "RejectedStep", "ReplicasDiverged", "ShardedStream", "Shuffled", "SnapshotCommitted",
+        "SplitStream", "StartFrom", "State", "Stateful", "Step", "StepRejected",
         "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
