@@ -210,9 +210,9 @@ class Job:
 
         Args:
             dataset: an object with `len` and indexing by int; a source that is read in partitions
-                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`); or any other iterable, also
-                torch's IterableDataset, which every rank reads as a whole and keeps its share of.
-                An iterable must yield the same samples on all ranks. With `state_dict` and
+                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`, `Shuffled`); or any other
+                iterable, also torch's IterableDataset, of which every rank reads all and keeps its
+                share. An iterable must yield the same samples on all ranks. With `state_dict` and
                 `load_state_dict` it resumes where it was, else it is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by

@@ -58,7 +58,11 @@ def main() -> None:
                 micro_batch=1 if mode == "micro_batches" else None,
                 steps=OPTIONS["steps"],
                 collate=as_list,
+                # torchdata's loader has processes of its own.
                 workers=OPTIONS["workers"] if kind != "loader" else 0,
+                loader_options={"prefetch_factor": 3, "persistent_workers": True}
+                if kind != "loader"
+                else None,
             ):
                 with job.step() as step:
                     samples = backward(job, step, mode, batch)
