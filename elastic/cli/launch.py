@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import logging
 import os
 import re
@@ -27,7 +28,11 @@ from keepstep.elastic.agent.agent import Agent
 from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.orphans import orphans_ended
-from keepstep.elastic.agent.readmission import readmit
+from keepstep.elastic.agent.readmission import (
+    pause_before_return_s,
+    readmit,
+    return_after_eviction,
+)
 from keepstep.elastic.agent.supervisor import worker_environment
 from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
@@ -241,28 +246,24 @@ async def _launch(
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no name for this node: {error}; give --node NAME") from error
         await readmit(found.store, job, node, directory)
-        agent = Agent(
-            AgentConfig(
-                job=job,
-                node=node,
-                host=host,
-                workers=workers,
-                command=command,
-                policy=policy,
-                environment=environment,
-                run_directory=directory,
-                digest=_digest(command, policy),
-                domain=options["domain"],
-                lease_ttl_s=options["lease_ttl"],
-                drain_timeout_s=options["drain_timeout"],
-                abort_timeout_s=options["abort_timeout"],
-                grace_s=options["grace"],
-                spares=options["spares"],
-                limits=limits,
-                is_recorded=options["monitor"],
-            ),
-            found.store,
-            fork_server,
+        config = AgentConfig(
+            job=job,
+            node=node,
+            host=host,
+            workers=workers,
+            command=command,
+            policy=policy,
+            environment=environment,
+            run_directory=directory,
+            digest=_digest(command, policy),
+            domain=options["domain"],
+            lease_ttl_s=options["lease_ttl"],
+            drain_timeout_s=options["drain_timeout"],
+            abort_timeout_s=options["abort_timeout"],
+            grace_s=options["grace"],
+            spares=options["spares"],
+            limits=limits,
+            is_recorded=options["monitor"],
         )
         log.info("job %s on %s", job, found.address.url)
         if found.is_own and policy.max_nodes > 1:
@@ -270,10 +271,8 @@ async def _launch(
                 "this node serves the coordinator: if it is lost, so is the job; "
                 "--store with an etcd of its own outlives any node"
             )
-        task = asyncio.ensure_future(agent.run())
-        stop.connect(agent, task)
         try:
-            succeeded = await task
+            succeeded = await _take_part(found.store, config, fork_server, stop)
         except asyncio.CancelledError:
             log.error("interrupted: workers were killed")
             succeeded = False
@@ -282,12 +281,42 @@ async def _launch(
                 await fork_server.close()
             if found.is_own:
                 serving = asyncio.ensure_future(_serve_others(found.store, job))
-                stop.connect(agent, serving)
+                stop.connect(None, serving)
                 try:
                     await serving
                 except asyncio.CancelledError:
                     log.error("interrupted: the coordinator ends, and with it the job")
         return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
+
+
+async def _take_part(
+    store: Store, config: AgentConfig, fork_server: ForkServerProcess | None, stop: _Signals
+) -> bool:
+    """Run this node's agent, again after each eviction from which it may return.
+
+    Returns whether the job has ended; False if the node has left before.
+    """
+    for returned in itertools.count():
+        agent = Agent(config, store, fork_server)
+        running = asyncio.ensure_future(agent.run())
+        stop.connect(agent, running)
+        if await running:
+            return True
+        if stop.number is not None:
+            return False
+        returning = asyncio.ensure_future(
+            return_after_eviction(
+                store,
+                config.job,
+                config.node,
+                config.run_directory,
+                pause_before_return_s(returned),
+            )
+        )
+        stop.connect(None, returning)
+        if not await returning:
+            return False
+    raise AssertionError("unreachable: the count does not end")
 
 
 async def _serve_others(store: Store, job: str) -> None:
@@ -327,7 +356,8 @@ class _Signals:
         # For debugging an agent that waits.
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
 
-    def connect(self, agent: Agent, task: asyncio.Future[Any]) -> None:
+    def connect(self, agent: Agent | None, task: asyncio.Future[Any]) -> None:
+        """Have the next signals let an agent leave, or cancel a task without one."""
         self._agent, self._task = agent, task
 
     def close(self) -> None:
