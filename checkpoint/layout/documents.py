@@ -25,6 +25,9 @@ CONFIG = "config"
 _BY_TENSOR = frozenset({SCALARS, TIED, PARTS, PADDING, MASTERS, AVERAGES, SCALES})
 """Documents with an entry for each tensor that they are about: ranks have different ones."""
 
+OF_OWN_TENSORS = _BY_TENSOR | {GROUPS}
+"""Documents in which each rank says only what it knows of its own tensors."""
+
 
 def merged_documents(documents_of_ranks: Iterable[Mapping[str, Json]]) -> dict[str, Json]:
     """Return the documents of all ranks, in their order, as one mapping.

@@ -18,6 +18,7 @@ import numpy as np
 
 from keepstep.checkpoint.errors import LayoutMismatch, SnapshotUnavailable
 from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.documents import OF_OWN_TENSORS, merged_documents
 from keepstep.checkpoint.layout.dtypes import numpy_dtype
 from keepstep.checkpoint.layout.planner import Read, plan_available_reads
 from keepstep.checkpoint.layout.source import BoxRequest, Source, TensorSpec, slots_in
@@ -117,7 +118,10 @@ class MemorySource:
         self._indexes: dict[int, ShardIndex] = {}
         self._tensors = _UnionMapping(self, _specs, lambda fallback: fallback.tensors)
         self._documents = _UnionMapping(
-            self, lambda index: dict(index.documents), lambda fallback: fallback.documents
+            self,
+            lambda index: dict(index.documents),
+            lambda fallback: fallback.documents,
+            merged=OF_OWN_TENSORS,
         )
         self.local_nbytes = 0
         self.peer_nbytes = 0
@@ -136,7 +140,12 @@ class MemorySource:
 
     @property
     def documents(self) -> Mapping[str, Json]:
-        """Every document. Looking one up asks holders, nearest first, until one has it."""
+        """Every document. Looking one up asks holders, nearest first, until one has it.
+
+        Of the documents in which ranks tell of their own tensors it has what all those ranks say
+        whose tensors were read before: a rank may take over parameters of several others, such as
+        the stages of a pipeline.
+        """
         return self._documents
 
     def slots(self, parameters: Collection[str]) -> Mapping[str, Mapping[str, TensorSpec]]:
@@ -176,6 +185,11 @@ class MemorySource:
     def ranks(self) -> Sequence[int]:
         """The ranks whose shards make up the snapshot, nearest first."""
         return self._ranks_nearest_first
+
+    @property
+    def known_ranks(self) -> Sequence[int]:
+        """Those of them whose indexes were needed so far."""
+        return [rank for rank in self._ranks_nearest_first if rank in self._indexes]
 
     def index(self, rank: int) -> ShardIndex:
         """Return what a rank's shard holds, asking its holder the first time."""
@@ -311,9 +325,12 @@ class _UnionMapping(Mapping[str, Any]):
         snapshot: MemorySource,
         view: Callable[[ShardIndex], dict[str, Any]],
         view_fallback: Callable[[Source], Mapping[str, Any]],
+        *,
+        merged: Collection[str] = (),
     ) -> None:
         self._snapshot = snapshot
         self._view = view
+        self._merged = merged
         self._view_fallback = view_fallback
         self._parts: dict[int, dict[str, Any]] = {}
 
@@ -323,6 +340,18 @@ class _UnionMapping(Mapping[str, Any]):
         return self._parts[rank]
 
     def __getitem__(self, key: str) -> Any:
+        found = self._first(key)
+        if key not in self._merged:
+            return found
+        # What is nearest counts, so it is the last.
+        known = [self._part(rank) for rank in reversed(self._snapshot.known_ranks)]
+        parts = [{key: part[key]} for part in known if key in part]
+        if self._snapshot.fallback_nbytes and self._snapshot.fallback is not None:
+            stored = self._view_fallback(self._snapshot.fallback)
+            parts[:0] = [{key: stored[key]}] if key in stored else []
+        return merged_documents(parts)[key] if parts else found
+
+    def _first(self, key: str) -> Any:
         ranks = self._snapshot.ranks
         if key.startswith("rank/"):
             owner = int(key.split("/")[1])

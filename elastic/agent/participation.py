@@ -434,6 +434,7 @@ class Participation:
             checkpoint_compression=worker_group.checkpoint_compression,
             rank_multiple=worker_group.rank_multiple,
             max_ranks=worker_group.max_ranks,
+            fitting_ranks=worker_group.fitting_ranks,
             phase=self._phase(),
         )
         if membership.record.phase is NodePhase.DONE:

@@ -120,6 +120,7 @@ class WorkerGroup:
         self.checkpoint_compression: Literal["zstd"] | None = None
         self.rank_multiple = 1
         self.max_ranks = 0
+        self.fitting_ranks = ""
         self.awaits_abort_order = False
         self.snapshot_every = 0
         self.snapshot_cost_s = 0.0
@@ -409,6 +410,7 @@ class WorkerGroup:
                 self.checkpoint_compression = message.checkpoint_compression
                 self.rank_multiple = message.rank_multiple
                 self.max_ranks = message.max_ranks
+                self.fitting_ranks = message.fitting_ranks
                 self.awaits_abort_order = message.awaits_abort_order
                 if self._is_draining:
                     # It is being ended as a script that does not report; that goes on.

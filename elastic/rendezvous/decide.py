@@ -51,6 +51,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     trusts_uncommitted,
     with_shard_rebuilds,
 )
+from keepstep.elastic.rendezvous.rank_limits import largest_sum
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     Closing,
@@ -246,10 +247,14 @@ def _await_quorum(
 ) -> Decision:
     leader_state, until_s = _wait(leader_state, "quorum", now_s, policy.quorum_timeout_s)
     message = f"waiting for nodes: {len(nodes)} of at least {policy.min_nodes} are here"
-    multiple = rank_limits(view).multiple
-    if multiple > 1:
-        ranks = sum(record.nproc for record in nodes)
-        message += f", with {ranks} ranks; the mesh needs a multiple of {multiple}"
+    limits = rank_limits(view)
+    ranks = sum(record.nproc for record in nodes)
+    if ranks and not limits.allow(ranks):
+        message += f", with {ranks} ranks; the mesh needs {limits.describe()}"
+        is_full = len(nodes) >= policy.max_nodes
+        if is_full and view.snapshot is None and not largest_sum([r.nproc for r in nodes], limits):
+            hint = f"--nnodes lets no more than {policy.max_nodes} take part; raise it, or change"
+            return Decision(LeaderState(), Finish(Result(False, f"{message}. {hint} mesh=")))
     if now_s >= until_s:
         failure = Result(
             False,
@@ -324,6 +329,12 @@ def _reason_to_close(
             )
         if record.leaving:
             return Closing(number, f"{record.node} leaves", False, wall_s)
+    if any(record.phase is not NodePhase.RUNNING for record in present):
+        # Its ranks may have been chosen before any worker knew the mesh.
+        limits = rank_limits(view)
+        if not limits.allow(generation.world_size):
+            ranks = f"{generation.world_size} ranks; it needs {limits.describe()}"
+            return Closing(number, f"the mesh does not fit {ranks}", False, wall_s)
     if _is_finishing(present):
         return None
     if view.pause is not None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, cycle
+from dataclasses import replace
+from itertools import cycle
 
 from keepstep.checkpoint.parity.groups import group_nodes
+from keepstep.elastic.rendezvous.rank_limits import ANY_NUMBER, RankLimits, largest_sum
 from keepstep.elastic.rendezvous.records import (
     DomainLoss,
     Generation,
@@ -37,34 +38,14 @@ def eligible(view: View) -> tuple[NodeRecord, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RankLimits:
-    """How many ranks the training's mesh has places for.
-
-    Attributes:
-        multiple: the number must be a multiple of this: the product of the mesh's fixed sizes.
-        most: the greatest number; 0 for any.
-    """
-
-    multiple: int = 1
-    most: int = 0
-
-    def allow(self, ranks: int) -> bool:
-        """Whether a generation may have this many ranks."""
-        return ranks > 0 and ranks % self.multiple == 0 and (not self.most or ranks <= self.most)
-
-
-ANY_NUMBER = RankLimits()
-"""What holds until the workers know the mesh."""
-
-
 def rank_limits(view: View) -> RankLimits:
     """Return the limits of the job's mesh; none as long as no node's workers know it."""
-    records = [joined.record for joined in view.nodes.values()]
-    return RankLimits(
-        max((record.rank_multiple for record in records), default=1),
-        max((record.max_ranks for record in records), default=0),
-    )
+    known = {
+        (record.rank_multiple, record.max_ranks, record.fitting_ranks)
+        for record in (joined.record for joined in view.nodes.values())
+    }
+    # All run one script; if they do not, the same record counts for everybody.
+    return RankLimits(*max(known, default=(1, 0, "")))
 
 
 def assign_ranks(
@@ -126,21 +107,26 @@ def assign_ranks(
 def _fitting(
     records: Sequence[NodeRecord], max_nodes: int, limits: RankLimits
 ) -> Sequence[NodeRecord]:
-    """Return the first of these nodes, as many as the limits allow.
+    """Return those of these nodes that have the most ranks the limits allow, the first if equal.
 
-    Where nodes differ in size, nodes of one size alone are considered as well.
+    Where there are more nodes than may be members, and they differ in size, those of one size alone
+    are considered as well.
     """
-    groups = [records]
+    groups = [records[:max_nodes]]
     sizes = {record.nproc for record in records}
-    if len(sizes) > 1:
-        groups += [[r for r in records if r.nproc == size] for size in sorted(sizes, reverse=True)]
+    if len(sizes) > 1 and len(records) > max_nodes:
+        # Larger nodes may be among those that the first ones leave no place for.
+        groups += [
+            [record for record in records if record.nproc == size][:max_nodes]
+            for size in sorted(sizes, reverse=True)
+        ]
     best: Sequence[NodeRecord] = ()
     most = 0
     for group in groups:
-        totals = accumulate(record.nproc for record in group[:max_nodes])
-        for count, ranks in enumerate(totals, start=1):
-            if ranks > most and limits.allow(ranks):
-                best, most = group[:count], ranks
+        chosen = largest_sum([record.nproc for record in group], limits)
+        ranks = sum(group[position].nproc for position in chosen)
+        if ranks > most:
+            best, most = [group[position] for position in chosen], ranks
     return best
 
 

@@ -16,6 +16,7 @@ import msgspec
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.rank_limits import decode_fitting
 
 _SECRET_NBYTES = 32
 
@@ -221,6 +222,7 @@ class NodeRecord(Record):
             wait for the order to abort.
         rank_multiple: the number of ranks must be a multiple of this; 1 until its workers know.
         max_ranks: the greatest number of ranks that the mesh has places for; 0 for any.
+        fitting_ranks: which multiples fit, as `RankLimits.fitting` has them; empty: all of them.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
@@ -262,6 +264,12 @@ class NodeRecord(Record):
     fenced: int = 0
     rank_multiple: int = 1
     max_ranks: int = 0
+    fitting_ranks: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody could read later. Raises ValueError."""
+        if self.fitting_ranks:
+            decode_fitting(self.fitting_ranks)
 
 
 @dataclass(frozen=True, slots=True)

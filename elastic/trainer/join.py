@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping
 from typing import Literal, get_args
 
 from keepstep.checkpoint.stored.chunking import Compression, check_compression
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
+from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.devices import DeviceType, device_type
 from keepstep.elastic.trainer.events import Callbacks
 from keepstep.elastic.trainer.job import Job
+from keepstep.elastic.trainer.mesh_rule import Mesh, MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups
 from keepstep.elastic.trainer.replicas import OnDivergence
 from keepstep.elastic.trainer.start_from import StartFrom
@@ -32,10 +32,11 @@ def join(
     checkpoint_compression: Compression | None = None,
     start_from: str | StartFrom | None = None,
     snapshot_every: int | Literal["auto"] = 1,
-    mesh: Mapping[str, int] | None = None,
+    mesh: Mesh | None = None,
     seed: int = 0,
     compare_replicas_every: int | None = 100,
     on_divergence: OnDivergence = "report",
+    on_bad_step: BadSteps | None = None,
     device: DeviceType | None = None,
     backend: str | None = None,
     callbacks: Callbacks = _NO_CALLBACKS,
@@ -62,7 +63,11 @@ def join(
         snapshot_every: number of steps between snapshots in memory; "auto": the interval with the
             least expected loss.
         mesh: names and sizes of the device mesh's dimensions, of which one may be -1; default
-            `{"dp": -1}`.
+            `{"dp": -1}`. Or a function of the number of ranks that returns them, and None for a
+            number that does not fit: then the job takes another mesh when ranks are lost or come,
+            and nodes without a place wait. It must return the same on all ranks. Names begin with
+            `dp` or `ep` where each rank has samples of its own, and with `tp`, `cp`, `pp`, `sp` or
+            `etp` where all ranks compute the same ones.
         seed: seed of the random number generators and of the data order.
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.
@@ -71,12 +76,15 @@ def join(
             snapshot, of which all were compared then, and find out by computing the steps again
             who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
             if enough others are left; "stop": end the job.
+        on_bad_step: what `Step.report` rejects, such as a loss that is not a number, and how far
+            the job then goes back; None: nothing is reported.
         device: the type of device to compute on, "cuda" or "cpu"; default: GPUs where the machine
             has any.
         backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
             them; default: NCCL on GPUs, and gloo.
-        callbacks: functions that are called for a new generation, a recovery, a committed snapshot
-            and a stored checkpoint; on every rank, in the thread that trains, between steps.
+        callbacks: functions that are called for a new generation, a recovery, a committed snapshot,
+            a stored checkpoint and a rejected step; on every rank, in the thread that trains,
+            between steps.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -98,8 +106,8 @@ def join(
         raise UsageError(f"checkpoint_{error}") from error
     session = current()
     checkpoint_interval = AUTO if checkpoint_every == "auto" else checkpoint_every
-    sizes = dict(mesh or {"dp": -1})
-    multiple = math.prod(size for size in sizes.values() if size > 0)
+    rule = MeshRule(mesh)
+    limits = rule.limits()
     kind = device_type(device, backend)
     if kind == "cuda":
         set_device_variables(os.environ)
@@ -109,8 +117,9 @@ def join(
             checkpoint_url=checkpoint,
             checkpoint_every=checkpoint_interval,
             checkpoint_compression=checkpoint_compression,
-            rank_multiple=multiple,
-            max_ranks=0 if -1 in sizes.values() else multiple,
+            rank_multiple=limits.multiple,
+            max_ranks=limits.most,
+            fitting_ranks=limits.fitting,
             awaits_abort_order=groups.awaits_abort_order,
         )
     )
@@ -118,13 +127,14 @@ def join(
         session=session,
         groups=groups,
         build=build,
-        mesh=sizes,
+        mesh=rule,
         checkpoint=checkpoint,
         start_from=StartFrom.of(start_from),
         snapshot_every=AUTO if snapshot_every == "auto" else snapshot_every,
         seed=seed,
         compare_replicas_every=compare_replicas_every,
         on_divergence=on_divergence,
+        on_bad_step=on_bad_step,
         callbacks=callbacks,
     )
 

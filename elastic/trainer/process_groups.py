@@ -11,7 +11,6 @@ they are aborted is in `tear_down`.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
@@ -25,11 +24,15 @@ from torch.distributed import PrefixStore, TCPStore, distributed_c10d  # type: i
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _world
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._redistribute import _gen_transform_infos
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from keepstep.elastic.errors import ProcessUnusable, UsageError
 from keepstep.elastic.trainer.devices import DeviceType, bind
+from keepstep.elastic.trainer.mesh_rule import data_share, resolved
 from keepstep.elastic.trainer.tear_down import GroupAbort, check_device
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Assignment
@@ -44,9 +47,11 @@ _COLLECTIVE_TIMEOUT = timedelta(days=1)
 class World:
     """One generation as the training code sees it.
 
-    `mesh` has the dimensions given to `keepstep.join(mesh=...)`, by default only `dp`. This rank
-    computes share `data_rank` of the `data_size` shares of each global batch: ranks that differ
-    only in dimensions other than `dp*` compute the same share.
+    `mesh` has the dimensions given to `keepstep.join(mesh=...)`, in their order, by default only
+    `dp`. Slices, and what `_flatten` and `_unflatten` make of it, are meshes of the same groups;
+    `build` makes them again in each generation. This rank computes share `data_rank` of the
+    `data_size` shares of each global batch: ranks that differ in a dimension named `dp*` or `ep*`
+    have different shares, and those that differ in others only (`cp`, `tp`, `pp`) the same.
     """
 
     generation: int
@@ -59,34 +64,12 @@ class World:
     data_size: int
 
 
-def mesh_sizes(wanted: Mapping[str, int], world_size: int) -> tuple[int, ...]:
-    """Return the sizes of the mesh's dimensions for a world size.
-
-    Args:
-        wanted: size by name; at most one is -1: the quotient of `world_size` by the others.
-        world_size: number of ranks, which the product of the sizes must equal.
-
-    Raises:
-        UsageError: a size is invalid, or the product of the sizes cannot equal the world size.
-    """
-    fixed = math.prod(size for size in wanted.values() if size > 0)
-    free = [name for name, size in wanted.items() if size == -1]
-    if len(free) > 1 or any(size == 0 or size < -1 for size in wanted.values()):
-        raise UsageError(f"mesh {dict(wanted)}: sizes must be positive, and at most one may be -1")
-    if world_size % fixed != 0 or (not free and fixed != world_size):
-        raise UsageError(
-            f"mesh {dict(wanted)} does not divide {world_size} ranks; change --nnodes or the mesh, "
-            "or leave one dimension -1"
-        )
-    return tuple(world_size // fixed if size == -1 else size for size in wanted.values())
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a rank is in a mesh."""
 
     rank: int
-    world_size: int
+    sizes: tuple[int, ...]
     dimensions: tuple[str, ...]
 
 
@@ -121,13 +104,19 @@ class ProcessGroups:
     def enter(self, assignment: Assignment, mesh: Mapping[str, int]) -> World:
         """Join the process group of a generation and create its device mesh.
 
+        Args:
+            assignment: this process's place in the generation.
+            mesh: sizes of the mesh's dimensions by name, of which one may be -1.
+
         Raises:
             UsageError: the mesh does not fit the world size.
             DeviceUnavailable: this worker has no GPU.
             RuntimeError: a peer died during the call (raised by torch).
         """
-        sizes = mesh_sizes(mesh, assignment.world_size)
-        place = _Place(assignment.rank, assignment.world_size, tuple(mesh))
+        sizes = resolved(mesh, assignment.world_size)
+        if sizes is None:
+            raise UsageError(f"mesh {dict(mesh)} does not fit {assignment.world_size} ranks")
+        place = _Place(assignment.rank, tuple(sizes.values()), tuple(sizes))
         self._device = device = bind(self._device_type, assignment.local_rank)
         is_cuda = device.type == "cuda"
         sockets_before = _open_sockets()
@@ -146,13 +135,13 @@ class ProcessGroups:
                 device_id=device if is_cuda else None,
                 timeout=_COLLECTIVE_TIMEOUT if is_cuda else None,
             )
-            device_mesh = self._mesh_of(place, sizes)
+            device_mesh = self._mesh_of(place)
         finally:
             self._connections = _open_sockets() - sockets_before
         if is_cuda:
             self._can_be_rebuilt = _is_rebuildable(dist.group.WORLD, device)
             _connect_all(device)
-        data_rank, data_size = _data_share(device_mesh, tuple(mesh))
+        data_rank, data_size = data_share(sizes, assignment.rank)
         return World(
             generation=assignment.generation,
             rank=assignment.rank,
@@ -164,7 +153,7 @@ class ProcessGroups:
             data_size=data_size,
         )
 
-    def _mesh_of(self, place: _Place, sizes: tuple[int, ...]) -> DeviceMesh:
+    def _mesh_of(self, place: _Place) -> DeviceMesh:
         """Return the mesh of a generation: the last one's if this process has the same place in it.
 
         DTensor caches specs by mesh. Meshes of equal shape compare equal even if this process has
@@ -181,7 +170,8 @@ class ProcessGroups:
         else:
             _clear_sharding_prop_cache()
             _gen_transform_infos.cache_clear()
-            mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=place.dimensions)
+            clear_redistribute_planner_cache()
+            mesh = init_device_mesh(self._device.type, place.sizes, mesh_dim_names=place.dimensions)
         self._entered = (place, mesh)
         return mesh
 
@@ -310,18 +300,6 @@ def _connect_all(device: torch.device) -> None:
     for group in tuple(_world.pg_names):
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     torch.cuda.synchronize(device)
-
-
-def _data_share(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[int, int]:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "the mesh contains every rank"
-    data_rank, data_size = 0, 1
-    for position, name in enumerate(names):
-        if name.startswith("dp"):
-            size = mesh.size(position)
-            data_rank = data_rank * size + coordinate[position]
-            data_size *= size
-    return data_rank, data_size
 
 
 def _open_sockets() -> frozenset[tuple[int, str]]:

@@ -126,6 +126,7 @@ class Joined(Message, frozen=True, kw_only=True):
         checkpoint_compression: how they are compressed; None: not at all.
         rank_multiple: the world size must be a multiple of this, as the mesh asks.
         max_ranks: the world size may not be greater; 0: any.
+        fitting_ranks: which multiples up to that fit, as `RankLimits.fitting` has them; empty: all.
         awaits_abort_order: an aborted collective may leave garbage without an exception, so that
             nobody aborts before all snapshot servers refuse what it leaves.
     """
@@ -135,6 +136,7 @@ class Joined(Message, frozen=True, kw_only=True):
     checkpoint_compression: Literal["zstd"] | None = None
     rank_multiple: int = 1
     max_ranks: int = 0
+    fitting_ranks: str = ""
     awaits_abort_order: bool = False
 
 

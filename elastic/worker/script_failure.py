@@ -11,7 +11,7 @@ from types import TracebackType
 
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
-from keepstep.elastic.errors import ElasticError, ReplicasDiverged, UsageError
+from keepstep.elastic.errors import ElasticError, ReplicasDiverged, StepRejected, UsageError
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 # Keepstep, and what it calls on the way to its errors, such as contextlib.
@@ -92,7 +92,7 @@ def is_fatal(error: BaseException) -> bool:
     Args:
         error: as `without_launcher` returned it.
     """
-    if isinstance(error, UsageError | ReplicasDiverged):
+    if isinstance(error, UsageError | ReplicasDiverged | StepRejected):
         return True
     if isinstance(error, Exception) and error.__traceback__ is None:
         # Nothing of the script has run: it does not exist, or cannot be compiled.

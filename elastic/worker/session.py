@@ -144,6 +144,11 @@ class Session:
             self._changed.wait_for(lambda: self._stored_step >= step or self.is_closing(generation))
             return self._stored_step >= step
 
+    def wait_for_closing(self, generation: int) -> None:
+        """Block until the agent has declared this generation over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_closing(generation))
+
     def wait_for_abort_order(self, generation: int) -> None:
         """Block until this rank may abort its collectives of a generation that something broke.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from keepstep.checkpoint.layout.boxes import Box, Entry, ShardIndex
+from keepstep.checkpoint.layout.boxes import Box, Entry, Json, ShardIndex
+from keepstep.checkpoint.layout.documents import GROUPS, SCALARS
 from keepstep.checkpoint.layout.source import BoxRequest
 from keepstep.checkpoint.live.capture import LiveStateReader
 from keepstep.checkpoint.live.restore import allocate, fill, plan_fills
@@ -29,6 +30,7 @@ class Servers:
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = boxes
+        self.documents: Sequence[Mapping[str, Json]] = [{}] * len(boxes)
         self.asked: list[int] = []
         self.waited_for: list[int] = []
 
@@ -51,7 +53,7 @@ class Servers:
             )
             for number, key in enumerate(SLOTS)
         )
-        return ShardIndex(2 * box.size * 4, entries, {})
+        return ShardIndex(2 * box.size * 4, entries, self.documents[rank])
 
     def read(
         self, snapshot: SnapshotId, boxes: Sequence[ShardBox], into: Sequence[memoryview]
@@ -154,3 +156,24 @@ def test_each_rank_is_asked_once_and_rebuilt_ones_last(
     assert others == sorted(others)
     if rank in holders:
         assert ordered.index(rank) <= (1 if rank in rebuilt else 0)
+
+
+def test_what_ranks_say_of_their_own_tensors_is_merged_over_those_that_were_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that takes over the parameters of two pipeline stages needs the options of both."""
+    servers, source = source_of(monkeypatch, sharded(4), 1, 2)
+    servers.documents = [
+        {
+            GROUPS: [{"parameters": [f"layer{rank}"], "options": {"lr": rank}}],
+            SCALARS: {f"layer{rank}/step": rank},
+            "trainer": {"step": rank},
+        }
+        for rank in range(4)
+    ]
+    read(source, Box((ROWS // 2,), (ROWS // 2,)))
+    groups = {tuple(group["parameters"]): group["options"] for group in source.documents[GROUPS]}
+    assert servers.asked == [1, 2, 3]
+    assert groups == {(f"layer{rank}",): {"lr": rank} for rank in servers.asked}
+    assert source.documents[SCALARS] == {f"layer{rank}/step": rank for rank in servers.asked}
+    assert source.documents["trainer"] == {"step": 1}

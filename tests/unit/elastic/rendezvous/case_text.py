@@ -24,6 +24,7 @@ the present members of the current generation. A rank stands for the node that h
     a rejoins                            its agent died and another joined before anybody looked
     a wants checkpoints in URL [every 10 steps | as often as best]
     a wants ranks in multiples of 4[, at most 8]    what its workers' mesh has places for
+    a wants 3 4 8 ranks         one of these numbers, as a mesh of the user's own rule
     a writes its part                    of the checkpoint that is requested
     a cannot write its part: REASON
     the manifest cannot be written: REASON      at the next attempt
@@ -60,6 +61,7 @@ from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
 from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
+from keepstep.elastic.rendezvous.rank_limits import RankLimits
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     CheckpointRecord,
@@ -295,6 +297,14 @@ class Case:
             self._run_workers(node, found[1])
         elif found := re.fullmatch(r"wants? ranks in multiples of (\d+)(?:, at most (\d+))?", what):
             self._write(record, rank_multiple=int(found[1]), max_ranks=int(found[2] or 0))
+        elif found := re.fullmatch(r"wants? ((?:\d+ )+)ranks", what):
+            limits = RankLimits.of(map(int, found[1].split()))
+            self._write(
+                record,
+                rank_multiple=limits.multiple,
+                max_ranks=limits.most,
+                fitting_ranks=limits.fitting,
+            )
         elif found := re.fullmatch(r"completes? step (\d+)", what):
             self._write(record, step=int(found[1]))
         elif found := re.fullmatch(r"seals? step (\d+)", what):

@@ -8,8 +8,6 @@ import pytest
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.rank_assignment import (
-    ANY_NUMBER,
-    RankLimits,
     assign_groups,
     assign_ranks,
     completed_by_storage,
@@ -17,6 +15,7 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     rank_limits,
     with_shard_rebuilds,
 )
+from keepstep.elastic.rendezvous.rank_limits import ANY_NUMBER, RankLimits
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Generation,
@@ -158,6 +157,9 @@ def test_nodes_of_one_domain_are_in_different_groups() -> None:
         ("488", RankLimits(8), 9, "88"),
         ("844", RankLimits(8), 9, "844"),
         ("84", RankLimits(8), 9, "8"),
+        ("1322", RankLimits.of([5]), 9, "122"),
+        ("3322", RankLimits.of([5, 7]), 9, "322"),
+        ("4888", RankLimits.of([16]), 2, "88"),
     ],
 )
 def test_as_many_nodes_are_members_as_the_mesh_has_places_for(
@@ -177,9 +179,3 @@ def test_mesh_limits_the_ranks_from_when_one_nodes_workers_know_it() -> None:
     assert rank_limits(View(nodes=nodes)) == ANY_NUMBER
     nodes["b"] = JoinedNode(replace(record("b"), rank_multiple=4, max_ranks=8), 2)
     assert rank_limits(View(nodes=nodes)) == RankLimits(4, 8)
-
-
-def test_limits_allow_multiples_up_to_the_most_and_never_no_rank() -> None:
-    allowed = [ranks for ranks in range(20) if RankLimits(multiple=4, most=12).allow(ranks)]
-    assert allowed == [4, 8, 12]
-    assert not RankLimits().allow(0)

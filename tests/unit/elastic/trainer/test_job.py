@@ -25,6 +25,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import ProcessUnusable
 from keepstep.elastic.trainer import process_groups, snapshot_manager
 from keepstep.elastic.trainer.job import Job
+from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained
 from keepstep.elastic.worker.session import Session
@@ -127,7 +128,7 @@ class Running:
             session=cast(Session, self.agent),
             groups=ProcessGroups("cpu", BACK_END),
             build=build,
-            mesh={"dp": -1},
+            mesh=MeshRule(),
             checkpoint=None,
             start_from=None,
             snapshot_every=1,

@@ -222,7 +222,7 @@ def test_rank_that_has_another_place_forgets_what_dtensor_has_found_out(
         doubled(world)
     assert groups._kept is not None
     place, mesh = groups._kept
-    groups._kept = replace(place, rank=1, world_size=2), mesh
+    groups._kept = replace(place, rank=1, sizes=(2,)), mesh
     found.clear()
     with entered(groups, 2) as world:
         doubled(world)
@@ -243,3 +243,17 @@ def test_what_is_compiled_uses_the_groups_of_its_generation() -> None:
             assert torch.equal(compiled(shards), torch.full((3,), 2.0))
         torch._dynamo.reset()
     assert meshes[0] is meshes[1] is meshes[2]
+
+
+def test_meshes_made_of_the_worlds_mesh_use_the_groups_of_their_generation() -> None:
+    """`build` makes an experts' mesh beside that of the data by `_unflatten`, and flattens both."""
+    groups = ProcessGroups("cpu")
+    for generation in (1, 2, 3):
+        with entered(groups, generation) as world:
+            flat = world.mesh._flatten("all")
+            experts = world.mesh._unflatten(0, (1, 1), ("dp_shard", "ep"))
+            for group in (flat.get_group(), experts.get_group("ep"), world.mesh.get_group()):
+                total = torch.ones(1)
+                dist.all_reduce(total, group=group)
+                assert total.item() == 1
+            assert torch.equal(doubled(world).full_tensor(), torch.full((3,), 2.0))
