@@ -423,6 +423,7 @@ class Job:
             self._stream_state,
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
+            is_stage=self._world.has_stages,
         )
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed)
