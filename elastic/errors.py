@@ -52,6 +52,10 @@ class ReplicasDiverged(ElasticError):
     """Ranks that must hold the same state do not, and the job is to stop then."""
 
 
+class StepRejected(ElasticError):
+    """More steps of the training were rejected than the job is to survive (`BadSteps`)."""
+
+
 class InvariantViolated(ElasticError):
     """Something that the rendezvous promises does not hold. Who finds it stops and writes nothing.
 

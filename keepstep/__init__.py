@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from keepstep import checkpoint, monitor
+    from keepstep.elastic.data.micro_batches import MicroBatch
+    from keepstep.elastic.data.mixture import Mixture
+    from keepstep.elastic.data.packed import Packed, PackedRow
+    from keepstep.elastic.data.sharded_stream import ShardedStream
+    from keepstep.elastic.data.split_stream import SplitStream
     from keepstep.elastic.errors import (
         DeviceUnavailable,
         ElasticError,
@@ -20,9 +25,11 @@ if TYPE_CHECKING:
         LeaseLost,
         ProcessUnusable,
         ReplicasDiverged,
+        StepRejected,
         StoreUnavailable,
         UsageError,
     )
+    from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep
     from keepstep.elastic.trainer.events import (
         Callbacks,
         CheckpointStored,
@@ -30,6 +37,7 @@ if TYPE_CHECKING:
         Recovered,
         SnapshotCommitted,
     )
+    from keepstep.elastic.trainer.guard import Guard
     from keepstep.elastic.trainer.job import Job, Step
     from keepstep.elastic.trainer.join import join
     from keepstep.elastic.trainer.process_groups import World
@@ -38,23 +46,33 @@ if TYPE_CHECKING:
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
+    "BadSteps": "keepstep.elastic.trainer.bad_steps",
     "Callbacks": "keepstep.elastic.trainer.events",
     "CheckpointStored": "keepstep.elastic.trainer.events",
     "DeviceUnavailable": "keepstep.elastic.errors",
     "ElasticError": "keepstep.elastic.errors",
     "GenerationEntered": "keepstep.elastic.trainer.events",
+    "Guard": "keepstep.elastic.trainer.guard",
     "InvariantViolated": "keepstep.elastic.errors",
     "Job": "keepstep.elastic.trainer.job",
     "JobFailed": "keepstep.elastic.errors",
     "LeaseLost": "keepstep.elastic.errors",
+    "MicroBatch": "keepstep.elastic.data.micro_batches",
+    "Mixture": "keepstep.elastic.data.mixture",
+    "Packed": "keepstep.elastic.data.packed",
+    "PackedRow": "keepstep.elastic.data.packed",
     "ProcessUnusable": "keepstep.elastic.errors",
     "Recovered": "keepstep.elastic.trainer.events",
+    "RejectedStep": "keepstep.elastic.trainer.bad_steps",
     "ReplicasDiverged": "keepstep.elastic.errors",
+    "ShardedStream": "keepstep.elastic.data.sharded_stream",
     "SnapshotCommitted": "keepstep.elastic.trainer.events",
+    "SplitStream": "keepstep.elastic.data.split_stream",
     "StartFrom": "keepstep.elastic.trainer.start_from",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
     "Step": "keepstep.elastic.trainer.job",
+    "StepRejected": "keepstep.elastic.errors",
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",
     "World": "keepstep.elastic.trainer.process_groups",
@@ -62,23 +80,33 @@ _HOMES = {
 }
 
 __all__ = [
+    "BadSteps",
     "Callbacks",
     "CheckpointStored",
     "DeviceUnavailable",
     "ElasticError",
     "GenerationEntered",
+    "Guard",
     "InvariantViolated",
     "Job",
     "JobFailed",
     "LeaseLost",
+    "MicroBatch",
+    "Mixture",
+    "Packed",
+    "PackedRow",
     "ProcessUnusable",
     "Recovered",
+    "RejectedStep",
     "ReplicasDiverged",
+    "ShardedStream",
     "SnapshotCommitted",
+    "SplitStream",
     "StartFrom",
     "State",
     "Stateful",
     "Step",
+    "StepRejected",
     "StoreUnavailable",
     "UsageError",
     "World",

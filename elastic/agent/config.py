@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from keepstep.checkpoint.server.limits import RateLimits
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.worker.messages import Command
 
 

@@ -45,13 +45,14 @@ from keepstep.elastic.rendezvous import (
     standing,
     transactions,
 )
-from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide
+from keepstep.elastic.rendezvous.decide import LeaderState, decide
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
     check_record,
     check_transition,
     check_view,
 )
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     NodeReport,
@@ -509,7 +510,13 @@ class Membership:
 
     async def _take_lead(self) -> None:
         """Try to become the leader, and wait until the view shows who is."""
-        attempt = transactions.take_lead(self._keys, self.view, self._written_record, self._created)
+        attempt = transactions.take_lead(
+            self._keys,
+            self.view,
+            self._written_record,
+            self._created,
+            self._policy.limits,
+        )
         with suppress(StoreUnavailable):
             await self._commit(attempt)
         await self._wait_for_change()

@@ -149,6 +149,7 @@ class Participation:
         self._connections: PeerConnections  # Set before anything uses it.
         self._drained_generation = 0
         self._ordered_generation = 0
+        self._paused_generation = 0
         self._committed: SnapshotId | None = None
         self._part_attempt: PartAttempt | None = None
         self._progress_due_s = 0.0
@@ -368,7 +369,7 @@ class Participation:
         if self._supervisor.has_died and not await self._mend_server():
             return False
         await self._follow_commits()
-        if self._worker_group.generation == 0:
+        if not self._worker_group.workers:
             self._worker_group.warm_up()
         await self._follow_generation()
         self._worker_group.start_spares()
@@ -412,6 +413,7 @@ class Participation:
         if view.is_closing or has_failed:
             is_aborted = view.closing is not None and view.closing.abort
             await self._drain(generation.generation, abort=has_failed or is_aborted)
+            await self._pause_workers(generation.generation)
         membership.update(
             times=worker_group.times(),
             restored_from=worker_group.restored_from,
@@ -423,7 +425,8 @@ class Participation:
         """Bring the node's record up to date."""
         membership, worker_group = self._membership, self._worker_group
         membership.update(
-            warm=membership.record.warm or worker_group.warm,
+            # Members that have drained go on with the workers that they have.
+            warm=worker_group.warm or (membership.record.warm and bool(worker_group.workers)),
             failure=worker_group.failure,
             finishing=worker_group.finishing,
             checkpoint_url=worker_group.checkpoint_url,
@@ -459,7 +462,10 @@ class Participation:
         if self._drained_generation > worker_group.generation:
             return NodePhase.DRAINED
         if worker_group.generation == 0 or not worker_group.workers:
-            return NodePhase.WAITING
+            is_paused = (
+                worker_group.generation and self._paused_generation == worker_group.generation
+            )
+            return NodePhase.DRAINED if is_paused else NodePhase.WAITING
         if worker_group.done and worker_group.failure is None:
             return NodePhase.DONE
         if self._drained_generation == worker_group.generation:
@@ -537,6 +543,14 @@ class Participation:
             step=self._worker_group.step,
             phase=NodePhase.DRAINED,
         )
+
+    async def _pause_workers(self, generation: int) -> None:
+        """End the workers of a job that is paused, once they have drained; memory stays."""
+        group = self._worker_group
+        is_over = self._drained_generation == generation and not group.done
+        if self._membership.view.pause is not None and is_over and group.workers:
+            self._paused_generation = generation
+            await group.end_drained()
 
     async def _drain_at_once(self) -> bool:
         """Drain by abort without the leader's order; return whether no worker can write any more.

@@ -189,7 +189,8 @@ class WorkerGroup:
     def warm_up(self) -> None:
         """Start as many idle processes as a generation needs.
 
-        Before the first generation, so that they are warm when the node's peers are.
+        Before the first generation, so that they are warm when the node's peers are; and on
+        standby, so that they can take a lost node's place at once.
 
         Raises:
             JobFailed: they end again and again before they are warm.
@@ -235,6 +236,13 @@ class WorkerGroup:
         await _stop_all(self.workers.values(), _TERM_GRACE_S)
         self.workers.clear()
         self.warm_up()
+
+    async def end_drained(self) -> None:
+        """End workers that have drained: the job is paused, and others may use their devices."""
+        for worker in self.workers.values():
+            self._read_progress(worker)
+        await _stop_all(self.workers.values(), _TERM_GRACE_S)
+        self.workers.clear()
 
     async def drain(self, *, abort: bool, limit_s: float) -> bool:
         """Make every worker stop writing; return whether none can write any more.
@@ -413,7 +421,12 @@ class WorkerGroup:
                 # Its exit may be long in coming: until then what runs at exit runs.
                 worker.is_ending = True
                 kind = FailureKind.FATAL if message.is_fatal else FailureKind.WORKER
-                self._record_failure(kind, _describe_failed_script(worker, message), worker.rank)
+                self._record_failure(
+                    kind,
+                    _describe_failed_script(worker, message),
+                    worker.rank,
+                    error=self._identify(worker, message),
+                )
             case RestartRequested(reason=reason):
                 worker.asks_replacement = True
                 self._record_failure(FailureKind.PEER, f"rank {worker.rank} starts over: {reason}")
@@ -457,7 +470,11 @@ class WorkerGroup:
     def _on_exit(self, worker: Worker, code: int) -> None:
         if worker in self._idle:
             self._idle.remove(worker)
-            if not worker.is_stopping:
+            if worker.is_warm and not worker.is_stopping:
+                log.warning(
+                    "an idle worker process %s; another one takes its place", describe_exit(code)
+                )
+            elif not worker.is_stopping:
                 self._warm_up_failures += 1
                 log.warning("a worker process %s while it warmed up", describe_exit(code))
         else:
@@ -471,14 +488,27 @@ class WorkerGroup:
         if progress is not None and progress.generation == self.generation:
             self._newest_step = max(self._newest_step, progress.step)
 
-    def _record_failure(self, kind: FailureKind, message: str, rank: int | None = None) -> None:
+    def _identify(self, worker: Worker, failed: Failed) -> str:
+        """Return what an error that comes again has in common with this one; "" if unknown."""
+        if not failed.place:
+            return ""
+        progress = worker.board.read()
+        has_begun = progress is not None and progress.generation == self.generation
+        when = f"in step {progress.step + 1}" if progress and has_begun else "before the first step"
+        return f"{failed.place}, {when}"
+
+    def _record_failure(
+        self, kind: FailureKind, message: str, rank: int | None = None, error: str = ""
+    ) -> None:
         """Keep the first failure of a generation; a worker's failure replaces a peer's.
 
         A collective breaks at every rank when one worker fails, and the cause is what counts.
         """
         is_cause = kind is not FailureKind.PEER
         if self.failure is None or (self.failure.kind is FailureKind.PEER and is_cause):
-            self.failure = Failure(kind=kind, message=message, at_s=time.time(), rank=rank)
+            self.failure = Failure(
+                kind=kind, message=message, at_s=time.time(), rank=rank, error=error
+            )
 
 
 def _describe_failed_script(worker: Worker, failed: Failed) -> str:

@@ -6,8 +6,8 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from rich.live import Live
 
 from keepstep.elastic.cli.status import render, summary
 from keepstep.elastic.errors import UsageError
+from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss
 from keepstep.elastic.rendezvous.records import Eviction
 from keepstep.elastic.rendezvous.view import Keys, View, apply, from_listing
 from keepstep.elastic.store.address import Address, parse_address
@@ -66,6 +67,22 @@ def evict_node(job: JobAddress, node: str, reason: str, *, undo: bool) -> None:
     asyncio.run(_set_eviction(job, node, None if undo else Eviction(reason, may_return=False)))
 
 
+def foretell_loss(job: JobAddress, nodes: Sequence[str], *, as_json: bool) -> None:
+    """Print what a job would do if nodes were lost now.
+
+    Args:
+        job: the job.
+        nodes: names of the nodes.
+        as_json: print a JSON object.
+
+    Raises:
+        UsageError: there is no such job or node, or the job has not begun.
+        StoreUnavailable: the coordinator does not answer.
+    """
+    forecast = forecast_loss(asyncio.run(_read(job)), nodes, time.time())
+    print(json.dumps(asdict(forecast)) if as_json else describe_forecast(forecast))
+
+
 async def views(client: Store, keys: Keys) -> AsyncIterator[View]:
     """Yield the job's current view, then a new one after every change."""
     listing = await client.read(keys.prefix)
@@ -109,6 +126,24 @@ def find_job(store: str | None, job: str | None, secret_file: Path | None = None
     )
 
 
+async def _read(job: JobAddress) -> View:
+    keys = Keys(job.name)
+    client = await EtcdStore.connect(job.coordinator)
+    try:
+        view = from_listing(keys, await client.read(keys.prefix))
+    finally:
+        await client.close()
+    _check_present(keys, view)
+    return view
+
+
+def _check_present(keys: Keys, view: View) -> None:
+    if not view.nodes:
+        raise UsageError(
+            f"there is no job {keys.job!r} at this coordinator; check --store and --job"
+        )
+
+
 async def _follow(job: JobAddress, once: bool, as_json: bool) -> None:
     keys = Keys(job.name)
     client = await EtcdStore.connect(job.coordinator)
@@ -148,10 +183,7 @@ async def _print(client: EtcdStore, keys: Keys, once: bool, as_json: bool) -> No
         if as_json:
             console.out(json.dumps(summary(view, time.time())), highlight=False)
         else:
-            if not view.nodes:
-                raise UsageError(
-                    f"there is no job {keys.job!r} at this coordinator; check --store and --job"
-                )
+            _check_present(keys, view)
             console.print(render(keys.job, view, time.time()))
         if once or view.result is not None:
             return

@@ -33,7 +33,7 @@ from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.errors import UsageError
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import Address
 from keepstep.elastic.store.contract import Store
@@ -87,8 +87,12 @@ def launch(**options: Any) -> int:
     return asyncio.run(_launch(options, command, policy, workers, limits))
 
 
-def parse_nodes(text: str) -> tuple[int, int]:
+def parse_nodes(text: str, name: str = "--nnodes") -> tuple[int, int]:
     """Return the least and greatest number of nodes in `N` or `MIN:MAX`.
+
+    Args:
+        text: what the user gave.
+        name: name of the option, for the error message.
 
     Raises:
         UsageError: the text has another form, or MIN exceeds MAX.
@@ -97,10 +101,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
     try:
         least, greatest = int(least_text), int(greatest_text or least_text)
     except ValueError:
-        raise UsageError(f"--nnodes {text}: give a number, or MIN:MAX such as 1:4") from None
+        raise UsageError(f"{name} {text}: give a number, or MIN:MAX such as 1:4") from None
     if not 1 <= least <= greatest:
         raise UsageError(
-            f"--nnodes {text}: the first number is the least, the second the greatest; "
+            f"{name} {text}: the first number is the least, the second the greatest; "
             "both are at least 1"
         )
     return least, greatest

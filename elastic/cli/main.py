@@ -250,12 +250,26 @@ def run(**options: Any) -> None:
     is_flag=True,
     help="Print JSON, one object per change (or one, with --once).",
 )
+@click.option(
+    "--if-lost",
+    metavar="NODE",
+    multiple=True,
+    help="Print what the job would do if NODE died now, instead; may be given several times.",
+)
 def status(
-    store: str | None, job: str | None, secret_file: Path | None, once: bool, as_json: bool
+    store: str | None,
+    job: str | None,
+    secret_file: Path | None,
+    once: bool,
+    as_json: bool,
+    if_lost: tuple[str, ...],
 ) -> None:
     """Show members, generation, step, last snapshot and checkpoint of a running job, live."""
-    from keepstep.elastic.cli.follow import find_job, follow
+    from keepstep.elastic.cli.follow import find_job, follow, foretell_loss
 
+    if if_lost:
+        foretell_loss(find_job(store, job, secret_file), if_lost, as_json=as_json)
+        return
     follow(find_job(store, job, secret_file), once=once, as_json=as_json)
 
 
@@ -287,6 +301,53 @@ def evict(
     from keepstep.elastic.cli.follow import evict_node, find_job
 
     evict_node(find_job(store, job, secret_file), node, reason, undo=undo)
+
+
+_STORE = click.option(
+    "--store",
+    metavar="URL",
+    help="The coordinator. Default: that of the job running on this machine.",
+)
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.argument("job")
+@click.argument("nodes", metavar="MIN:MAX")
+def scale(store: str | None, secret_file: Path | None, job: str, nodes: str) -> None:
+    """Change how many nodes JOB has, while it runs; those beyond the maximum go on standby."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.launch import parse_nodes
+    from keepstep.elastic.cli.operation import scale_job
+
+    limits = parse_nodes(nodes, "MIN:MAX")
+    click.echo(scale_job(find_job(store, job, secret_file), *limits))
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.option("--reason", default="on request", show_default=True, help="Shown to users.")
+@click.argument("job")
+def pause(store: str | None, secret_file: Path | None, reason: str, job: str) -> None:
+    """Store a checkpoint of JOB and end its workers; its nodes wait, and may leave."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.operation import pause_job
+
+    click.echo(pause_job(find_job(store, job, secret_file), reason))
+
+
+@main.command()
+@_STORE
+@_SECRET_FILE
+@click.argument("job")
+def resume(store: str | None, secret_file: Path | None, job: str) -> None:
+    """Let a paused JOB go on, with the nodes that are there."""
+    from keepstep.elastic.cli.follow import find_job
+    from keepstep.elastic.cli.operation import resume_job
+
+    click.echo(resume_job(find_job(store, job, secret_file)))
 
 
 if __name__ == "__main__":

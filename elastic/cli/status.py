@@ -23,6 +23,8 @@ def summary(view: View, wall_s: float) -> dict[str, Any]:
     return {
         "generation": view.generation_number,
         "closing": view.closing.reason if view.is_closing and view.closing else None,
+        "paused": view.pause.reason if view.pause else None,
+        "scaled_to": view.scale.to_json() if view.scale else None,
         "world_size": generation.world_size if generation else 0,
         "leader": view.leader,
         "parity": generation.parity if generation else 0,
@@ -72,7 +74,9 @@ def render(job: str, view: View, wall_s: float) -> RenderableType:
     lines += _describe_restored_state(state["restored_state"])
     lines += _describe_replicas(state["replicas"])
     lines += _describe_intervals(state["intervals"])
-    if state["closing"]:
+    if state["paused"] is not None:
+        lines.append(f"paused, `keepstep resume {job}` goes on: {state['paused']}")
+    elif state["closing"]:
         lines.append(f"changing membership: {state['closing']}")
     nodes = Table(box=box.SIMPLE_HEAD)
     for name in ("node", "host", "ranks", "phase", "step", "snapshots"):
@@ -260,6 +264,6 @@ def _group(view: View, node: str) -> int | None:
 def _ranks(view: View, node: str) -> str:
     member = view.generation.member(node) if view.generation else None
     if member is None:
-        return "spare"
+        return "standby"
     last = member.first_rank + member.nproc - 1
     return str(member.first_rank) if last == member.first_rank else f"{member.first_rank}-{last}"

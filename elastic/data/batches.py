@@ -6,27 +6,20 @@ global batches, and means the same samples for any number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
+from keepstep.elastic.data.collation import Collate, ShareCollate, check_loader_options
 from keepstep.elastic.data.datasets import Dataset
+from keepstep.elastic.data.micro_batches import Division
 from keepstep.elastic.data.order import DataOrder, share
 from keepstep.elastic.data.sample_randomness import kept_generators, seeded
-from keepstep.elastic.errors import UsageError
 
 T = TypeVar("T")
 _END = object()
-
-# `Batches` gives these arguments of the loader itself.
-_OWN_ARGUMENTS = frozenset(
-    {
-        "batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator",
-        "num_workers", "sampler", "shuffle",
-    }
-)  # fmt: skip
 
 
 class Batches(Generic[T]):
@@ -40,16 +33,11 @@ class Batches(Generic[T]):
         self,
         dataset: Dataset[T],
         order: DataOrder,
-        collate: Callable[[list[T]], Any] | None,
+        collate: Collate[T] | None,
         workers: int,
         loader_options: Mapping[str, Any],
     ) -> None:
-        taken = sorted(_OWN_ARGUMENTS & loader_options.keys())
-        if taken:
-            raise UsageError(
-                f"loader_options={{{taken[0]!r}: ...}}: job.batches sets it; its own arguments are "
-                "global_batch, shuffle, collate and workers"
-            )
+        check_loader_options(loader_options)
         self._dataset = dataset
         self._order = order
         self._collate = collate
@@ -60,8 +48,22 @@ class Batches(Generic[T]):
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
         return self._order.loss_scale(rank, world_size)
 
-    def from_position(self, first: int, end: int, rank: int, world_size: int) -> Iterator[Any]:
+    def from_position(
+        self,
+        first: int,
+        end: int,
+        rank: int,
+        world_size: int,
+        divisions: tuple[Division, ...] | None = None,
+    ) -> Iterator[Any]:
         """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
+
+        Args:
+            first: number of batches of the pass that were consumed.
+            end: number of batches of the pass.
+            rank: data-parallel rank.
+            world_size: number of data-parallel ranks.
+            divisions: the rank's micro-batches, if it is to have any.
 
         Raises:
             UsageError: the global batch is smaller than `world_size`.
@@ -71,7 +73,7 @@ class Batches(Generic[T]):
         loader: DataLoader[Any] = DataLoader(
             seeded(self._dataset, self._order.key),  # type: ignore[arg-type]
             batch_sampler=_RankBatches(self._order, first, end, rank, world_size),
-            collate_fn=self._collate,
+            collate_fn=ShareCollate(self._collate, divisions),
             num_workers=self._workers,
             # By default the loader draws from the global generator, whose state is training state.
             generator=torch.Generator().manual_seed(self._order.key),

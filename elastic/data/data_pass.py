@@ -1,16 +1,18 @@
-"""One pass of a job over its data, which is a dataset with an index or a stream of samples."""
+"""One pass of a job over its data: a dataset with an index, or a source that is read in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar, cast
 
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.batches import Batches
-from keepstep.elastic.data.datasets import Dataset, Stream, is_stream
+from keepstep.elastic.data.collation import Collate
+from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
+from keepstep.elastic.data.micro_batches import divide
 from keepstep.elastic.data.order import DataOrder, pass_key
-from keepstep.elastic.data.position import Position
-from keepstep.elastic.data.stream_batches import StreamBatches
+from keepstep.elastic.data.partition_batches import PartitionBatches
+from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 
 T = TypeVar("T")
@@ -23,11 +25,11 @@ class DataPass(Generic[T]):
         number: how many passes were begun before.
         begin: how many global batches they have.
         seed: the job's seed.
-        dataset, global_batch, epochs, steps, shuffle, collate, workers, loader_options: as for
-            `Job.batches`.
+        dataset, global_batch, micro_batch, epochs, steps, shuffle, collate, workers,
+            loader_options: as for `Job.batches`.
 
     Raises:
-        UsageError: the arguments do not fit the dataset, or the stream.
+        UsageError: the arguments do not fit the dataset, or the source.
     """
 
     def __init__(
@@ -35,25 +37,34 @@ class DataPass(Generic[T]):
         number: int,
         begin: int,
         seed: int,
-        dataset: Dataset[T] | Stream[T],
+        dataset: Dataset[T] | Stream[T] | Source[T],
         global_batch: int,
         *,
-        epochs: int,
-        steps: int | None,
-        shuffle: bool,
-        collate: Callable[[list[T]], Any] | None,
-        workers: int,
-        loader_options: Mapping[str, Any] | None,
+        micro_batch: int | None = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        shuffle: bool = True,
+        collate: Collate[T] | None = None,
+        workers: int = 0,
+        loader_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._batches: Batches[T] | StreamBatches[T]
-        if is_stream(dataset):
-            if steps is None or workers or loader_options:
+        self._batches: Batches[T] | PartitionBatches[T]
+        if isinstance(dataset, Source) or is_stream(dataset):
+            if steps is None:
                 raise UsageError(
-                    "a dataset that is only iterated has no length and is read in this process: "
-                    "give steps=, and neither workers nor loader_options"
+                    "a stream has no length that is known beforehand: give job.batches(steps=...)"
                 )
-            key = pass_key(seed, number)
-            self._batches, length = StreamBatches(dataset, global_batch, key, collate), steps
+            self._batches = PartitionBatches(
+                as_source(dataset),
+                global_batch,
+                begin,
+                pass_key(seed, number),
+                shuffle=shuffle,
+                collate=collate,
+                workers=workers,
+                loader_options=loader_options or {},
+            )
+            length = steps
         else:
             indexed = cast("Dataset[T]", dataset)
             order = DataOrder(
@@ -61,6 +72,8 @@ class DataPass(Generic[T]):
             )
             self._batches = Batches(indexed, order, collate, workers, loader_options or {})
             length = steps if steps is not None else epochs * order.steps_per_epoch
+        self._global_batch = global_batch
+        self._micro_batch = micro_batch
         self.begin = begin
         self.end = begin + length
 
@@ -73,22 +86,30 @@ class DataPass(Generic[T]):
             world_size: number of data-parallel ranks.
 
         Raises:
-            UsageError: the global batch is smaller than `world_size`, or than the stream.
+            UsageError: the global batch is smaller than `world_size`, `micro_batch` is not
+                positive, or the position is that of another stream.
         """
         first, end = position.batch - self.begin, self.end - self.begin
-        if isinstance(self._batches, StreamBatches):
-            return self._batches.from_position(first, end, rank, world_size, position.stream)
-        return self._batches.from_position(first, end, rank, world_size)
+        divisions = (
+            None
+            if self._micro_batch is None
+            else divide(self._global_batch, self._micro_batch, rank, world_size)
+        )
+        if isinstance(self._batches, PartitionBatches):
+            return self._batches.from_position(
+                first, end, rank, world_size, divisions, position.stream
+            )
+        return self._batches.from_position(first, end, rank, world_size, divisions)
 
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the weight of a rank's mean loss that keeps the average over ranks exact."""
         return self._batches.loss_scale(rank, world_size)
 
-    def stream_state(self, position: Position) -> Json:
-        """Return where a stream of samples is at a position; None without one that can tell."""
-        if isinstance(self._batches, StreamBatches):
-            state = self._batches.state(position.batch - self.begin)
-            if state is not None:
-                return state
+    def stream_position(self, position: Position) -> StreamPosition | None:
+        """Return where a stream is at a position; None for a dataset with an index."""
+        if isinstance(self._batches, PartitionBatches):
+            reached = self._batches.position(position.batch)
+            if reached is not None:
+                return reached
         # It was not read since it was restored.
         return position.stream

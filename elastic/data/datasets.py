@@ -1,4 +1,4 @@
-"""Defines what `Job.batches` reads from: datasets with an index, and streams of samples."""
+"""Defines what `Job.batches` reads from: datasets with an index, streams, and sources."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from torch.utils.data import IterableDataset
+
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.partitions import Partition
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -36,11 +39,36 @@ class Positioned(Protocol):
     """A stream that can go on where it was."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return where it is: numbers, strings, lists and dictionaries."""
+        """Return where it is: numbers, strings, lists, dictionaries, small tensors and arrays."""
         ...
 
     def load_state_dict(self, state: Any, /) -> Any:
         """Have the next iteration begin at a result of `state_dict`."""
+        ...
+
+
+class PartitionReader(Protocol[T_co]):
+    """Reads the samples of one partition, one after another, without an end."""
+
+    def read(self) -> T_co:
+        """Return the next sample."""
+        ...
+
+    def state(self) -> Json:
+        """Return where the next sample is: with it, `open_partition` goes on there."""
+        ...
+
+
+@runtime_checkable
+class Source(Protocol[T_co]):
+    """A stream that is read in partitions: `ShardedStream`, `SplitStream`, `Mixture`, `Packed`."""
+
+    def most_partitions(self) -> int | None:
+        """Return the largest number of partitions that it can be read in; None: any."""
+        ...
+
+    def open_partition(self, partition: Partition, state: Json) -> PartitionReader[T_co]:
+        """Return a reader that begins at the partition's first sample, or at a state (not None)."""
         ...
 
 

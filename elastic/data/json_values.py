@@ -1,39 +1,56 @@
-"""Converts state without tensors, as of schedulers and users' objects, to JSON and back.
+"""Converts state of schedulers, data loaders and users' objects to JSON and back.
 
 JSON has only string keys and no infinity, and schedulers use both (`MultiStepLR` has integer keys,
 `ReduceLROnPlateau` begins at infinity). Such values are written as
-`{"$pairs": [[key, value], ...]}` and `{"$float": "inf"}`.
+`{"$pairs": [[key, value], ...]}` and `{"$float": "inf"}`; tuples, bytes, and the small tensors and
+arrays in which data loaders keep their generators' states, as `{"$tuple": [...]}`,
+`{"$bytes": BASE64}`, and `{"$tensor": [type, shape, BASE64]}` or `{"$array": ...}`.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
+import torch
 
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.errors import UsageError
 
 _PAIRS = "$pairs"
 _FLOAT = "$float"
+_TUPLE = "$tuple"
+_BYTES = "$bytes"
+_TENSOR = "$tensor"
+_ARRAY = "$array"
+
+_KINDS = frozenset({_FLOAT, _TUPLE, _BYTES, _TENSOR, _ARRAY})
+
+_MOST_NBYTES = 1 << 20
 
 
 def to_json_value(name: str, value: Any) -> Json:
-    """Return a copy of a value as JSON. Tuples become lists.
+    """Return a copy of a value as JSON.
 
     Args:
         name: what the value is, for the error message.
-        value: mappings, lists, tuples, numbers, strings, booleans and None, nested.
+        value: mappings, lists, tuples, numbers, strings, bytes, booleans and None, nested; and
+            tensors on the CPU and NumPy's arrays and scalars, up to 1 MiB each.
 
     Raises:
-        UsageError: the value contains another type; the message names the place.
+        UsageError: the value contains another type, or a larger tensor; the message names the
+            place.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
     if isinstance(value, list | tuple):
-        return [to_json_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        items = [to_json_value(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
     if isinstance(value, Mapping):
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: to_json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
@@ -43,10 +60,29 @@ def to_json_value(name: str, value: Any) -> Json:
                 for key, item in value.items()
             ]
         }
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return to_json_value(name, value.item())
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return {_ARRAY: [value.dtype.str, list(value.shape), _encode(name, value)]}
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+        dtype = str(value.dtype).removeprefix("torch.")
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return {_TENSOR: [dtype, list(value.shape), _encode(name, flat)]}
     raise UsageError(
         f"{name} is of type {type(value).__name__}, which cannot be saved; "
         "state_dict() may hold numbers, strings, lists and dictionaries, or only tensors"
     )
+
+
+def _encode(name: str, array: np.ndarray[Any, Any]) -> str:
+    if array.nbytes > _MOST_NBYTES:
+        raise UsageError(
+            f"{name} has {array.nbytes} bytes, too many among values that are no tensors; "
+            "state_dict() may hold small tensors beside other values, or only tensors"
+        )
+    return base64.b64encode(array.tobytes()).decode()
 
 
 def from_json_value(stored: Json, like: Any = None) -> Any:
@@ -58,8 +94,9 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
             types that it has (`Counter`), and lists become tuples where it has tuples.
     """
     if isinstance(stored, Mapping):
-        if stored.keys() == {_FLOAT}:
-            return float(stored[_FLOAT])
+        kind = next(iter(stored), None)
+        if kind in _KINDS and len(stored) == 1:
+            return _decode(kind, stored[kind], like)
         pairs = (
             [[_key(key), item] for key, item in stored[_PAIRS]]
             if stored.keys() == {_PAIRS}
@@ -78,6 +115,20 @@ def from_json_value(stored: Json, like: Any = None) -> Any:
         ]
         return tuple(items) if isinstance(like, tuple) else items
     return stored
+
+
+def _decode(kind: str, content: Json, like: Any) -> Any:
+    if kind == _FLOAT:
+        return float(content)
+    if kind == _TUPLE:
+        return tuple(from_json_value(content, like))
+    if kind == _BYTES:
+        return base64.b64decode(content)
+    dtype, shape, encoded = content
+    raw = np.frombuffer(bytearray(base64.b64decode(encoded)), np.uint8)
+    if kind == _ARRAY:
+        return raw.view(np.dtype(dtype)).reshape(shape)
+    return torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape)
 
 
 def _key(stored: Json) -> Any:

@@ -1,10 +1,67 @@
-"""Says how far a job is: in its steps, and in its data."""
+"""Says how far a job is: in its steps, and in its data. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.partitions import Partitioning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPosition:
+    """Where the partitions of a stream are after a number of global batches.
+
+    Attributes:
+        begin: the first global batch of the pass that reads the stream.
+        batch: number of global batches consumed, of earlier passes too.
+        partitioning: how the stream is divided.
+        states: by partition, where its reader is; those that some rank reads.
+    """
+
+    begin: int
+    batch: int
+    partitioning: Partitioning
+    states: Mapping[int, Json]
+
+    def document(self) -> Json:
+        """Return what all ranks store alike."""
+        return {
+            "begin": self.begin,
+            "batch": self.batch,
+            "global_batch": self.partitioning.global_batch,
+            "partitions": self.partitioning.count,
+        }
+
+    def documents(self) -> dict[str, Json]:
+        """Return what is stored of each partition, by the document's name."""
+        return {_name(number): state for number, state in self.states.items()}
+
+    @classmethod
+    def restore(
+        cls, document: Json, documents: Mapping[str, Json], data_rank: int, data_size: int
+    ) -> Self | None:
+        """Return the position of what a rank reads; None if no stream was read.
+
+        Args:
+            document: what `document` returned.
+            documents: what `documents` returned on all ranks, of any number.
+            data_rank: data-parallel rank, now.
+            data_size: number of data-parallel ranks, now.
+        """
+        if document is None:
+            return None
+        partitioning = Partitioning(document["global_batch"], document["partitions"])
+        # With more ranks than samples in a batch, what reads the data says so.
+        read = partitioning.of_rank(data_rank, data_size) if data_rank < data_size else ()
+        return cls(
+            begin=document["begin"],
+            batch=document["batch"],
+            partitioning=partitioning,
+            states={number: documents[_name(number)] for number in read},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +76,8 @@ class Position:
 
     step: int = 0
     batch: int = 0
-    stream: Json = field(default=None, compare=False)
+    stream: StreamPosition | None = field(default=None, compare=False)
+
+
+def _name(partition: int) -> str:
+    return f"stream/{partition:05d}"

@@ -284,16 +284,31 @@ def persist_before_leaving(
     """
     if resume is None or resume.stored or absent_holders(view, resume):
         return None
-    concerned = [*present, *(view.nodes[holder.node].record for holder in resume.holders)]
-    if not any(record.leaving for record in concerned):
+    if not any(record.leaving for record in _concerned(view, present, resume)):
+        return None
+    return persist_before_pausing(view, present, resume, wall_s)
+
+
+def persist_before_pausing(
+    view: View, present: Sequence[NodeRecord], resume: SnapshotCommit | None, wall_s: float
+) -> Action | None:
+    """Store the newest snapshot before nobody trains, if all that hold it are here."""
+    if resume is None or resume.stored or absent_holders(view, resume):
         return None
     if view.snapshot != resume:
         return Commit(resume)
     if view.persist is not None:
         return continue_persist(view, view.persist)
+    concerned = _concerned(view, present, resume)
     urls = {record.checkpoint_url for record in concerned if record.checkpoint_url}
     stored = view.checkpoint.step if view.checkpoint else 0
     failed = view.store_failure.step if view.store_failure else 0
     if len(urls) == 1 and resume.snapshot.step > max(stored, failed):
         return Persist(_request(view, resume, concerned, wall_s))
     return None
+
+
+def _concerned(
+    view: View, present: Sequence[NodeRecord], resume: SnapshotCommit
+) -> list[NodeRecord]:
+    return [*present, *(view.nodes[holder.node].record for holder in resume.holders)]

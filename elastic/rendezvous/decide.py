@@ -29,16 +29,18 @@ from keepstep.elastic.rendezvous.actions import (
     Action,
     Close,
     Commit,
-    Evict,
     Finish,
     Open,
     OrderAbort,
     RecordRecovery,
     ReleaseMembers,
 )
+from keepstep.elastic.rendezvous.evictions import end_failures, evict_wrong_replica
 from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.intervals import failures_per_s
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import (
+    absent_holders,
     assign_groups,
     assign_ranks,
     completed_by_storage,
@@ -53,8 +55,6 @@ from keepstep.elastic.rendezvous.rank_limits import largest_sum
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
     Closing,
-    Eviction,
-    Failure,
     FailureKind,
     Generation,
     History,
@@ -66,33 +66,11 @@ from keepstep.elastic.rendezvous.records import (
     Result,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.standby import losses_until
 from keepstep.elastic.rendezvous.view import View
 
 _HISTORY_LENGTH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class RendezvousPolicy:
-    """The job's limits, as the user has set them.
-
-    Attributes:
-        min_nodes, max_nodes: how many nodes a generation has.
-        last_call_s: how long to wait for further nodes once there are enough.
-        quorum_timeout_s: how long to wait for enough nodes.
-        return_s: how long to wait for lost nodes that alone hold what is committed.
-        max_restarts: generations in a row that may end in a worker failure without progress.
-        parity: nodes of each erasure group that may be lost at once.
-        group_size: about how many nodes an erasure group has.
-    """
-
-    min_nodes: int
-    max_nodes: int
-    last_call_s: float = 1.0
-    quorum_timeout_s: float = 600.0
-    return_s: float = 5.0
-    max_restarts: int = 3
-    parity: int = 1
-    group_size: int = 8
+_PAUSED = "the job is paused; `keepstep resume` goes on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +110,7 @@ def decide(
         now_s: monotonic seconds, for waiting.
         wall_s: wall-clock seconds, stamped into records for people.
     """
+    policy = policy.scaled(view.scale)
     quiet = Decision(LeaderState())
     if view.result is not None:
         return quiet
@@ -156,10 +135,10 @@ def decide(
     ending = _unrecoverable_result(view, generation, present)
     if ending is not None:
         return Decision(LeaderState(), Finish(ending))
-    evict = _evict_wrong_replica(policy, view, generation, present)
+    evict = evict_wrong_replica(policy, view, generation, _current(present, generation))
     if evict is not None:
         return Decision(leader_state, evict)
-    closing = _reason_to_close(view, generation, present, wall_s)
+    closing = _reason_to_close(policy, view, generation, present, wall_s)
     if closing is not None:
         return Decision(LeaderState(), Close(closing))
     commit = _commit(view, generation, present)
@@ -238,6 +217,8 @@ def _wait(
 def _open_first_generation(
     policy: RendezvousPolicy, view: View, leader_state: LeaderState, now_s: float, wall_s: float
 ) -> Decision:
+    if view.pause is not None:
+        return Decision(LeaderState(), message=_PAUSED)
     nodes = eligible(view)
     if len(nodes) < policy.min_nodes:
         return _await_quorum(policy, view, nodes, leader_state, now_s)
@@ -303,7 +284,11 @@ def _unrecoverable_result(
 
 
 def _reason_to_close(
-    view: View, generation: Generation, present: Sequence[NodeRecord], wall_s: float
+    policy: RendezvousPolicy,
+    view: View,
+    generation: Generation,
+    present: Sequence[NodeRecord],
+    wall_s: float,
 ) -> Closing | None:
     number = generation.generation
     for member in generation.members if view.restarts else ():
@@ -350,7 +335,20 @@ def _reason_to_close(
         if not limits.allow(generation.world_size):
             ranks = f"{generation.world_size} ranks; it needs {limits.describe()}"
             return Closing(number, f"the mesh does not fit {ranks}", False, wall_s)
+    if _is_finishing(present):
+        return None
+    if view.pause is not None:
+        return Closing(number, f"paused: {view.pause.reason}", False, wall_s, pauses=True)
+    if len(generation.members) > policy.max_nodes:
+        plural = "s" if policy.max_nodes != 1 else ""
+        reason = f"scaled to at most {policy.max_nodes} node{plural}"
+        return Closing(number, reason, False, wall_s)
     return None
+
+
+def _is_finishing(present: Iterable[NodeRecord]) -> bool:
+    """Whether a node has done its last step, so that no other generation is worth its while."""
+    return any(record.finishing or record.phase is NodePhase.DONE for record in present)
 
 
 def _joined_again(generation: Generation, present: Sequence[NodeRecord]) -> str | None:
@@ -380,19 +378,29 @@ def _open_next_generation(
         return Decision(
             leader_state, message=f"generation {old.generation} drains: {', '.join(draining)}"
         )
-    evict = _evict_wrong_replica(policy, view, old, present)
+    evict = evict_wrong_replica(policy, view, old, _current(present, old))
     if evict is not None:
         return Decision(leader_state, evict)
     resume = newest_restorable(view, old) or completed_by_storage(view)
     failures = count_failures(view, old, present, resume)
-    if failures.cause is not None and failures.count > policy.max_restarts:
-        ending = _end_failures(policy, view, failures.cause, failures.node)
+    if failures.cause is not None and (failures.repeats or failures.count > policy.max_restarts):
+        ending = end_failures(policy, view, failures)
         if ending is not None:
             return Decision(LeaderState(), ending)
         failures = replace(failures, count=0, node="")
     nodes = eligible(view)
-    members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view))
-    if len(members) < policy.min_nodes:
+    losses = losses_until(old, view.nodes.keys(), wall_s)
+    members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view), losses)
+    # To store it needs all shards: if some are lost, the next generation rebuilds them before it
+    # closes again.
+    is_whole = resume is None or resume.stored or not absent_holders(view, resume)
+    has_enough = len(members) >= policy.min_nodes
+    if view.pause is not None and (is_whole or not has_enough):
+        waiting = checkpoint_schedule.persist_before_pausing(
+            view, present, resume, wall_s
+        ) or _release(view, old, present, resume)
+        return Decision(LeaderState(), waiting, message=_PAUSED)
+    if not has_enough:
         rescue = checkpoint_schedule.persist_before_leaving(view, present, resume, wall_s)
         if rescue is not None:
             return Decision(LeaderState(), rescue)
@@ -412,7 +420,7 @@ def _open_next_generation(
                 message=f"waiting for {names}, without which step {_committed_step(view)} is lost",
             )
     closing = view.closing
-    detected_at_s = closing.detected_at_s if closing else wall_s
+    detected_at_s = closing.detected_at_s if closing and not closing.pauses else wall_s
     opened = replace(
         _new_generation(
             policy,
@@ -426,9 +434,11 @@ def _open_next_generation(
         resume=with_shard_rebuilds(resume, view, members) if resume else None,
         failures=failures.count,
         failing_node=failures.node,
+        last_error=failures.error,
         reached=failures.reached,
         after_failure=closing is not None and closing.abort,
         lost_from_step=max((record.step for record in _current(present, old)), default=0),
+        losses=losses,
     )
     return Decision(LeaderState(), Open(opened))
 
@@ -446,44 +456,6 @@ def _holders_that_may_return(view: View, resume: SnapshotCommit | None) -> list[
         for holder in view.snapshot.holders
         if holder.node not in view.nodes and holder.node not in view.evictions
     ]
-
-
-def _end_failures(
-    policy: RendezvousPolicy, view: View, cause: Failure, node: str
-) -> Evict | Finish | None:
-    """Return what ends a row of failures; None if the node to blame is evicted already.
-
-    If all of them were on one node and enough others are left, the job goes on without it.
-    """
-    if node in view.evictions:
-        return None
-    plural = "s" if policy.max_restarts != 1 else ""
-    restarts = f"after {policy.max_restarts} restart{plural} without progress"
-    if node and _can_do_without(policy, view, node):
-        what, _, _ = cause.message.partition("\n")
-        return Evict(node, Eviction(f"{what} ({restarts})", may_return=True))
-    return Finish(Result(False, f"{cause.message} ({restarts})"))
-
-
-def _can_do_without(policy: RendezvousPolicy, view: View, node: str) -> bool:
-    """Whether enough other nodes are left for another generation."""
-    others = [record for record in eligible(view) if record.node != node]
-    enough = assign_ranks((), others, policy.max_nodes, rank_limits(view))
-    return len(enough) >= policy.min_nodes
-
-
-def _evict_wrong_replica(
-    policy: RendezvousPolicy, view: View, generation: Generation, present: Sequence[NodeRecord]
-) -> Evict | None:
-    """Return the eviction of a node that is known to have computed wrongly, if it can be spared."""
-    for record in _current(present, generation):
-        comparison = record.replica_comparison
-        for rank in comparison.to_replace if comparison else ():
-            node = next(member.node for member in generation.members if rank in member.ranks)
-            is_here = node in view.nodes and node not in view.evictions
-            if comparison and is_here and _can_do_without(policy, view, node):
-                return Evict(node, Eviction(comparison.finding, may_return=True))
-    return None
 
 
 def _release(
@@ -588,15 +560,16 @@ def _admit_spares(
     """Close a running generation to let spare nodes in if there is room, after a last call."""
     now = {member.node for member in generation.members}
     nodes = eligible(view)
-    then = assign_ranks(generation.members, nodes, policy.max_nodes, rank_limits(view))
+    then = assign_ranks(
+        generation.members, nodes, policy.max_nodes, rank_limits(view), generation.losses
+    )
     has_room = sum(member.nproc for member in then) > generation.world_size
     joining = [member.node for member in then if member.node not in now] if has_room else []
     room = policy.max_nodes - len(generation.members)
     settled = all(
         r.phase is NodePhase.RUNNING and r.generation == generation.generation for r in present
     )
-    finishing = any(r.finishing or r.phase is NodePhase.DONE for r in present)
-    if not joining or not settled or finishing:
+    if not joining or not settled or _is_finishing(present):
         return Decision(LeaderState())
     if len(joining) < room:
         leader_state, until_s = _wait(

@@ -2,6 +2,9 @@
 
 Pure. What counts is the cause: a worker's failure, or broken collectives that nothing explains. The
 loss of a node breaks its peers' collectives; that is no failure of theirs, and counts for nothing.
+
+An exception of the user's script that the same line raises in the same step as before is not worth
+a third attempt.
 """
 
 from __future__ import annotations
@@ -28,12 +31,16 @@ class FailureCount:
         node: the node on which all of them did; "" if there are several, or it is unknown.
         cause: what ended the last generation; None if it was no failure that counts.
         reached: the step to resume from; a later one next time is progress.
+        error: what the last exception of the user's script has in common with one that repeats it.
+        repeats: the last generation ended with the same error as the failed one before it.
     """
 
     count: int
     node: str
     cause: Failure | None
     reached: int
+    error: str = ""
+    repeats: bool = False
 
 
 def count_failures(
@@ -51,11 +58,12 @@ def count_failures(
     reached = resume.snapshot.step if resume is not None else stored
     cause, node = _cause(old, present)
     if cause is None:
-        return FailureCount(old.failures, old.failing_node, None, reached)
+        return FailureCount(old.failures, old.failing_node, None, reached, old.last_error)
+    repeats = bool(cause.error) and cause.error == old.last_error
     if reached > old.reached or old.failures == 0:
-        return FailureCount(1, node, cause, reached)
+        return FailureCount(1, node, cause, reached, cause.error, repeats)
     same = node if node == old.failing_node else ""
-    return FailureCount(old.failures + 1, same, cause, reached)
+    return FailureCount(old.failures + 1, same, cause, reached, cause.error, repeats)
 
 
 def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | None, str]:

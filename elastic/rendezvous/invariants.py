@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import actions
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import rank_limits
 from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
@@ -119,6 +119,7 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
         view: the view on which the action was decided, with reports folded in.
         action: what is about to be performed.
     """
+    policy = policy.scaled(view.scale)
     match action:
         case actions.Open(generation):
             _check_members(policy, view, generation)
@@ -257,7 +258,8 @@ def _check_members(policy: RendezvousPolicy, view: View, generation: Generation)
             raise InvariantViolated(
                 "members are present, warm, and stay", f"{member.node} is {record}"
             )
-        if (member.server, member.nproc) != (record.server, record.nproc):
+        described = (record.server, record.nproc, record.domain)
+        if (member.server, member.nproc, member.domain) != described:
             raise InvariantViolated(
                 "a place describes the node as its record does", f"{member}, {record}"
             )

@@ -36,8 +36,8 @@ from keepstep.elastic.rendezvous.records import (
 
 MEMBERS_PER_CHUNK = 64
 
-Place = tuple[str, str, int, str, str]
-"""A member without what follows from its place: node, host, workers, agent, snapshot server."""
+Place = tuple[str, str, int, str, str, str]
+"""A member without what follows from its place: node, host, workers, agent, server, domain."""
 
 _MAX_NBYTES = 2**24
 _DIGEST_DIGITS = 16
@@ -49,7 +49,7 @@ def place(members: Sequence[Member]) -> tuple[Placement, Mapping[str, bytes]]:
     digests = []
     for first in range(0, len(members), MEMBERS_PER_CHUNK):
         places = [
-            (member.node, member.host, member.nproc, member.agent, member.server)
+            (member.node, member.host, member.nproc, member.agent, member.server, member.domain)
             for member in members[first : first + MEMBERS_PER_CHUNK]
         ]
         listed = msgspec.json.encode(places)
@@ -98,9 +98,9 @@ def members_of(placement: Placement, chunks: Mapping[str, tuple[Place, ...]]) ->
         raise unreadable("placement", ValueError(f"{len(steps)} groups of {len(places)} members"))
     members = []
     first_rank = group = 0
-    for (node, host, nproc, agent, server), step in zip(places, steps, strict=True):
+    for (node, host, nproc, agent, server, domain), step in zip(places, steps, strict=True):
         group += step
-        members.append(Member(node, host, nproc, first_rank, agent, server, group))
+        members.append(Member(node, host, nproc, first_rank, agent, server, group, domain))
         first_rank += nproc
     return tuple(members)
 

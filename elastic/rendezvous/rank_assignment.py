@@ -16,12 +16,14 @@ from itertools import cycle
 from keepstep.checkpoint.parity.groups import group_nodes
 from keepstep.elastic.rendezvous.rank_limits import ANY_NUMBER, RankLimits, largest_sum
 from keepstep.elastic.rendezvous.records import (
+    DomainLoss,
     Generation,
     Member,
     NodeRecord,
     ShardRebuild,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.standby import by_preference
 from keepstep.elastic.rendezvous.view import View
 
 
@@ -51,17 +53,29 @@ def assign_ranks(
     nodes: Iterable[NodeRecord],
     max_nodes: int,
     limits: RankLimits = ANY_NUMBER,
+    losses: Sequence[DomainLoss] = (),
 ) -> tuple[Member, ...]:
     """Choose the members and give them ranks: old members keep their place where it still exists.
 
-    Old members come before spares, and among equals those first that joined first. If the mesh has
-    no place for all, the last of them are spares; no members are returned if none would fit. A
-    place freed by a lost member goes to the first node without one; ranks follow the places in
-    order.
+    Old members come before standby nodes, and among equals those first that joined first. Standby
+    nodes come in the order of `standby.by_preference`. If the mesh has no place for all, the last
+    of them are on standby; no members are returned if none would fit. A place freed by a lost
+    member goes to the first node without one; ranks follow the places in order.
+
+    Args:
+        previous: the members of the generation before.
+        nodes: the nodes that may be members, in the order in which they joined.
+        max_nodes: how many places there are.
+        limits: how many ranks the mesh has places for.
+        losses: recent losses of nodes, by failure domain.
     """
     old = {member.node: position for position, member in enumerate(previous)}
-    by_priority = sorted(enumerate(nodes), key=lambda item: (item[1].node not in old, item[0]))
-    chosen = _fitting([record for _, record in by_priority], max_nodes, limits)
+    present = list(nodes)
+    staying = [record for record in present if record.node in old]
+    standby = [record for record in present if record.node not in old]
+    if previous and standby:
+        standby = by_preference(standby, staying, losses, max_nodes - len(staying))
+    chosen = _fitting([*staying, *standby], max_nodes, limits)
     places: list[NodeRecord | None] = [None] * len(chosen)
     without_place = []
     for record in chosen:
@@ -83,6 +97,7 @@ def assign_ranks(
                 first_rank=first_rank,
                 agent=record.agent,
                 server=record.server,
+                domain=record.domain,
             )
         )
         first_rank += record.nproc

@@ -130,12 +130,17 @@ class FailureKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure(Record):
-    """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds."""
+    """Why a node's part of a generation cannot go on. `at_s` in wall-clock seconds.
+
+    `error` says of an exception of the user's script its type, the line that raised it and the
+    step; "" of anything else.
+    """
 
     kind: FailureKind
     message: str
     at_s: float
     rank: int | None = None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,12 +273,27 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits(Record):
+    """The limits of the job by which its leader decides, for those who ask what it would decide.
+
+    `waits_s`: how long it waits for enough nodes.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    parity: int
+    group_size: int
+    waits_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Leadership(Record):
     """The node that decides, until its lease ends: how its agent is reached, and the lease."""
 
     node: str
     agent: str
     lease: int
+    limits: Limits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +314,8 @@ class NodeReport(Record):
 class Member(Record):
     """A node's place in a generation: ranks `first_rank` to `first_rank + nproc - 1`.
 
-    Members of the same `group` protect each other's snapshots, in the order of the members.
+    Members of the same `group` protect each other's snapshots, in the order of the members. A node
+    fails together with others of its `domain`, if that is known.
     """
 
     node: str
@@ -304,6 +325,7 @@ class Member(Record):
     agent: str
     server: str
     group: int = 0
+    domain: str = ""
 
     @property
     def ranks(self) -> range:
@@ -352,6 +374,14 @@ class SnapshotCommit(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class DomainLoss(Record):
+    """A node of a failure domain was lost; `at_s` in wall-clock seconds."""
+
+    domain: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Generation(Record):
     """Who takes part, as which ranks, resuming from where: enough to rebuild any worker.
 
@@ -361,11 +391,13 @@ class Generation(Record):
         resume: the snapshot to resume from; None for the newest checkpoint, or the beginning.
         failures: generations in a row that a failure ended without progress.
         failing_node: the node on which all of these failures were; "" if that is unknown.
+        last_error: what `Failure.error` said when a failure of a worker last ended a generation.
         reached: the step that could be resumed from when the generation was opened.
         lost_from_step: the step that the generation before had reached.
         parity: how many nodes of each erasure group may be lost.
         after_failure: something failed in the generation before.
         failures_per_s: how often something of the job fails, as far as that is known.
+        losses: nodes that were lost in the last hour, as far as their failure domains are known.
     """
 
     generation: int
@@ -376,6 +408,7 @@ class Generation(Record):
     resume: SnapshotCommit | None = None
     failures: int = 0
     failing_node: str = ""
+    last_error: str = ""
     reached: int = 0
     lost_from_step: int = 0
     detected_at_s: float = 0.0
@@ -383,6 +416,7 @@ class Generation(Record):
     parity: int = 0
     after_failure: bool = False
     failures_per_s: float = 0.0
+    losses: tuple[DomainLoss, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -418,13 +452,15 @@ def group_of(members: tuple[Member, ...], node: str) -> tuple[Member, ...]:
 class Closing(Record):
     """Ends a generation: its members drain.
 
-    `abort`: something has failed, so that no member waits for the end of its step.
+    `abort`: something has failed, so that no member waits for the end of its step. `pauses`: the
+    next generation waits until somebody resumes the job.
     """
 
     generation: int
     reason: str
     abort: bool
     detected_at_s: float
+    pauses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -560,6 +596,22 @@ class RestartRequest(Record):
     generation: int
     rank: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale(Record):
+    """How many nodes a generation has from now on, in place of what the nodes were started with."""
+
+    min_nodes: int
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(Record):
+    """Stops training, with its state stored, as long as this is there; `at_s` is when it began."""
+
+    reason: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

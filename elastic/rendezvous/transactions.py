@@ -32,6 +32,7 @@ from keepstep.elastic.rendezvous.records import (
     CheckpointRecord,
     Generation,
     Leadership,
+    Limits,
     NodeRecord,
     RestartRequest,
     StoreFailure,
@@ -130,7 +131,9 @@ def remove_finished_job(keys: Keys, view: View) -> Transaction:
     )
 
 
-def take_lead(keys: Keys, view: View, record: NodeRecord, created: int) -> Transaction:
+def take_lead(
+    keys: Keys, view: View, record: NodeRecord, created: int, limits: Limits | None = None
+) -> Transaction:
     """Become the leader, if a view shows none and nobody else has become it since.
 
     Args:
@@ -138,8 +141,9 @@ def take_lead(keys: Keys, view: View, record: NodeRecord, created: int) -> Trans
         view: the node's view.
         record: the node's record, with its lease.
         created: revision at which its membership began.
+        limits: of the job, to be told to those who ask what the leader would decide.
     """
-    leadership = Leadership(node=record.node, agent=record.agent, lease=record.lease)
+    leadership = Leadership(node=record.node, agent=record.agent, lease=record.lease, limits=limits)
     return Transaction(
         (Created(keys.node(record.node), created), _unchanged(keys, view, "leadership")),
         (Put(keys.single("leadership"), leadership.encode(), record.lease),),

@@ -24,6 +24,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
+    Pause,
     PersistRequest,
     Placement,
     PublishedVerdict,
@@ -32,6 +33,7 @@ from keepstep.elastic.rendezvous.records import (
     Release,
     RestartRequest,
     Result,
+    Scale,
     SnapshotCommit,
     StoreFailure,
     decode_number,
@@ -55,15 +57,17 @@ _SINGLE: Mapping[str, type[Record]] = {
     "store_failure": StoreFailure,
     "history": History,
     "leadership": Leadership,
+    "pause": Pause,
     "release": Release,
     "result": Result,
+    "scale": Scale,
     "verdicts": PublishedVerdicts,
 }
 
 _FOLLOWED = frozenset(
     (
         "secret", "leadership", "generation", "closing", "abort_order", "release", "snapshot",
-        "persist", "checkpoint", "result",
+        "persist", "checkpoint", "result", "scale", "pause",
     )
 )  # fmt: skip
 """The documents that every agent follows, beside placements, evictions and restarts."""
@@ -148,6 +152,8 @@ class View:
     store_failure: StoreFailure | None = None
     history: History = field(default_factory=History)
     result: Result | None = None
+    scale: Scale | None = None
+    pause: Pause | None = None
     verdicts: PublishedVerdicts | None = None
     secret: bytes | None = None
     unreadable: Mapping[str, str] = field(default_factory=dict)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from keepstep.elastic.trainer.bad_steps import RejectedStep
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationEntered:
@@ -81,6 +83,7 @@ class Callbacks:
     on_recovery: Callable[[Recovered], None] | None = None
     on_snapshot: Callable[[SnapshotCommitted], None] | None = None
     on_checkpoint: Callable[[CheckpointStored], None] | None = None
+    on_rejected_step: Callable[[RejectedStep], None] | None = None
 
 
 class EventReporter:
@@ -121,6 +124,11 @@ class EventReporter:
             undone = None if left is None else max(0, left[0] - entered.step)
             seconds = None if left is None else now_s - left[1]
             self._callbacks.on_recovery(Recovered(entered, undone, seconds))
+
+    def reject(self, rejected: RejectedStep) -> None:
+        """Tell of a step that was rejected before this generation."""
+        if self._callbacks.on_rejected_step is not None:
+            self._callbacks.on_rejected_step(rejected)
 
     def progress(self, committed_step: int, stored_step: int) -> None:
         """Tell of a snapshot and a checkpoint that are newer than those told of; -1: none is."""

@@ -5,9 +5,9 @@ assignment, enter the process group, call the user's `build`, restore the state 
 the generation document, continue at that step. When a generation ends, the worker drops its live
 state; only sealed snapshots are used again.
 
-A peer's failure appears as an exception of a collective inside `Job.step`. The exit of the step
-then leaves the generation, waits for the next one and enters it. The batch iterator, which also
-belongs to the job, yields the batch of the restored position next.
+A peer's failure appears as an exception of a collective inside `Job.step` or `Job.guard`. Their
+exit then leaves the generation, waits for the next one and enters it. The batch iterator, which
+also belongs to the job, yields the batch of the restored position next.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from keepstep import monitor
+from keepstep.checkpoint.collective import all_gather_json
 from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.data_pass import DataPass
-from keepstep.elastic.data.datasets import Dataset, Stream
-from keepstep.elastic.data.position import Position
-from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged
+from keepstep.elastic.data.datasets import Dataset, Source, Stream
+from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
+from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
+from keepstep.elastic.trainer.guard import Guard
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
@@ -45,6 +48,7 @@ from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
+from keepstep.elastic.trainer.stop_request import StopRequest
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
     Assignment,
@@ -64,6 +68,8 @@ log = logging.getLogger("keepstep")
 T = TypeVar("T")
 _END_OF_DATA = object()
 _NO_CALLBACKS = Callbacks()
+_JUDGE = "keepstep.bad_steps"
+"""What the judge of steps is called among the extra objects of the state."""
 
 
 class Job:
@@ -82,6 +88,7 @@ class Job:
         seed: int,
         compare_replicas_every: int | None,
         on_divergence: OnDivergence,
+        on_bad_step: BadSteps | None = None,
         callbacks: Callbacks = _NO_CALLBACKS,
     ) -> None:
         self._session = session
@@ -99,6 +106,10 @@ class Job:
         self._world: World | None = None
         self._snapshot_manager: SnapshotManager | None = None
         self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
+        self._judge = StepJudge(on_bad_step) if on_bad_step is not None else None
+        self._rejected: RejectedStep | None = None
+        self._stop_request: StopRequest | None = None
+        self._batch_generation: int | None = None
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
         self._copies_synchronously = False
         self._reported_first_step = False
@@ -179,9 +190,10 @@ class Job:
 
     def batches(
         self,
-        dataset: Dataset[T] | Stream[T],
+        dataset: Dataset[T] | Stream[T] | Source[T],
         global_batch: int,
         *,
+        micro_batch: int | None = None,
         epochs: int = 1,
         steps: int | None = None,
         shuffle: bool = True,
@@ -197,25 +209,31 @@ class Job:
         completed before a restart yield nothing.
 
         Args:
-            dataset: an object with `len` and indexing by int; or a stream, which is iterated (also
-                torch's IterableDataset). Every rank reads the whole stream and keeps its share; it
-                must yield the same samples on all of them. With `state_dict` and `load_state_dict`
-                it resumes where it was, else it is read again up to there.
+            dataset: an object with `len` and indexing by int; a source that is read in partitions
+                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`); or any other iterable, also
+                torch's IterableDataset, which every rank reads as a whole and keeps its share of.
+                An iterable must yield the same samples on all ranks. With `state_dict` and
+                `load_state_dict` it resumes where it was, else it is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by
                 `step.loss_scale` to keep the average exact.
+            micro_batch: yield a list of `MicroBatch` instead of a batch, each of at most so many
+                samples: as few as possible, and the same number on all ranks.
             epochs: number of passes through the dataset; an epoch's last, incomplete batch is
                 dropped.
-            steps: number of steps after which the pass ends; overrides `epochs`. A stream needs it.
-            shuffle: permute each epoch by the job's seed; a stream is read in its own order.
+            steps: number of steps after which the pass ends; overrides `epochs`. What has no length
+                needs it, and is read again when it ends.
+            shuffle: permute each epoch by the job's seed, of a `ShardedStream` the order of its
+                shards; an iterable is read in its own order.
             collate: makes a batch of a list of samples; default as in torch's DataLoader.
-            workers: number of loader processes, as in torch's DataLoader. A stream has none.
+            workers: number of loader processes, as in torch's DataLoader. Of a source, each reads
+                some of the rank's partitions, so there are no more than these; of an iterable one.
             loader_options: further arguments of torch's DataLoader, such as `pin_memory` and
                 `prefetch_factor`.
 
         Raises:
             UsageError: the batch is larger than the dataset or smaller than the data-parallel
-                size, or a stream is given without `steps` or with what it cannot have.
+                size, or what has no length is given without `steps`.
         """
         data = DataPass(
             len(self._passes),
@@ -223,6 +241,7 @@ class Job:
             self._seed,
             dataset,
             global_batch,
+            micro_batch=micro_batch,
             epochs=epochs,
             steps=steps,
             shuffle=shuffle,
@@ -245,7 +264,11 @@ class Job:
                 if batch is _END_OF_DATA:
                     break
                 before = self._position
+                if self._judge is not None and self._judge.is_skipped(before.batch):
+                    self._position = replace(before, batch=before.batch + 1)
+                    continue
                 self._loss_scale = data.loss_scale(self.world.data_rank, self.world.data_size)
+                self._batch_generation = generation
                 yield batch
                 if self.world.generation == generation and self._entered_snapshots.is_ending:
                     # Not at the end of the step: the loop's code after it uses that step's world.
@@ -255,13 +278,35 @@ class Job:
                 if self._position == before:
                     # The loop skipped this batch: it did not run a step.
                     self._position = replace(before, batch=before.batch + 1)
+                if self._position.batch >= data.end:
+                    break
+        self._batch_generation = None
 
-    def _stream_state(self, position: Position) -> Json:
-        return self._data.stream_state(position) if self._data is not None else position.stream
+    def _stream_position(self, position: Position) -> StreamPosition | None:
+        return self._data.stream_position(position) if self._data else position.stream
 
     def step(self) -> Step:
         """Return the context of one optimizer step; see `Step`."""
         return Step(self)
+
+    def guard(self) -> Guard:
+        """Return a context for collectives outside of steps, such as an evaluation's; see `Guard`.
+
+        All ranks must run the same collectives in it, as in a step.
+        """
+        return Guard(self._recover_in_guard)
+
+    def stop(self) -> None:
+        """End the pass over the data after the next step that begins, on all ranks alike.
+
+        One rank may ask for it alone, at any time; the ranks agree in the next step. That the pass
+        is over is part of the state after that step. Where a recovery returns to a state from
+        before the call, the loop comes to the reason for it again. What is asked for in the last
+        step of a pass has no effect.
+        """
+        if self._data is None or self._position.batch >= self._data.end:
+            return
+        self._stop_request = StopRequest(self._position.step, len(self._passes))
 
     def _mark_step(self) -> None:
         """Report the step that begins to the monitor, which counts from the generation's first."""
@@ -272,8 +317,15 @@ class Job:
 
     def _begin_step(self) -> None:
         """Begin a step and clear gradients; for `Step`."""
+        if self._batch_generation not in (None, self.world.generation):
+            raise UsageError(
+                "the job has recovered since this batch was read, and goes on elsewhere: go to the "
+                "next batch where a step or a guard is not completed (`if not guard.completed: "
+                "continue`)"
+            )
         self._mark_step()
-        self._entered_snapshots.begin_step()
+        self._rejected = None
+        self._entered_snapshots.begin_step(stops=self._is_stop_requested())
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
@@ -293,6 +345,10 @@ class Job:
         self._events.progress(self._session.committed_step, self._session.stored_step)
 
     def _complete_or_recover(self, error: BaseException | None) -> bool:
+        if self._rejected is not None:
+            # Also if the loop has caught the exception.
+            self._recover(StepUndone(self._rejected))
+            return True
         if error is None:
             try:
                 self._complete_step()
@@ -321,6 +377,8 @@ class Job:
             self._session.report(Stepped(generation=generation, at_s=wall_clock_s()))
         snapshots = self._entered_snapshots
         takes_snapshot = snapshots.complete_step(self._position)
+        if snapshots.is_stopping:
+            self._end_pass()
         # Before the snapshot of the step: a repaired state is what it shall hold.
         divergence = self._compare_replicas(takes_snapshot or snapshots.is_ending)
         if divergence is not None:
@@ -334,6 +392,47 @@ class Job:
             self._session.report(
                 SnapshotIntervalChosen(generation=generation, every=every, cost_s=cost_s)
             )
+
+    def _is_stop_requested(self) -> bool:
+        request = self._stop_request
+        return request is not None and request.holds(self._position.step, len(self._passes))
+
+    def _end_pass(self) -> None:
+        """End the pass over the data after the step just completed, as all ranks have agreed."""
+        assert self._data is not None, "only `stop` asks for it"
+        # This rank may be the only one that is left of those that know it.
+        if not self._is_stop_requested():
+            self._stop_request = StopRequest(self._position.step - 1, len(self._passes))
+        self._position = replace(self._position, batch=self._data.end)
+
+    def _judge_step(self, values: Mapping[str, float]) -> None:
+        """Judge what a step has reported; for `Step`."""
+        reason = self._own_judge().judge(self._position.step + 1, values)
+        if reason:
+            self._reject_step(reason)
+
+    def _reject_step(self, reason: str) -> NoReturn:
+        """Undo the step that is under way; for `Step`."""
+        judge = self._own_judge()
+        if self._data is None:
+            raise UsageError("a rejected step's batch is skipped by job.batches: iterate over that")
+        self._rejected = judge.reject(
+            reason,
+            step=self._position.step + 1,
+            batch=self._position.batch,
+            begin=self._data.begin,
+            generation=self.world.generation,
+            rank=self.world.rank,
+        )
+        raise StepUndone(self._rejected)
+
+    def _own_judge(self) -> StepJudge:
+        if self._judge is None:
+            raise UsageError(
+                "step.report and step.reject need keepstep.join(..., on_bad_step=BadSteps(...)), "
+                "which says what then happens"
+            )
+        return self._judge
 
     def _compare_replicas(self, precedes_snapshot: bool) -> ReplicasDiverged | None:
         """Compare the replicas if it is time to; return what makes the job roll back, if it must.
@@ -396,6 +495,10 @@ class Job:
             source=self._source,
         )
         self._events.enter(entered, time.monotonic())
+        for rejected in self._judge.take_untold() if self._judge is not None else ():
+            if assignment.rank == 0:
+                log.warning("%s", rejected)
+            self._events.reject(rejected)
 
     def _enter_generation(self, assignment: Assignment, mesh: Mapping[str, int]) -> None:
         # The same names as before: only new ones would move what other threads may be reading.
@@ -411,6 +514,10 @@ class Job:
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
         state = self._build(self._world)
         self._release = state.release
+        if self._judge is not None:
+            for told in all_gather_json(self._judge.to_json()):
+                self._judge.learn(StepJudge.from_json(told))
+            state = replace(state, extra={**state.extra, _JUDGE: self._judge})
         self._snapshot_manager = SnapshotManager(
             state,
             self._world.device,
@@ -420,14 +527,17 @@ class Job:
             partial(self._session.is_closing, assignment.generation),
             partial(self._may_seal, assignment.generation),
             self._snapshot_interval,
-            self._stream_state,
+            self._stream_position,
+            data_share=(self._world.data_rank, self._world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
             is_stage=self._world.has_stages,
         )
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
-        resumed = self._snapshot_manager.resume(self._seed)
+        resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
         self._position = resumed.position
+        if self._judge is not None:
+            self._judge.resume(self.steps)
         self._source = resumed.source
         self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
@@ -445,6 +555,12 @@ class Job:
             # the old groups, and may not survive another loss.
             self._snapshot_manager.snapshot(self._position)
 
+    def _newest_step(self, assignment: Assignment) -> int | None:
+        """Return the newest step to go on from, if a step was rejected after an older one."""
+        if self._judge is None or assignment.resume is None:
+            return None
+        return self._judge.newest_step(assignment.resume.snapshot.generation)
+
     def _may_seal(self, generation: int) -> bool:
         """Whether a copy that is complete is what training computed, and not an abort's garbage."""
         return not (self._groups.awaits_abort_order and self._session.is_aborting(generation))
@@ -455,6 +571,16 @@ class Job:
         self._events.leave(self.steps, time.monotonic())
         self._end_generation(generation, error)
         self._enter(newer_than=generation)
+
+    def _recover_in_guard(self, error: BaseException) -> bool:
+        """Recover from a failure outside of a step; False if the error is the loop's own."""
+        if not (isinstance(error, Exception) and self._is_from_generation_end(error)):
+            return False
+        before = self._position
+        self._recover(error)
+        if self._position != before and self._data is not None and before.batch >= self._data.end:
+            self._restart_script("the last steps must be computed again")
+        return True
 
     def _end_generation(self, generation: int, error: BaseException | None) -> None:
         """Seal a last snapshot if possible, drop the live state, and report "drained" to the agent.
@@ -549,7 +675,9 @@ class Job:
     def _recover_to(self, final: Position, error: Exception | None = None) -> int:
         """Recover after the loop has ended: possible only if no step must be computed again."""
         self._recover(error)
-        if self._position != final:
+        # A process that is new does not know that the loop was left before the end of its data.
+        was_left_early = self._data is not None and final.batch < self._data.end
+        if self._position != final or was_left_early:
             self._restart_script("the last steps must be computed again")
         return self.world.generation
 
@@ -559,6 +687,13 @@ class Job:
         Needed when the script's loop has already passed the position of the restored state.
         """
         self._session.end_to_be_replaced(reason)
+
+
+class StepUndone(Exception):
+    """Leaves a step that this rank has rejected; `Step` catches it."""
+
+    def __init__(self, rejected: RejectedStep) -> None:
+        super().__init__(str(rejected))
 
 
 class Step:
@@ -571,6 +706,7 @@ class Step:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._is_open = False
         self.completed = False
 
     @property
@@ -581,8 +717,55 @@ class Step:
         """
         return self._job._loss_scale
 
+    def report(self, **values: float | torch.Tensor) -> None:
+        """Report what shows whether the step is good, before the optimizer's step; by any rank.
+
+        A value that is not finite, or is a spike, rejects the step: the job returns to a snapshot
+        before it and skips its batch on all ranks (`BadSteps`). Reading a tensor waits for its
+        device. A loss may be finite where its gradients are not: report their norm, too.
+
+        Args:
+            values: numbers by name, such as `loss=loss, norm=norm`; the name is shown.
+
+        Raises:
+            UsageError: outside of the step, or `keepstep.join` has no `on_bad_step`.
+            StepRejected: more steps are rejected than the job survives.
+        """
+        self._check_open()
+        self._job._judge_step({name: float(value) for name, value in values.items()})
+
+    def reject(self, reason: str) -> NoReturn:
+        """Reject the step for a reason of the loop's own; see `report`.
+
+        Raises:
+            UsageError: outside of the step, or `keepstep.join` has no `on_bad_step`.
+            StepRejected: more steps are rejected than the job survives.
+        """
+        self._check_open()
+        self._job._reject_step(reason)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UsageError("step.report and step.reject belong inside `with job.step() as step:`")
+
+    def mean_over(self, count: int) -> float:
+        """Return the factor for this rank's summed loss that makes the mean over all items exact.
+
+        For items of which samples have different numbers, such as tokens. All ranks call it, once
+        and inside the step: it adds up their counts.
+
+        Args:
+            count: the items of this rank's share of the batch; in all ranks together at least one.
+        """
+        world = self._job.world
+        total = torch.tensor([count], dtype=torch.int64, device=world.device)
+        dist.all_reduce(total)
+        # Ranks that compute the same share count the same items.
+        return world.world_size / int(total.item())
+
     def __enter__(self) -> Self:
         self._job._begin_step()
+        self._is_open = True
         return self
 
     def __exit__(
@@ -591,6 +774,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        self._is_open = False
         generation = self._job.world.generation
         handled = self._job._end_step(error)
         self.completed = error is None and self._job.world.generation == generation

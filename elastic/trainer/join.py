@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from keepstep.checkpoint.stored.chunking import Compression, check_compression
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.intervals import AUTO
+from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.devices import DeviceType, device_type
 from keepstep.elastic.trainer.events import Callbacks
 from keepstep.elastic.trainer.job import Job
@@ -35,6 +36,7 @@ def join(
     seed: int = 0,
     compare_replicas_every: int | None = 100,
     on_divergence: OnDivergence = "report",
+    on_bad_step: BadSteps | None = None,
     device: DeviceType | None = None,
     backend: str | None = None,
     callbacks: Callbacks = _NO_CALLBACKS,
@@ -74,12 +76,15 @@ def join(
             snapshot, of which all were compared then, and find out by computing the steps again
             who was wrong, if no majority shows it; "replace": also evict the node of who was wrong,
             if enough others are left; "stop": end the job.
+        on_bad_step: what `Step.report` rejects, such as a loss that is not a number, and how far
+            the job then goes back; None: nothing is reported.
         device: the type of device to compute on, "cuda" or "cpu"; default: GPUs where the machine
             has any.
         backend: back ends of the process groups, as `torch.distributed.init_process_group` takes
             them; default: NCCL on GPUs, and gloo.
-        callbacks: functions that are called for a new generation, a recovery, a committed snapshot
-            and a stored checkpoint; on every rank, in the thread that trains, between steps.
+        callbacks: functions that are called for a new generation, a recovery, a committed snapshot,
+            a stored checkpoint and a rejected step; on every rank, in the thread that trains,
+            between steps.
 
     Raises:
         UsageError: `keepstep run` did not start this process, or an argument is invalid.
@@ -129,6 +134,7 @@ def join(
         seed=seed,
         compare_replicas_every=compare_replicas_every,
         on_divergence=on_divergence,
+        on_bad_step=on_bad_step,
         callbacks=callbacks,
     )
 

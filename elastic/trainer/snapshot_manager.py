@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +22,6 @@ from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
-from keepstep.checkpoint.layout.boxes import Json
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
@@ -32,7 +31,7 @@ from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     Member,
@@ -53,13 +52,15 @@ log = logging.getLogger("keepstep")
 class _Agreement:
     """What holds on all ranks.
 
-    The next snapshot is wanted; the last one is committed; it is not torn; the generation goes on.
+    The next snapshot is wanted; the last one is committed; it is not torn; the generation goes on;
+    so does the pass over the data.
     """
 
     is_wanted: bool
     is_committed: bool
     is_complete: bool
     goes_on: bool
+    pass_goes_on: bool
 
     @property
     def is_possible(self) -> bool:
@@ -102,8 +103,9 @@ class SnapshotManager:
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
         interval: SnapshotInterval,
-        stream_state: Callable[[Position], Json],
+        stream_position: Callable[[Position], StreamPosition | None],
         *,
+        data_share: tuple[int, int],
         start_from: StartFrom | None = None,
         copies_synchronously: bool = False,
         is_stage: bool = False,
@@ -114,7 +116,7 @@ class SnapshotManager:
         self._assignment = assignment
         self._checkpoint = checkpoint
         self._start_from = start_from
-        self.training = TrainingState(state, device, assignment.rank, is_stage=is_stage)
+        self.training = TrainingState(state, device, assignment.rank, data_share, is_stage=is_stage)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
             self._client, assignment.generation, assignment.rank, device, may_seal
@@ -128,9 +130,12 @@ class SnapshotManager:
         """Whether training waits for each copy: the state was written to during one, or may be."""
         self._is_committed = is_committed
         self._is_closing = is_closing
-        self._stream_state = stream_state
+        self._stream_position = stream_position
         self.is_ending = False
         """Whether all ranks have agreed that the generation ends after the step just completed."""
+        self.is_stopping = False
+        """Whether all ranks know that one of them wanted to stop when that step began."""
+        self._wants_stop = False
         self._pending_agreement: tuple[torch.Tensor, dist.Work | None] | None = None
         self._in_step = False
         self._hooks = (
@@ -141,20 +146,26 @@ class SnapshotManager:
             state.model.register_forward_hook(self._after_forward),
         )
 
-    def resume(self, seed: int) -> Resumed:
+    def resume(self, seed: int, newest_step: int | None = None) -> Resumed:
         """Restore the state from memory, else from storage, else begin with a new one.
 
         Args:
             seed: seed for random numbers of ranks that the source has no state of.
+            newest_step: if the snapshot in memory is of a later step, a stored checkpoint of this
+                step or an earlier one is taken, if there is one; the same on all ranks.
         """
-        resumed = self._resume(seed)
+        resumed = self._resume(seed, newest_step)
         self._completed_step = resumed.position.step
         return resumed
 
-    def _resume(self, seed: int) -> Resumed:
+    def _resume(self, seed: int, newest_step: int | None) -> Resumed:
         resume = self._assignment.resume
         if resume is None:
             return self._resume_without_memory(seed)
+        if newest_step is not None and resume.snapshot.step > newest_step:
+            rolled_back = self._roll_back(newest_step, seed)
+            if rolled_back is not None:
+                return rolled_back
         if not resume.stored:
             return self._restore_from_memory(resume, seed)
         try:
@@ -169,14 +180,15 @@ class SnapshotManager:
         All ranks must take the same snapshots; otherwise none would be complete. They take one if
         all want it and, by the time the optimizer runs, either all know that the last one is
         committed, or any knows that it is torn and never will be. They agree by a reduction of
-        three numbers that runs beside the backward pass; if the commit was not known then, by
+        a few numbers that runs beside the backward pass; if the commit was not known then, by
         another one beside the optimizer.
 
-        By the same reduction they learn whether any of them knows that the generation closes. If
-        so, all of them end it after this step, and none is inside the next one: what a step has
-        begun to change besides the parameters (random numbers, statistics, `extra`) is not sealed.
+        By the same reduction they learn whether any of them wants to stop, and whether any knows
+        that the generation closes. If it does, all of them end it after this step, and none is
+        inside the next one: what a step has begun to change besides the parameters (random numbers,
+        statistics, `extra`) is not sealed.
         """
-        self._in_step = False
+        self._in_step = self.is_stopping = False
         self._completed_step = position.step
         self._snapshot_interval.note_step(time.monotonic())
         if self._pending_agreement is None:
@@ -184,6 +196,7 @@ class SnapshotManager:
         agreement, self._pending_agreement = self._finish_agreement(), None
         self._is_intact = True
         self.is_ending = not agreement.goes_on
+        self.is_stopping = not agreement.pass_goes_on
         return agreement.is_wanted and agreement.is_possible
 
     def take_agreed(self, position: Position) -> None:
@@ -209,9 +222,13 @@ class SnapshotManager:
                 return
         self._wait()
 
-    def begin_step(self) -> None:
-        """Begin a step: from here to `complete_step` all ranks run the same collectives."""
-        self._in_step = True
+    def begin_step(self, *, stops: bool = False) -> None:
+        """Begin a step: from here to `complete_step` all ranks run the same collectives.
+
+        Args:
+            stops: this rank wants the step to be the last of the pass over the data.
+        """
+        self._in_step, self._wants_stop = True, stops
 
     def _after_forward(self, *_: object) -> None:
         # A graph that is compiled whole has no place for this: it begins before the optimizer then.
@@ -244,6 +261,7 @@ class SnapshotManager:
                 int(self._is_committed(self._last_snapshot_step)),
                 int(not self._is_torn),
                 int(not self._is_closing()),
+                int(not self._wants_stop),
             ]
         )
         work = (
@@ -271,7 +289,7 @@ class SnapshotManager:
             # A step may replace the memory of its tensors, which also makes copies synchronous.
             self.training.invalidate_if_moved()
         with monitor.phase(monitor.Phase.CHECKPOINT):
-            live = self.training.capture(replace(position, stream=self._stream_state(position)))
+            live = self.training.capture(replace(position, stream=self._stream_position(position)))
             self._snapshotter.start(
                 position.step,
                 live.tensors,
@@ -359,6 +377,23 @@ class SnapshotManager:
             position = self.training.restore_from(source, seed)
             return Resumed(position, source.describe())
 
+    def _roll_back(self, newest_step: int, seed: int) -> Resumed | None:
+        """Restore the newest intact checkpoint of a step or one before; None if there is none."""
+        url = self._checkpoint
+        steps = agreed_steps(url) if url is not None else ()
+        try:
+            if url is not None and any(stored.step <= newest_step for stored in steps):
+                return self._restore_stored(url, steps, seed, newest_step)
+        except CheckpointDamaged as error:
+            log.warning("%s", error)
+        if rank() == 0:
+            log.warning(
+                "there is no checkpoint of step %d or before it to roll back to: the job goes on "
+                "from its last snapshot",
+                newest_step,
+            )
+        return None
+
     def _resume_without_memory(self, seed: int) -> Resumed:
         """Restore the newest stored checkpoint that no rank finds damaged, else begin."""
         url = self._checkpoint
@@ -367,8 +402,22 @@ class SnapshotManager:
         # Only rank 0 tries, and lists the steps: all ranks resume from one of them.
         on_all_ranks(lambda: open_storage(url).probe_writable() if rank() == 0 else None)
         steps = agreed_steps(url)
-        if not steps:
-            return self._begin(seed)
+        return self._restore_stored(url, steps, seed) if steps else self._begin(seed)
+
+    def _restore_stored(
+        self, url: str, steps: Sequence[StoredStep], seed: int, newest_step: int | None = None
+    ) -> Resumed:
+        """Restore the newest of these checkpoints that no rank finds damaged.
+
+        Args:
+            url: the URL that has them.
+            steps: all checkpoints there, newest first.
+            seed: as for `resume`.
+            newest_step: those of later steps are left out.
+
+        Raises:
+            CheckpointDamaged: all of them are damaged.
+        """
 
         def restore(stored: StoredStep) -> tuple[Position, RestoreTraffic]:
             opened = open_together(url, stored.step, stored.generation)
@@ -389,7 +438,8 @@ class SnapshotManager:
             traffic = fill_together(lambda: begun.fills, source)
             return on_all_ranks(lambda: self.training.finish_restore(begun, seed)), traffic
 
-        loaded = load_newest_intact(url, steps, restore)
+        wanted = [s for s in steps if newest_step is None or s.step <= newest_step]
+        loaded = load_newest_intact(url, wanted, restore)
         position, traffic = loaded.result
         if rank() == 0:
             log.info("%s: restored step %d: %s", url, position.step, traffic)

@@ -32,7 +32,7 @@ from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_position
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
@@ -63,15 +63,23 @@ class TrainingState:
 
     Args:
         state: what `build` returned.
-        device: where the model computes.
-        rank: this process's rank.
+        device: where the model is to be.
+        rank: this worker's.
+        data_share: data-parallel rank, and number of data-parallel ranks.
         is_stage: other ranks have other parameters, as those of other stages of a pipeline.
     """
 
     def __init__(
-        self, state: State, device: torch.device, rank: int, *, is_stage: bool = False
+        self,
+        state: State,
+        device: torch.device,
+        rank: int,
+        data_share: tuple[int, int] = (0, 1),
+        *,
+        is_stage: bool = False,
     ) -> None:
         self._rank = rank
+        self._data_share = data_share
         self._is_stage = is_stage
         self._extra = state.extra
         self._initialize = state.initialize
@@ -213,7 +221,8 @@ class TrainingState:
             scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
         self._restore_extra(begun, trainer["extra"])
         self._restore_randomness(begun, seed)
-        return Position(trainer["step"], trainer["batch"], trainer.get("stream"))
+        stream = StreamPosition.restore(trainer.get("stream"), source.documents, *self._data_share)
+        return Position(trainer["step"], trainer["batch"], stream)
 
     def invalidate_if_moved(self) -> None:
         """Make the next `capture` check for tensors whose memory was replaced."""
@@ -247,7 +256,7 @@ class TrainingState:
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
-            "stream": position.stream,
+            "stream": position.stream.document() if position.stream else None,
             "extra": extra,
             "schedulers": [
                 to_json_value("the scheduler's state", scheduler.state_dict())
@@ -258,6 +267,7 @@ class TrainingState:
             **live.documents,
             _TRAINER: trainer,
             f"rank/{rank:05d}/random": random.getstate(),
+            **(position.stream.documents() if position.stream else {}),
         }
         if self._config is not None:
             documents[CONFIG] = self._config

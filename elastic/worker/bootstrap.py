@@ -30,6 +30,7 @@ from keepstep.elastic.worker.messages import (
 )
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
+    place_of,
     show,
     summary_of,
     traceback_of,
@@ -169,6 +170,7 @@ def _run(session: Session, command: Command) -> None:
                 error=sendable(summary_of(error)),
                 traceback=sendable(traceback_of(error)),
                 is_fatal=is_fatal(error),
+                place=sendable(place_of(error)),
             )
         )
         _end(1)

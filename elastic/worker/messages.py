@@ -153,11 +153,14 @@ class Failed(Message, frozen=True, kw_only=True):
         error: its type and message, in one line.
         traceback: the exception as Python shows it.
         is_fatal: the cause is what the user gave, so that another attempt would end alike.
+        place: the exception's type, and the line that raised it; "" if what surrounds the job may
+            be the cause, so that it may not come again.
     """
 
     error: str
     traceback: str
     is_fatal: bool = False
+    place: str = ""
 
 
 class RestartRequested(Message, frozen=True, kw_only=True):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
-from keepstep.elastic.errors import ElasticError, ReplicasDiverged, UsageError
+from keepstep.elastic.errors import ElasticError, ReplicasDiverged, StepRejected, UsageError
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 # Keepstep, and what it calls on the way to its errors, such as contextlib.
@@ -63,13 +64,35 @@ def show(error: BaseException) -> None:
     sys.stderr.flush()
 
 
+def place_of(error: BaseException) -> str:
+    """Return an exception's type and the line that raised it, as "ValueError at train.py:17".
+
+    "" for what the network, a disk, a device or a peer may have caused: it may not come again.
+
+    Args:
+        error: as `without_launcher` returned it.
+    """
+    if not isinstance(error, Exception) or isinstance(error, _of_the_surroundings()):
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}"
+
+
+def _of_the_surroundings() -> tuple[type[BaseException], ...]:
+    torch = sys.modules.get("torch")
+    names = ("AcceleratorError", "distributed.DistError")
+    found = (attrgetter(name)(torch) for name in names if torch is not None)
+    return (OSError, MemoryError, CheckpointError, ElasticError, *found)
+
+
 def is_fatal(error: BaseException) -> bool:
     """Whether what the user gave is wrong, so that another attempt would end the same way.
 
     Args:
         error: as `without_launcher` returned it.
     """
-    if isinstance(error, UsageError | ReplicasDiverged):
+    if isinstance(error, UsageError | ReplicasDiverged | StepRejected):
         return True
     if isinstance(error, Exception) and error.__traceback__ is None:
         # Nothing of the script has run: it does not exist, or cannot be compiled.

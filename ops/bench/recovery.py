@@ -62,6 +62,7 @@ def main(as_json: bool, quick: bool) -> None:
             "worker": median(keepstep_worker, repeats, console),
             "node": median(keepstep_node, repeats, console),
         },
+        "standby": median(keepstep_standby, repeats, console),
         "torchft": {"worker": median(torchft_worker, repeats, console)},
         "torchrun": {
             "worker": median(torchrun_worker, repeats, console),
@@ -71,11 +72,12 @@ def main(as_json: bool, quick: bool) -> None:
     plain_s, keepstep_s, ratio = healthy(3 if quick else 9)
     results["step_s"] = {"plain": round(plain_s, 4), "keepstep": round(keepstep_s, 4)}
     results["healthy_ratio"] = round(ratio, 4)
+    shown = {**results, "keepstep": {**results["keepstep"], "node, standby": results["standby"]}}
     table = Table(title="seconds (medians)")
     for name in ("contender", "killed", *MEASURES, *PHASES):
         table.add_column(name)
     for contender in ("torchrun", "torchft", "keepstep"):
-        for killed, measure in results[contender].items():
+        for killed, measure in shown[contender].items():
             table.add_row(
                 contender,
                 killed,
@@ -349,6 +351,26 @@ def keepstep_node(directory: Path) -> Measure:
         wait_for(directory, steps_reached(KILL_AT))
         at_s = cluster.kill("node-1")
         cluster.start("node-1", "--rdzv-conf", "last_call_timeout=30")
+        measure = judge(wait_for(directory, recovered(at_s)), at_s)
+        return measure | phases(cluster, at_s)
+
+
+def keepstep_standby(directory: Path) -> Measure:
+    """Kill a node whose place another one takes, which was beyond the maximum until then."""
+    with keepstep(directory, 2) as cluster:
+        for node in ("node-0", "node-1"):
+            cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
+        first = cluster.wait_until(lambda view: view.generation is not None, DEADLINE_S)
+        assert first.generation is not None
+        victim = first.generation.members[1].node
+        cluster.start("node-2", "--rdzv-conf", "last_call_timeout=30")
+        cluster.wait_until(
+            lambda view: "node-2" in view.nodes and view.nodes["node-2"].record.warm, DEADLINE_S
+        )
+        # Not while the standby node's processes still begin.
+        begin = max(line["step"] for line in read_steps(directory)) + WINDOW
+        wait_for(directory, steps_reached(max(KILL_AT, int(begin))))
+        at_s = cluster.kill(victim)
         measure = judge(wait_for(directory, recovered(at_s)), at_s)
         return measure | phases(cluster, at_s)
 

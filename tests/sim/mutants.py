@@ -35,7 +35,8 @@ from keepstep.elastic.rendezvous.actions import (
     ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
-from keepstep.elastic.rendezvous.decide import Decision, RendezvousPolicy
+from keepstep.elastic.rendezvous.decide import Decision
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     Generation,
     Member,
@@ -120,7 +121,9 @@ def uses_a_generations_number_again(patch: pytest.MonkeyPatch) -> None:
 def opens_with_more_than_the_most_nodes(patch: pytest.MonkeyPatch) -> None:
     right = decide.assign_ranks
     patch.setattr(
-        decide, "assign_ranks", lambda old, nodes, most, limits: right(old, nodes, most + 1, limits)
+        decide,
+        "assign_ranks",
+        lambda old, nodes, most, *rest: right(old, nodes, most + 1, *rest),
     )
 
 

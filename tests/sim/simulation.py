@@ -18,8 +18,8 @@ import random
 from dataclasses import replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.rendezvous.invariants import check_view
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
     Eviction,
     Generation,

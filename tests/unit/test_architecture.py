@@ -158,7 +158,7 @@ ROOMS: Mapping[str, frozenset[str]] = {
         # The front of it all.
         "autoload": "monitor.telemetry",
         "__main__": "elastic.cli",
-        "": ("checkpoint elastic.errors elastic.trainer monitor"),
+        "": ("checkpoint elastic.data elastic.errors elastic.trainer monitor"),
     }.items()
 }
 """Each room, and the rooms that it may import. A room is a folder, or a module beside folders."""
@@ -186,10 +186,14 @@ PURE = (
     "checkpoint.memory.snapshot_table",
     "elastic.rendezvous",
     "elastic.data.json_values",
+    "elastic.data.micro_batches",
     "elastic.data.order",
+    "elastic.data.partitions",
     "elastic.data.position",
+    "elastic.trainer.bad_steps",
     "elastic.trainer.events",
     "elastic.trainer.snapshot_interval",
+    "elastic.trainer.stop_request",
     "monitor.diagnosis",
     "monitor.records",
     "monitor.verdicts",
@@ -227,10 +231,12 @@ IMPURE = (
 
 PUBLIC = {
     keepstep: {
-        "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError", "GenerationEntered",
-        "InvariantViolated", "Job", "JobFailed", "LeaseLost", "ProcessUnusable", "Recovered",
-        "ReplicasDiverged", "SnapshotCommitted", "StartFrom", "State", "Stateful", "Step",
-        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
+        "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
+        "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
+        "MicroBatch", "Mixture", "Packed", "PackedRow", "ProcessUnusable", "Recovered",
+        "RejectedStep", "ReplicasDiverged", "ShardedStream", "SnapshotCommitted", "SplitStream",
+        "StartFrom", "State", "Stateful", "Step", "StepRejected", "StoreUnavailable", "UsageError",
+        "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",

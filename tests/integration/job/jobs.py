@@ -23,11 +23,26 @@ Lines = dict[int, dict[int, dict[str, Any]]]
 
 
 def cluster(
-    directory: Path, nnodes: str = "1:2", store: str | None = None, **options: Any
+    directory: Path,
+    nnodes: str = "1:2",
+    store: str | None = None,
+    *,
+    disturbed: bool = True,
+    **options: Any,
 ) -> PatientCluster:
-    """Return a cluster that runs `record.py` with these options; use it as a context manager."""
+    """Return a cluster that runs `record.py` with these options; use it as a context manager.
+
+    Args:
+        directory: of the records.
+        nnodes: as for `keepstep run`.
+        store: URL of a coordinator that runs; None: start one.
+        disturbed: the test ends the first generation, which does not take its last steps before.
+        options: of the script.
+    """
     (directory / "log").mkdir(parents=True, exist_ok=True)
-    script_options = json.dumps({"steps": STEPS, "log": str(directory / "log"), **options})
+    script_options = json.dumps(
+        {"steps": STEPS, "log": str(directory / "log"), "disturbed": disturbed, **options}
+    )
     # The long last call keeps the first generation open for a second node that starts late.
     return PatientCluster(
         "job",

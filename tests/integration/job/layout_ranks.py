@@ -203,6 +203,7 @@ class Rank:
             lambda: True,
             SnapshotInterval(1, 0.0),
             lambda position: None,
+            data_share=(world.data_rank, world.data_size),
             is_stage=world.has_stages,
         )
         position = manager.resume(SEED).position

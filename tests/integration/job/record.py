@@ -26,6 +26,7 @@ from torch.optim import AdamW
 import keepstep
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.elastic.trainer.training_state import TrainingState
+from keepstep.elastic.worker.session import current
 
 options = json.loads(sys.argv[1])
 log = Path(options["log"])
@@ -174,6 +175,18 @@ def gloo_by_another_name(
 dist.Backend.register_backend("other", gloo_by_another_name, devices=["cpu"])
 
 
+hold_after = min(options["steps"], options.get("stop_at", options["steps"])) - 3
+
+
+def await_disturbance() -> None:
+    """Hold rank 0, and so the others inside the next step, until the generation is closed.
+
+    A test has time to see what it waits for before it kills something.
+    """
+    while not current().is_closing(1):
+        time.sleep(0.01)
+
+
 def await_release() -> None:
     """Hold the last step of a recovered job until the test has seen what ends with the job."""
     while not (log / "release").exists():
@@ -240,11 +253,8 @@ with keepstep.join(
             }
             with (log / f"rank-{world.rank}.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        if job.world.generation == 1:
-            # Before the last step a test has to see what it waits for, and to strike.
-            time.sleep(0.1)
-        if options.get("one_rank_is_late") and job.world.rank == 1:
-            time.sleep(0.3)
+        if options["disturbed"] and (world.generation, world.rank, job.steps) == (1, 0, hold_after):
+            await_disturbance()
         if options.get("write_between_steps"):
             with torch.no_grad():
                 job.model.head.weight.mul_(0.999)

@@ -19,7 +19,10 @@ from tests.integration.store.cluster import EtcdCluster
 def test_job_continues_without_a_recovery_when_a_coordinator_member_dies(
     tmp_path: Path, lost: int
 ) -> None:
-    with EtcdCluster() as members, cluster(tmp_path, store=members.url) as running:
+    with (
+        EtcdCluster() as members,
+        cluster(tmp_path, store=members.url, disturbed=False) as running,
+    ):
         # A cluster elects a leader within two seconds, but takes longer on a busy machine.
         for node in ("a", "b"):
             running.start(node, "--lease-ttl", "30")

@@ -36,7 +36,7 @@ from tests.patience import patient
 
 
 def run_undisturbed(directory: Path, **options: Any) -> Lines:
-    with cluster(directory, **options) as running:
+    with cluster(directory, disturbed=False, **options) as running:
         running.start("a")
         running.start("b")
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
@@ -341,7 +341,7 @@ def test_nodes_that_are_all_preempted_store_every_step_and_the_job_goes_on_from_
         for node in ("a", "b"):
             assert running.wait(node, 60) == 128 + signal.SIGTERM, running.output()
     computed = max(step for step, lines in last_run_of_each_step(tmp_path).items() if lines)
-    with cluster(tmp_path, steps=computed + 2, checkpoint=checkpoint) as running:
+    with cluster(tmp_path, disturbed=False, steps=computed + 2, checkpoint=checkpoint) as running:
         for node in ("a", "b"):
             running.start(node)
         assert [running.wait(node, 120) for node in ("a", "b")] == [0, 0], running.output()
@@ -372,7 +372,9 @@ def test_all_ranks_resume_from_the_newest_checkpoint_that_is_intact(
     pattern = "attempt-*/parts/*" if damage == "part" else "attempt-*/packs/*"
     # One rank alone may find the damage; all of them take the other checkpoint.
     next(iter(sorted((checkpoint / newest.directory).glob(pattern)))).unlink()
-    with cluster(tmp_path, steps=newest.step, every=3, checkpoint=str(checkpoint)) as running:
+    with cluster(
+        tmp_path, disturbed=False, steps=newest.step, every=3, checkpoint=str(checkpoint)
+    ) as running:
         for node in ("a", "b"):
             running.start(node)
         view = running.wait_until(lambda view: len(view.history.recoveries) == 1, 60)
@@ -395,7 +397,7 @@ def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_
     checkpoint = str(tmp_path / "checkpoint")
     options = {"checkpoint": checkpoint, "every": 3, "compression": "zstd", "context": 8192}
     for steps in (9, 9, 6, 12):
-        with cluster(tmp_path, "1:1", steps=steps, **options) as running:
+        with cluster(tmp_path, "1:1", disturbed=False, steps=steps, **options) as running:
             running.start("a")
             assert running.wait("a", 120) == 0, running.output()
             assert "not stored" not in running.output()
@@ -415,8 +417,8 @@ def test_job_that_is_run_again_resumes_from_its_compressed_checkpoints_and_ends_
 def test_generation_that_ends_in_good_order_leaves_no_state_of_a_step_that_was_begun(
     tmp_path: Path,
 ) -> None:
-    """Rank 1 is late between two steps: it knows of the end when others are inside the next one."""
-    with cluster(tmp_path, snapshots=10**6, one_rank_is_late=True) as running:
+    """Rank 0 is held between two steps: it knows of the end when others are inside the next one."""
+    with cluster(tmp_path, snapshots=10**6) as running:
         for node in ("a", "b"):
             running.start(node)
         running.wait_until(lambda view: step_of(view) >= 5, 60)
@@ -553,7 +555,7 @@ def test_stopped_node_loses_its_lease_and_the_others_continue(tmp_path: Path) ->
 
 def test_node_that_loses_its_lease_while_it_warms_up_keeps_its_workers(tmp_path: Path) -> None:
     """They know nothing of a job yet, and take long to start on a starved machine (T23)."""
-    with cluster(tmp_path, nnodes="2") as running:
+    with cluster(tmp_path, nnodes="2", disturbed=False) as running:
         running.start("a", "--lease-ttl", "2")
         running.wait_until(lambda view: len(running.workers_of("a")) == 2, 60)
         warming_up = running.workers_of("a")

@@ -14,7 +14,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.agent.membership import Membership
 from keepstep.elastic.errors import InvariantViolated, LeaseLost, StoreUnavailable
 from keepstep.elastic.rendezvous.actions import Open, Publish
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import Generation, NodePhase, NodeRecord, Result
 from keepstep.elastic.rendezvous.view import Keys, from_listing

@@ -18,7 +18,7 @@ from keepstep.elastic.agent.participation import Participation
 from keepstep.elastic.agent.peer_connections import AgentListener
 from keepstep.elastic.agent.store_socket import StoreSocket
 from keepstep.elastic.errors import JobFailed, LeaseLost, StoreUnavailable
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import CheckpointRecord, Generation, Member, Result
 from keepstep.elastic.rendezvous.view import View
 from keepstep.elastic.store.memory import MemoryStore

@@ -318,3 +318,19 @@ def test_worker_that_joins_when_the_last_step_is_stored_is_told_so(tmp_path: Pat
             await group.until(lambda: group.workers[0].finishing_step == 30)
 
     play(scenario())
+
+
+def test_idle_process_that_ends_is_replaced_and_the_node_is_not_warm_until_then() -> None:
+    async def scenario() -> None:
+        group = Group(program(""), 1, {})
+        try:
+            for _ in range(4):
+                group.warm_up()
+                await group.until(lambda: group.warm)
+                group._idle[0].kill("out of memory")
+                await group.until(lambda: not group._idle)
+                assert not group.warm
+        finally:
+            await group.stop(0.0)
+
+    play(scenario())

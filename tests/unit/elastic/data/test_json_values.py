@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,15 +17,25 @@ from keepstep.elastic.errors import UsageError
 
 keys = (
     st.text(max_size=3)
-    | st.sampled_from(["$pairs", "$float"])
+    | st.sampled_from(["$pairs", "$float", "$tuple", "$tensor"])
     | st.integers()
     | st.floats(allow_nan=False)
 )
 leaves = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
 )
 values = st.recursive(
-    leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.tuples(inner, inner)
+    ),
 )
 
 
@@ -48,6 +59,39 @@ def test_types_that_json_lacks_are_restored_from_a_fresh_value() -> None:
     assert restored == value
     assert type(restored["milestones"]) is Counter
     assert type(restored["betas"]) is tuple
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.get_rng_state(),
+        torch.tensor(1.5, dtype=torch.bfloat16),
+        torch.zeros((0, 3), dtype=torch.int32),
+        torch.arange(6).reshape(2, 3).T,
+        np.arange(6, dtype=np.uint32).reshape(2, 3).T,
+        np.array(2.5),
+    ],
+)
+def test_small_tensors_and_arrays_are_restored(value: Any) -> None:
+    stored = json.loads(json.dumps(to_json_value("value", {"generator": value})))
+    restored = from_json_value(stored)["generator"]
+    assert type(restored) is type(value)
+    assert (restored.dtype, restored.shape) == (value.dtype, value.shape)
+    assert restored.tolist() == value.tolist()
+
+
+def test_a_numpy_generator_is_restored() -> None:
+    generator = np.random.default_rng(5)
+    stored = json.loads(json.dumps(to_json_value("g", generator.bit_generator.state)))
+    other = np.random.default_rng(6)
+    other.bit_generator.state = from_json_value(stored)
+    assert other.random() == generator.random()
+    assert from_json_value(to_json_value("scalar", np.float32(0.5))) == 0.5
+
+
+def test_a_large_tensor_among_other_values_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"state\['t'\] has 1048577 bytes, too many"):
+        to_json_value("state", {"t": torch.zeros((1 << 20) + 1, dtype=torch.uint8)})
 
 
 def test_error_for_an_unsupported_type_names_its_place() -> None:

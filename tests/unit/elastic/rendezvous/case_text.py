@@ -29,13 +29,18 @@ the present members of the current generation. A rank stands for the node that h
     a cannot write its part: REASON
     the manifest cannot be written: REASON      at the next attempt
     rank 3 fails: MESSAGE                its process ended; `fails fatally`: trying again is useless
+    rank 3 raises ERROR: MESSAGE         its script failed; the same ERROR shows that it comes again
     rank 3 loses a peer: MESSAGE         a collective broke
     rank 3 has computed wrongly: FINDING    as a comparison of replicas has shown to rank 0
     a is evicted: REASON                 by a person or the monitor
     restart of rank 3 is requested: REASON
+    the job is paused: REASON            by a person
+    the job is resumed
+    the job is scaled to 1-2 nodes
     2.5 s pass
     given a, b and c run with 2 workers  joins, opening, entering and running, without output
     may a leave?                         whether it is needed no longer
+    what if a and b are lost?            what `keepstep status --if-lost` tells
     decide                               the leader decides and acts until it has nothing to do
 
 Decisions are checked against the invariants and applied to the coordinator's keys as the agents do
@@ -51,9 +56,11 @@ from dataclasses import dataclass, field, replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous import actions, transactions
-from keepstep.elastic.rendezvous.decide import LeaderState, RendezvousPolicy, decide, may_leave
+from keepstep.elastic.rendezvous.decide import LeaderState, decide, may_leave
 from keepstep.elastic.rendezvous.intervals import AUTO
 from keepstep.elastic.rendezvous.invariants import check_action, check_transition
+from keepstep.elastic.rendezvous.loss_forecast import describe_forecast, forecast_loss
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_limits import RankLimits
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,
@@ -67,6 +74,7 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
+    Pause,
     PersistedPart,
     PersistRequest,
     Record,
@@ -74,6 +82,7 @@ from keepstep.elastic.rendezvous.records import (
     ReplicaComparison,
     RestartRequest,
     Result,
+    Scale,
     SnapshotCommit,
     StoreFailure,
 )
@@ -141,6 +150,10 @@ class Case:
             self._set_policy(found[1])
         elif found := re.fullmatch(r"([\d.]+) s pass", line):
             self.now_s += float(found[1])
+        elif found := re.fullmatch(r"what if (.+) (?:is|are) lost\?", line):
+            # What the nodes reported to the leader alone, a person's command does not see.
+            forecast = forecast_loss(self.view, _names(found[1]), self.wall_s)
+            return describe_forecast(forecast).splitlines()
         elif found := re.fullmatch(r"may (\w+) leave\?", line):
             return ["yes" if may_leave(self._leaders_view(), found[1]) else "no"]
         elif found := re.fullmatch(r"lease of (\w+) ends", line):
@@ -153,8 +166,16 @@ class Case:
             self._put(KEYS.restart(request.rank), request)
         elif found := re.fullmatch(r"rank (\d+) (fails|fails fatally|loses a peer): (.+)", line):
             self._fail(int(found[1]), found[2], found[3])
+        elif found := re.fullmatch(r"rank (\d+) raises (.+): (.+)", line):
+            self._fail(int(found[1]), "fails", found[3], error=found[2])
         elif found := re.fullmatch(r"rank (\d+) has computed wrongly: (.+)", line):
             self._find_wrong_replica(int(found[1]), found[2])
+        elif found := re.fullmatch(r"the job is paused: (.+)", line):
+            self._put(KEYS.single("pause"), Pause(found[1], self.wall_s))
+        elif line == "the job is resumed":
+            self._delete(KEYS.single("pause"))
+        elif found := re.fullmatch(r"the job is scaled to (\d+)-(\d+) nodes", line):
+            self._put(KEYS.single("scale"), Scale(int(found[1]), int(found[2])))
         elif found := re.fullmatch(r"given (.+) run with (\d+) workers?", line):
             self._start(_names(found[1]), int(found[2]))
         elif found := re.fullmatch(r"(\w+(?:(?:, | and )\w+)*?) (?!and )(\w+.*)", line):
@@ -192,7 +213,7 @@ class Case:
             record = nodes[min(nodes, key=lambda node: nodes[node].created)].record
             self._put(
                 KEYS.single("leadership"),
-                Leadership(record.node, record.agent, record.lease),
+                Leadership(record.node, record.agent, record.lease, self.policy.limits),
                 record.lease,
             )
 
@@ -390,12 +411,12 @@ class Case:
         )
         self._write(record, persisted=persisted)
 
-    def _fail(self, rank: int, how: str, message: str) -> None:
+    def _fail(self, rank: int, how: str, message: str, error: str = "") -> None:
         view = self.view
         assert view.generation is not None, "no generation is open"
         node = next(m.node for m in view.generation.members if rank in m.ranks)
         kind = {"fails": "worker", "fails fatally": "fatal", "loses a peer": "peer"}[how]
-        failure = Failure(kind, f"rank {rank} on {node} {message}", self.wall_s, rank)
+        failure = Failure(kind, f"rank {rank} on {node} {message}", self.wall_s, rank, error)
         self._write(self._record(node), failure=failure)
 
     def _record(self, node: str) -> NodeRecord:

@@ -18,7 +18,6 @@ from keepstep.elastic.rendezvous.actions import (
     Publish,
     ReleaseMembers,
 )
-from keepstep.elastic.rendezvous.decide import RendezvousPolicy
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
     check_generation,
@@ -26,6 +25,7 @@ from keepstep.elastic.rendezvous.invariants import (
     check_transition,
     check_view,
 )
+from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import assign_ranks
 from keepstep.elastic.rendezvous.records import (
     AbortOrder,

@@ -10,7 +10,7 @@ import pytest
 
 from keepstep.checkpoint.errors import CheckpointError, RankFailed
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import StepRejected, UsageError
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
     show,
@@ -79,8 +79,10 @@ def test_script_that_cannot_begin_is_not_tried_again(tmp_path: Path) -> None:
 
 def test_wrong_input_is_fatal_and_another_ranks_failure_is_not(tmp_path: Path) -> None:
     head = "from keepstep.checkpoint.errors import CheckpointError, RankFailed\n"
-    head += "from keepstep.elastic.errors import UsageError\n"
-    for error, expected in ((UsageError, True), (CheckpointError, True), (RankFailed, False)):
+    head += "from keepstep.elastic.errors import StepRejected, UsageError\n"
+    for error, expected in (
+        (UsageError, True), (StepRejected, True), (CheckpointError, True), (RankFailed, False),
+    ):  # fmt: skip
         found = failure_of(tmp_path, f"{head}raise {error.__name__}('x')")
         assert is_fatal(found) == expected
 

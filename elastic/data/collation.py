@@ -1,0 +1,65 @@
+"""Makes batches, or lists of micro-batches, of a rank's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.utils.data import default_collate
+
+from keepstep.elastic.data.micro_batches import Division, MicroBatch
+from keepstep.elastic.errors import UsageError
+
+T = TypeVar("T")
+
+Collate = Callable[[list[T]], Any]
+
+# `Job.batches` gives these arguments of the loader itself.
+_OWN_ARGUMENTS = frozenset(
+    {
+        "batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator",
+        "num_workers", "sampler", "shuffle",
+    }
+)  # fmt: skip
+
+
+class ShareCollate(Generic[T]):
+    """Collates a rank's share of a global batch; loader processes receive it.
+
+    Args:
+        collate: makes a batch of samples; None: as torch's DataLoader does.
+        divisions: the micro-batches; None: the share is one batch.
+    """
+
+    def __init__(
+        self, collate: Collate[T] | None, divisions: Sequence[Division] | None = None
+    ) -> None:
+        self._collate = collate or default_collate
+        self._divisions = divisions
+
+    def __call__(self, samples: list[T]) -> Any:
+        """Return the batch, or the list of micro-batches."""
+        if self._divisions is None:
+            return self._collate(samples)
+        return [
+            MicroBatch(
+                self._collate(samples[division.begin : division.end]),
+                division.loss_scale,
+                number == len(self._divisions),
+            )
+            for number, division in enumerate(self._divisions, 1)
+        ]
+
+
+def check_loader_options(options: Mapping[str, Any]) -> None:
+    """Refuse further arguments of torch's DataLoader that are not the user's to give.
+
+    Raises:
+        UsageError: there is one.
+    """
+    taken = sorted(_OWN_ARGUMENTS & options.keys())
+    if taken:
+        raise UsageError(
+            f"loader_options={{{taken[0]!r}: ...}}: job.batches sets it; its own arguments are "
+            "global_batch, shuffle, collate and workers"
+        )

@@ -1,0 +1,67 @@
+"""Makes sources of the two kinds of datasets that are none: those with an index, and streams."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, cast
+
+from keepstep.checkpoint.layout.boxes import Json
+from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
+from keepstep.elastic.data.order import mix, permute, share
+from keepstep.elastic.data.partitions import Partition
+from keepstep.elastic.data.sample_randomness import seed_generators
+from keepstep.elastic.data.split_stream import SplitStream
+from keepstep.elastic.errors import UsageError
+
+T = TypeVar("T")
+
+AnySource = Source[T] | Dataset[T] | Stream[T]
+"""What `Mixture` and `Packed` read from."""
+
+
+def as_source(dataset: AnySource[T]) -> Source[T]:
+    """Return a source of any dataset.
+
+    Raises:
+        UsageError: the dataset is empty.
+    """
+    if isinstance(dataset, Source):
+        return dataset
+    if is_stream(dataset):
+        # Nothing but the whole can be read of it: in one partition, by every rank.
+        return SplitStream(lambda part, parts: dataset, 1)
+    return _Indexed(cast("Dataset[T]", dataset))
+
+
+class _Indexed(Generic[T]):
+    """A dataset with an index. Each partition reads its share of every epoch's permutation."""
+
+    def __init__(self, dataset: Dataset[T]) -> None:
+        if len(dataset) == 0:
+            raise UsageError("the dataset has no samples; give one that has")
+        self._dataset = dataset
+
+    def most_partitions(self) -> int:
+        return len(self._dataset)
+
+    def open_partition(self, partition: Partition, state: Json) -> _IndexedReader[T]:
+        return _IndexedReader(self._dataset, partition, 0 if state is None else state)
+
+
+class _IndexedReader(Generic[T]):
+    def __init__(self, dataset: Dataset[T], partition: Partition, read: int) -> None:
+        self._dataset = dataset
+        self._partition = partition
+        self._read = read
+        self._own = range(*share(len(dataset), partition.number, partition.count))
+
+    def read(self) -> T:
+        number, self._read = self._read, self._read + 1
+        epoch, place = divmod(number, len(self._own))
+        index = self._own[place]
+        if self._partition.shuffle:
+            index = permute(index, len(self._dataset), mix(self._partition.key, epoch))
+        seed_generators(self._partition.seed(number))
+        return self._dataset[index]
+
+    def state(self) -> Json:
+        return self._read

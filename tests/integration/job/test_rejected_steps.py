@@ -1,0 +1,74 @@
+"""Claims about steps that a rank rejects: they are undone, and their batches are skipped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.patient_cluster import PatientCluster
+
+SCRIPT = Path(__file__).with_name("rejected.py")
+BATCHES = 24
+SKIPPED = [3, 10, 11, 12]
+
+
+def cluster(directory: Path, **options: Any) -> PatientCluster:
+    content = {"log": str(directory), "batches": BATCHES, **options}
+    return PatientCluster(
+        "job", [str(SCRIPT), json.dumps(content)], nnodes="1", workers=2, log=directory / "agents"
+    )
+
+
+def lines(directory: Path, name: str) -> list[Any]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def last_of_each_step(directory: Path, rank: int) -> dict[int, tuple[str, float]]:
+    """Return loss and a random number of each step, of the generation that computed it last."""
+    return {
+        line["step"]: (line["loss"], line["drawn"])
+        for line in lines(directory, f"steps-{rank}.jsonl")
+    }
+
+
+def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
+    tmp_path: Path,
+) -> None:
+    """The first step has no state to roll back to, the second has; then a worker is killed."""
+    (tmp_path / "skips").mkdir()
+    with cluster(tmp_path / "skips", skipped=SKIPPED) as running:
+        running.start("a")
+        assert running.wait("a", 120) == 0, running.output()
+    with cluster(tmp_path, checkpoint=str(tmp_path / "stored"), dies=True) as running:
+        running.start("a")
+        view = running.wait_until(lambda view: len(view.history.recoveries) == 4, 120)
+        (tmp_path / "release").touch()
+        assert running.wait("a", 120) == 0, running.output()
+        output = running.output()
+    reasons = [recovery.reason for recovery in view.history.recoveries]
+    assert reasons[1].startswith("rank 1: rank 1 rejected step 4: loss=nan; global batches 1 to 3")
+    assert reasons[2].startswith("rank 0: rank 0 rejected step 12: loss=")
+    assert reasons[2].endswith("; global batches 10 to 12 are skipped")
+    assert "no checkpoint of step 1 or before it to roll back to" in output
+    assert [recovery.source.split()[0] for recovery in view.history.recoveries] == [
+        "start", "memory", "storage", "memory",
+    ]  # fmt: skip
+    # On every rank once; the process that replaced the killed one has it from the state.
+    told = [[4, 1, [3]], [12, 0, [10, 11, 12]]]
+    assert sorted(lines(tmp_path, "told.jsonl")) == [
+        [rank, *rejected] for rank in (0, 1) for rejected in told
+    ]
+    for rank in (0, 1):
+        expected = last_of_each_step(tmp_path / "skips", rank)
+        assert expected.keys() == set(range(1, BATCHES - len(SKIPPED) + 1))
+        assert last_of_each_step(tmp_path, rank) == expected
+
+
+def test_more_rejected_steps_than_allowed_end_the_job_and_name_rank_step_and_value(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, at_most=0) as running:
+        running.start("a")
+        assert running.wait("a", 120) == 1, running.output()
+        output = running.output()
+    assert "rank 1 rejected step 4 of global batch 3: loss=nan" in output
+    assert "generation 2" not in output

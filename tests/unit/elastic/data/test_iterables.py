@@ -1,0 +1,125 @@
+"""Claims about plain iterables: every rank reads all of one, and resumes it, if it can, at once."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from keepstep.elastic.data.datasets import is_stream
+from keepstep.elastic.data.position import Position
+from keepstep.elastic.errors import UsageError
+from ops.bench.data_runs import Run, data_pass, play
+
+GLOBAL_BATCH = 5
+
+
+class Numbers:
+    """Shuffles by the epoch, as it is told, and counts what is read of it."""
+
+    def __init__(self, size: int = 23) -> None:
+        self.size = size
+        self.epoch = 0
+        self.reads = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return self.from_number(0)
+
+    def from_number(self, first: int) -> Iterator[tuple[int, int]]:
+        for number in range(first, self.size):
+            self.reads += 1
+            yield self.epoch, number
+
+
+class PositionedNumbers(Numbers):
+    """The same with a state."""
+
+    def __init__(self, size: int = 23) -> None:
+        super().__init__(size)
+        self.next = self.start = 0
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        start, self.start = self.start, 0
+        for sample in self.from_number(start):
+            self.next = sample[1] + 1
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.next = self.start = state["next"]
+
+
+def test_a_batch_goes_on_in_the_next_epoch_which_is_announced() -> None:
+    (batch,) = play(Numbers, GLOBAL_BATCH, 5, []).batches[4]
+    assert batch == [(0, 20), (0, 21), (0, 22), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("kind", [Numbers, PositionedNumbers])
+def test_a_resumed_iterable_is_read_past_only_within_its_epoch_and_without_a_state(
+    kind: type[Numbers], caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[Numbers] = []
+
+    def make() -> Numbers:
+        made.append(kind())
+        return made[-1]
+
+    with caplog.at_level(logging.INFO):
+        play(make, GLOBAL_BATCH, 12, [Run(1, 0, 8, 0)])
+    last_epoch = 12 * GLOBAL_BATCH - 8 * GLOBAL_BATCH
+    read_past = 8 * GLOBAL_BATCH - 23
+    assert made[-1].reads == last_epoch + (read_past if kind is Numbers else 0)
+    assert (f"reading past {read_past} samples" in caplog.text) == (kind is Numbers)
+
+
+def test_position_of_another_batch_is_not_given() -> None:
+    data = data_pass(PositionedNumbers(), GLOBAL_BATCH, 4)
+    assert data.stream_position(Position()) is None
+    next(data.from_position(Position(), 0, 1))
+    assert data.stream_position(Position()) is None
+    assert data.stream_position(Position(1, 1)) is not None
+
+
+def test_the_same_iterable_is_read_again_from_a_position_before_it() -> None:
+    """As after a failure in a process that stays."""
+    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, []).batches]
+    data = data_pass(PositionedNumbers(), GLOBAL_BATCH, 9)
+    batches = data.from_position(Position(), 0, 1)
+    next(batches)
+    reached = data.stream_position(Position(1, 1))
+    assert [next(batches), next(batches)] == undisturbed[1:3]
+    assert list(data.from_position(Position(1, 1, reached), 0, 1)) == undisturbed[1:]
+
+
+def test_a_position_after_that_of_the_snapshot_is_reached_by_reading_up_to_it() -> None:
+    """As when samples are left out after a roll back."""
+    undisturbed = [batch for (batch,) in play(PositionedNumbers, GLOBAL_BATCH, 9, []).batches]
+    before = data_pass(PositionedNumbers(), GLOBAL_BATCH, 9)
+    next(before.from_position(Position(), 0, 1))
+    reached = before.stream_position(Position(1, 1))
+    dataset = PositionedNumbers()
+    after = data_pass(dataset, GLOBAL_BATCH, 9)
+    assert list(after.from_position(Position(1, 4, reached), 0, 1)) == undisturbed[4:]
+    assert dataset.reads == 8 * GLOBAL_BATCH
+
+
+@pytest.mark.parametrize("stream", [Numbers(0), iter([(0, 1)])])
+def test_iterable_that_ends_for_good_is_an_error(stream: Any) -> None:
+    with pytest.raises(UsageError, match="gave no sample; give parts that have some, and that can"):
+        list(data_pass(stream, GLOBAL_BATCH, 2).from_position(Position(), 0, 1))
+
+
+def test_streams_are_told_from_datasets_with_an_index() -> None:
+    class Iterated(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(())
+
+    assert is_stream(Iterated())
+    assert is_stream(iter([1]))
+    assert not is_stream([1])
