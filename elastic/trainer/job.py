@@ -531,6 +531,7 @@ class Job:
             data_share=(self._world.data_rank, self._world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
+            is_stage=self._world.has_stages,
         )
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
