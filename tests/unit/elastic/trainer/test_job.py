@@ -22,7 +22,6 @@ import keepstep
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.data.position import Position
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
 from keepstep.elastic.trainer import process_groups, snapshot_manager
 from keepstep.elastic.trainer.bad_steps import BadSteps
