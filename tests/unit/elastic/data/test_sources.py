@@ -13,9 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keepstep
+from keepstep.elastic.data.collation import ShareCollate
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Source
+from keepstep.elastic.data.partition_batches import RankShares
+from keepstep.elastic.data.partitions import Partitioning
 from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.sample_randomness import seed_generators
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
@@ -330,6 +334,19 @@ def test_collate_draws_alike_after_a_resumption_and_reading_leaves_the_generator
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert before[0].equal(after[0])
     assert before[1:] == after[1:]
+
+
+def test_collate_draws_alike_in_whichever_process_it_runs() -> None:
+    shares: RankShares[Any] = RankShares(
+        sharded("a", [5] * 8), Partitioning(4, 4), range(4), range(4), {}, range(3), 0, 11, True,
+        ShareCollate(lambda samples: drawn()),
+    )  # fmt: skip
+    collated = []
+    for process in (1, 2):
+        seed_generators(process)
+        collated.append([shares.collated(batch, []) for batch in range(2)])
+    assert collated[0] == collated[1]
+    assert collated[0][0] != collated[0][1]
 
 
 def refused(dataset: Any, global_batch: int = 4, stored: Any = None) -> str:
