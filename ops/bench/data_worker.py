@@ -49,7 +49,13 @@ def backward(job: keepstep.Job, step: keepstep.Step, mode: str, batch: Any) -> l
 
 
 def main() -> None:
-    with keepstep.join(build, seed=OPTIONS["seed"], device="cpu") as job:
+    with keepstep.join(
+        build,
+        seed=OPTIONS["seed"],
+        device="cpu",
+        checkpoint=OPTIONS["checkpoint"],
+        checkpoint_every=4,
+    ) as job:
         for number, kind in enumerate(OPTIONS["kinds"]):
             mode = mode_of(number)
             for batch in job.batches(

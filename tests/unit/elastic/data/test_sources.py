@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keepstep
+from keepstep.elastic.data.collation import ShareCollate
+from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Source
+from keepstep.elastic.data.partition_batches import RankShares
+from keepstep.elastic.data.partitions import Partitioning
 from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.sample_randomness import seed_generators
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
@@ -304,6 +309,44 @@ def test_a_loader_draws_alike_that_draws_also_when_it_is_made_or_begins_to_itera
     undisturbed = play(make, 4, 12, []).batches
     disturbed = play(make, 4, 12, [Run(2, 0, 5, 1), Run(3, 0, 3, 0)]).batches
     assert [batch[-1] for batch in disturbed] == [batch[0] for batch in undisturbed]
+
+
+def test_a_position_in_an_earlier_pass_is_not_one_in_the_next() -> None:
+    def second_pass() -> Any:
+        return DataPass(1, 2, 11, sharded("a", [5] * 8), 4, steps=3, collate=list)
+
+    stored = stored_of(sharded("a", [5] * 8))
+    begun = list(second_pass().from_position(Position(2, 2, stored), 0, 1))
+    assert begun == list(second_pass().from_position(Position(2, 2), 0, 1))
+
+
+def test_collate_draws_alike_after_a_resumption_and_reading_leaves_the_generators_alone() -> None:
+    def read(first: int, stored: Any) -> list[Any]:
+        data: DataPass[Any] = DataPass(
+            0, 0, 11, sharded("a", [5] * 8), 4, steps=3, collate=lambda samples: drawn()
+        )
+        return list(data.from_position(Position(first, first, stored), 0, 1))
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    undisturbed = read(0, None)
+    assert read(2, stored_of(sharded("a", [5] * 8))) == undisturbed[2:]
+    assert len(set(undisturbed)) == 3
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert before[0].equal(after[0])
+    assert before[1:] == after[1:]
+
+
+def test_collate_draws_alike_in_whichever_process_it_runs() -> None:
+    shares: RankShares[Any] = RankShares(
+        sharded("a", [5] * 8), Partitioning(4, 4), range(4), range(4), {}, range(3), 0, 11, True,
+        ShareCollate(lambda samples: drawn()),
+    )  # fmt: skip
+    collated = []
+    for process in (1, 2):
+        seed_generators(process)
+        collated.append([shares.collated(batch, []) for batch in range(2)])
+    assert collated[0] == collated[1]
+    assert collated[0][0] != collated[0][1]
 
 
 def refused(dataset: Any, global_batch: int = 4, stored: Any = None) -> str:
