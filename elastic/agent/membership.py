@@ -59,6 +59,7 @@ from keepstep.elastic.rendezvous.records import (
     NodeRecord,
     NodeReport,
     RestartRequest,
+    Result,
     decode_secret,
 )
 from keepstep.elastic.rendezvous.reports import Reports
@@ -556,7 +557,7 @@ class Membership:
                 action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
         parts = transactions.lead(self._keys, view, self._led_since, action, time.time())
         check_transition(view, transactions.preview(self._keys, view, parts))
-        _log_action(action)
+        _log_action(action, view)
         self._announcements.note_sent(action)
         for part in parts:
             try:
@@ -590,7 +591,7 @@ async def _outlast_outages(call: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(_OUTAGE_POLL_S)
 
 
-def _log_action(action: actions.Action) -> None:
+def _log_action(action: actions.Action, view: View) -> None:
     match action:
         case actions.Open(generation):
             log.info(
@@ -608,5 +609,17 @@ def _log_action(action: actions.Action) -> None:
             log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
         case actions.CancelPersist(reason=reason):
             log.error("checkpoint not stored: %s", reason)
+        case actions.Finish(Result(succeeded=True)) if _reports_steps(view):
+            stored = view.checkpoint
+            log.info(
+                "the job is done after step %d; %s",
+                max(joined.record.step for joined in view.nodes.values()),
+                f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
+            )
         case _:
             pass
+
+
+def _reports_steps(view: View) -> bool:
+    """Whether the script has joined the job, and so has steps."""
+    return any(joined.record.step for joined in view.nodes.values())

@@ -29,7 +29,9 @@ from keepstep.elastic.rendezvous.records import (
     NodePhase,
     NodeRecord,
     NodeReport,
+    Pause,
     RestartRequest,
+    Scale,
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.transactions import Transaction
@@ -59,8 +61,12 @@ MORE_STEPS = 2
 class Simulation:
     """One job. `run` plays it from the first join to its end."""
 
-    def __init__(self, seed: int, policy: RendezvousPolicy | None = None) -> None:
+    def __init__(
+        self, seed: int, policy: RendezvousPolicy | None = None, *, is_operated: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
+        self._operator = random.Random(f"operator {seed}") if is_operated else None
+        """Draws when a person pauses, resumes or scales the job; not among the disasters."""
         self.policy = policy or POLICIES[seed % len(POLICIES)]
         self.checkpoint_every = self.rng.choice([1, 2, 4])
         self.awaits_abort_order = seed % 7 == 6
@@ -121,6 +127,8 @@ class Simulation:
         self._deliver_late_announcements()
         if self.rng.random() < disturbance:
             self._disturb()
+        if self._operator is not None and self._operator.random() < disturbance / 2:
+            self._operate(self._operator)
         if disturbance and self._hangs_again and self.rng.random() < 0.5:
             generation = self.view.generation
             if generation is not None and generation.generation > self._hung_generation:
@@ -307,6 +315,16 @@ class Simulation:
             request = RestartRequest(generation.generation, rank, "hang")
             self._write_as_monitor(Put(KEYS.restart(rank), request.encode()))
 
+    def _operate(self, rng: random.Random) -> None:
+        """Pause or resume the job, or scale it."""
+        if rng.random() < 0.5:
+            pause = Put(KEYS.single("pause"), Pause("maintenance", self.now_s).encode())
+            self._write_as_monitor(Delete(pause.key) if self.view.pause else pause)
+            return
+        least = rng.randint(1, 2)
+        scale = Scale(least, rng.randint(least, MAX_NODES))
+        self._write_as_monitor(Put(KEYS.single("scale"), scale.encode()))
+
     def _write_as_monitor(self, operation: Put | Delete) -> None:
         """Write what a monitor or a person writes, which no lease covers."""
         condition = Modified(KEYS.single("generation"), self.view.generation_revision)
@@ -328,6 +346,9 @@ class Simulation:
             self._start_node()
         for name in self.view.evictions:
             self._lift_eviction(name)
+        if self._operator is not None:
+            for key in ("pause", "scale"):
+                self._write_as_monitor(Delete(KEYS.single(key)))
 
     def _staying(self) -> set[str]:
         return {node.name for node in self.nodes if node.leaving_since_s is None}
