@@ -226,17 +226,6 @@ def joins_over_another_owner_of_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transactions, "join", wrong)
 
 
-def joins_a_job_whose_keys_are_deleted(patch: pytest.MonkeyPatch) -> None:
-    right = transactions.join
-
-    def wrong(keys: Keys, view: View, record: NodeRecord, secret: bytes) -> Transaction:
-        transaction = right(keys, view, record, secret)
-        kept = tuple(c for c in transaction.conditions if c.key != keys.single("secret"))
-        return replace(transaction, conditions=kept)
-
-    patch.setattr(transactions, "join", wrong)
-
-
 def removes_a_job_that_somebody_has_joined(patch: pytest.MonkeyPatch) -> None:
     right = transactions.remove_job
 
@@ -275,11 +264,6 @@ def counts_a_lease_from_the_answer(patch: pytest.MonkeyPatch) -> None:
 
 def carries_state_into_another_job(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(standing, "without_state", lambda record: record)
-
-
-def enters_a_generation_that_it_was_lost_from(patch: pytest.MonkeyPatch) -> None:
-    """Enters the open generation after joining again, as it did until a seed failed."""
-    patch.setattr(standing, "joining_again", lambda _, record: record)
 
 
 def waits_for_a_member_that_has_drained(patch: pytest.MonkeyPatch) -> None:
@@ -627,7 +611,8 @@ _DOCUMENTS = (
 # leaders that do not depend on `checkpoint`, `store_failure`, `history` or `result` alone, snapshot
 # tables that take an older commit, and commits that are passed on before a generation is entered;
 # leaders that use what a lost member sealed after the order to abort: a case shows it; nodes that
-# believe announcements of a generation in which they are fenced or have drained.
+# believe announcements of a generation in which they are fenced or have drained, that join a job
+# whose keys are deleted, or that enter a generation that they were lost from.
 MUTANTS: dict[str, Patch] = {
     **{
         function.__name__: function
@@ -646,13 +631,11 @@ MUTANTS: dict[str, Patch] = {
             writes_records_over_later_ones,
             writes_records_without_the_lease,
             joins_over_another_owner_of_the_name,
-            joins_a_job_whose_keys_are_deleted,
             removes_a_job_that_somebody_has_joined,
             removes_a_finished_job_in_any_case,
             completes_a_later_generations_restart,
             counts_a_lease_from_the_answer,
             carries_state_into_another_job,
-            enters_a_generation_that_it_was_lost_from,
             waits_for_a_member_that_has_drained,
             takes_the_lead_from_another,
             leads_after_its_lease_has_ended,
@@ -697,13 +680,11 @@ MUTANTS: dict[str, Patch] = {
 
 FAILED_SEEDS = {
     "writes_records_over_later_ones": (0, "a late write took a node's record back"),
-    "joins_a_job_whose_keys_are_deleted": (225, "a node joined without the job's secret"),
     "removes_a_job_that_somebody_has_joined": (68, "the last to leave removed a node that joined"),
     "removes_a_finished_job_in_any_case": (7, "two that joined a finished job removed each other"),
     "completes_a_later_generations_restart": (50, "a late write removed the next request"),
     "waits_for_a_holder_that_is_gone": (5, "a checkpoint waited for ever for a lost holder"),
     "begins_a_snapshots_part_once_only": (4, "a snapshot asked for again was never written"),
-    "enters_a_generation_that_it_was_lost_from": (1649, "a lost member worked in its generation"),
     "begins_a_part_before_it_enters_the_generation": (2, "entering ended the part just begun"),
 }
 """Seeds that failed before a fix, by the mutant that undoes it."""
