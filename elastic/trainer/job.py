@@ -531,6 +531,7 @@ class Job:
             data_share=(self._world.data_rank, self._world.data_size),
             start_from=self._start_from,
             copies_synchronously=self._copies_synchronously,
+            is_stage=self._world.has_stages,
         )
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
@@ -706,6 +707,7 @@ class Step:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._is_open = False
+        self._number = job.steps + 1
         self.completed = False
 
     @property
@@ -715,6 +717,11 @@ class Step:
         It is 1.0 unless the ranks' shares of the batch are uneven.
         """
         return self._job._loss_scale
+
+    @property
+    def number(self) -> int:
+        """The number of this step: that of `Job.steps` once it is completed."""
+        return self._number
 
     def report(self, **values: float | torch.Tensor) -> None:
         """Report what shows whether the step is good, before the optimizer's step; by any rank.
@@ -764,6 +771,7 @@ class Step:
 
     def __enter__(self) -> Self:
         self._job._begin_step()
+        self._number = self._job.steps + 1
         self._is_open = True
         return self
 

@@ -258,7 +258,7 @@ LIGHT = {
         "keepstep.checkpoint.foreign.opening",
         "keepstep.checkpoint.saving.writer", "keepstep.checkpoint.server.server",
         "keepstep.elastic.agent.agent",
-        "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main",
+        "keepstep.elastic.cli.launch", "keepstep.elastic.cli.main", "keepstep.elastic.cli.node",
         "keepstep.elastic.monitor_bridge.runtime", "keepstep.monitor.cli.monitor",
         "keepstep.monitor.daemon.assembly",
     ),
