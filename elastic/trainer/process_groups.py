@@ -63,6 +63,12 @@ class World:
     data_rank: int
     data_size: int
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks have different parameters: those of the stages of a pipeline."""
+        names = self.mesh.mesh_dim_names or ()
+        return any(name.startswith("pp") for name in names)
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:

@@ -22,6 +22,7 @@ from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import all_gather_json, rank
 from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
+from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
@@ -107,6 +108,7 @@ class SnapshotManager:
         data_share: tuple[int, int],
         start_from: StartFrom | None = None,
         copies_synchronously: bool = False,
+        is_stage: bool = False,
     ) -> None:
         self._snapshot_interval = interval
         self._blocked_s = 0.0
@@ -114,7 +116,7 @@ class SnapshotManager:
         self._assignment = assignment
         self._checkpoint = checkpoint
         self._start_from = start_from
-        self.training = TrainingState(state, device, assignment.rank, data_share)
+        self.training = TrainingState(state, device, assignment.rank, data_share, is_stage=is_stage)
         self._client = SnapshotClient(assignment.server, bytes.fromhex(assignment.secret))
         self._snapshotter = Snapshotter(
             self._client, assignment.generation, assignment.rank, device, may_seal
@@ -421,12 +423,16 @@ class SnapshotManager:
             opened = open_together(url, stored.step, stored.generation)
 
             # All ranks take the checkpoint's names for the same.
-            own_names = all_gather_json(sorted(self.training.parameter_names()))
-            names = {name for names_of_rank in own_names for name in names_of_rank}
+            training = self.training
+            own_names = [sorted(training.parameter_names()), sorted(training.buffer_keys())]
+            of_all_ranks = all_gather_json(own_names)
+            names = {name for parameters, _ in of_all_ranks for name in parameters}
+            keys = {f"{MODEL_PREFIX}{name}" for name in names}
+            keys.update(key for _, buffers in of_all_ranks for key in buffers)
 
             def begin() -> tuple[StoredCheckpoint, BegunRestore]:
                 source = opened.named_for(names)
-                return source, self.training.begin_restore(source)
+                return source, training.begin_restore(source, keys)
 
             source, begun = on_all_ranks(begin)
             traffic = fill_together(lambda: begun.fills, source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -66,6 +66,7 @@ class TrainingState:
         device: where the model is to be.
         rank: this worker's.
         data_share: data-parallel rank, and number of data-parallel ranks.
+        is_stage: other ranks have other parameters, as those of other stages of a pipeline.
     """
 
     def __init__(
@@ -74,9 +75,12 @@ class TrainingState:
         device: torch.device,
         rank: int,
         data_share: tuple[int, int] = (0, 1),
+        *,
+        is_stage: bool = False,
     ) -> None:
         self._rank = rank
         self._data_share = data_share
+        self._is_stage = is_stage
         self._extra = state.extra
         self._initialize = state.initialize
         self.model = state.model
@@ -97,6 +101,10 @@ class TrainingState:
         self._fused = FusedTensors(state.descriptions)
         self._config = checked_config(state.config)
         self._state_reader = LiveStateReader(state.model, self.optimizers, state.descriptions)
+
+    def buffer_keys(self) -> set[str]:
+        """Return the keys of the model's buffers."""
+        return set(self._buffers)
 
     def parameter_names(self) -> set[str]:
         """Return the names of the model's parameters, without those of wrappers."""
@@ -154,8 +162,15 @@ class TrainingState:
         fill(begun.fills, source)
         return self.finish_restore(begun, seed)
 
-    def begin_restore(self, source: Source) -> BegunRestore:
+    def begin_restore(
+        self, source: Source, keys_of_other_ranks: Collection[str] | None = None
+    ) -> BegunRestore:
         """Return what to fill of the tensors; between this and `finish_restore` they are filled.
+
+        Args:
+            source: the snapshot or checkpoint.
+            keys_of_other_ranks: what of the model other ranks have; None: in a pipeline all that
+                this rank has not, and else nothing.
 
         Raises:
             LayoutMismatch: the source does not fit the model or optimizers.
@@ -173,7 +188,9 @@ class TrainingState:
             key: _tensors_of(key, state, self._fused) for key, state in extra.items()
         }
         live = self._state_reader.capture(itertools.chain(*tensors_of_extra.values()))
-        fills = plan_fills(live, source)
+        if keys_of_other_ranks is None:
+            keys_of_other_ranks = source.known_keys() if self._is_stage else ()
+        fills = plan_fills(live, source, keys_of_other_ranks=keys_of_other_ranks)
         if self._was_meta:
             # Memory that nothing has been written to: no values for padding to keep.
             fills = [replace(item, zeroes_rest=True) for item in fills]

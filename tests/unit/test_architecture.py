@@ -234,9 +234,9 @@ PUBLIC = {
         "BadSteps", "Callbacks", "CheckpointStored", "DeviceUnavailable", "ElasticError",
         "GenerationEntered", "Guard", "InvariantViolated", "Job", "JobFailed", "LeaseLost",
         "MicroBatch", "Mixture", "Packed", "PackedRow", "ProcessUnusable", "Recovered",
-        "RejectedStep", "ReplicasDiverged", "ShardedStream", "SnapshotCommitted", "SplitStream",
-        "StartFrom", "State", "Stateful", "Step", "StepRejected", "StoreUnavailable", "UsageError",
-        "World", "checkpoint", "join", "monitor",
+        "RejectedStep", "ReplicasDiverged", "ShardedStream", "Shuffled", "SnapshotCommitted",
+        "SplitStream", "StartFrom", "State", "Stateful", "Step", "StepRejected",
+        "StoreUnavailable", "UsageError", "World", "checkpoint", "join", "monitor",
     },
     checkpoint: {
         "Average", "CheckpointDamaged", "CheckpointError", "CheckpointExists", "CheckpointMissing",

@@ -1,4 +1,4 @@
-"""Examples lose a worker, and go on from memory."""
+"""Every example of a layout loses a worker, and goes on from memory."""
 
 from pathlib import Path
 
@@ -6,14 +6,28 @@ import pytest
 
 from tests.integration.job.example_runs import run_with_a_killed_worker
 
+STEPS = 20
+
 
 @pytest.mark.parametrize(
-    ("example", "arguments", "workers"),
-    [("train.py", ("--width", "32"), 2)],
+    ("example", "workers", "arguments"),
+    [
+        ("ddp", 2, ()),
+        ("fsdp2", 2, ()),
+        ("hsdp", 4, ()),
+        ("tensor_parallel", 4, ()),
+        ("pipeline", 2, ("--schedule", "1F1B")),
+        ("pipeline", 2, ("--schedule", "InterleavedZeroBubble")),
+        ("experts", 2, ()),
+        ("context_parallel", 2, ()),
+    ],
 )
-def test_example_loses_a_worker_and_goes_on_from_memory(
-    tmp_path: Path, example: str, arguments: tuple[str, ...], workers: int
+def test_layout_survives_the_loss_of_a_rank(
+    tmp_path: Path, example: str, workers: int, arguments: tuple[str, ...]
 ) -> None:
-    run = run_with_a_killed_worker(tmp_path, example, "--steps", "60", *arguments, workers=workers)
-    run.check(60)
-    assert run.losses[60] < run.losses[min(run.losses)]
+    script = f"layouts/{example}.py"
+    run = run_with_a_killed_worker(
+        tmp_path, script, "--steps", str(STEPS), *arguments, workers=workers, after_step=3
+    )
+    run.check(STEPS)
+    assert run.losses[STEPS] < run.losses[1]
