@@ -534,6 +534,8 @@ class Simulation:
             is_here = joined is not None and joined.record.server == member.server
             if node is None or not is_here or told in node.memory.damaged:
                 lost[member.group] += 1
+            elif node.memory.table.committed > told:
+                continue  # A newer one was committed before a pause.
             elif not node.memory.is_intact(told, member.ranks):
                 # What it was told by a leader that nobody else heard, before the order.
                 must(
