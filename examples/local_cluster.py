@@ -89,6 +89,12 @@ class LocalCluster:
         """The coordinator's URL."""
         return self._url if self._etcd is None else self._etcd.url
 
+    @property
+    def etcd_pid(self) -> int:
+        """The process id of the coordinator that was started."""
+        assert self._etcd is not None, "the coordinator was not started here"
+        return self._etcd.pid
+
     def start(self, node: str, *options: str) -> None:
         """Start a node's agent; its output goes to `<log>/<node>.log`."""
         with (self._log / f"{node}.log").open("ab") as output:

@@ -9,6 +9,7 @@ import functools
 import json
 import time
 from pathlib import Path
+from typing import Protocol
 
 import click
 import torch
@@ -33,6 +34,7 @@ import keepstep
 @click.option("--snapshot-every", default=1)
 @click.option("--log", type=Path, help="Append a JSON line per step and rank to this directory.")
 @click.option("--metrics", type=Path, help="Write a JSON line per step to this file.")
+@click.option("--tensorboard", type=Path, help="Write each step for TensorBoard to this directory.")
 @click.option(
     "--pause",
     default=0.0,
@@ -41,7 +43,7 @@ import keepstep
 def main(
     steps: int, global_batch: int, width: int, layers: int, context: int, dropout: float,
     checkpoint: str | None, checkpoint_every: int | None, snapshot_every: int,
-    log: Path | None, metrics: Path | None, pause: float,
+    log: Path | None, metrics: Path | None, tensorboard: Path | None, pause: float,
 ) -> None:  # fmt: skip
     config = GPTConfig(width=width, layers=layers, context=context, dropout=dropout)
 
@@ -53,15 +55,19 @@ def main(
         fully_shard(model, mesh=world.mesh["dp"])
         return keepstep.State(model, functools.partial(AdamW, lr=1e-3), initialize=initialize)
 
-    step_file = StepFile(metrics) if metrics is not None else None
-    callbacks = keepstep.Callbacks(on_generation=step_file.on_generation if step_file else None)
+    writers = step_writers(metrics, tensorboard)
+
+    def on_generation(entered: keepstep.GenerationEntered) -> None:
+        for writer in writers:
+            writer.on_generation(entered)
+
     dataset = Windows(standard_library(), context)
     with keepstep.join(
         build,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         snapshot_every=snapshot_every,
-        callbacks=callbacks,
+        callbacks=keepstep.Callbacks(on_generation=on_generation),
     ) as job:
         for batch in job.batches(dataset, global_batch, steps=steps):
             with job.step() as step:
@@ -71,8 +77,26 @@ def main(
                 time.sleep(pause)
             if step.completed:
                 report(log, job, loss)
-                if step_file is not None:
-                    step_file.write(job, loss=loss.item())
+                for writer in writers:
+                    writer.write(job, loss=loss.item())
+
+
+class StepWriter(Protocol):
+    """Writes a line of values per step; see `metrics.StepFile` and `board.StepBoard`."""
+
+    def on_generation(self, entered: keepstep.GenerationEntered) -> None: ...
+
+    def write(self, job: keepstep.Job, **values: float) -> None: ...
+
+
+def step_writers(metrics: Path | None, tensorboard: Path | None) -> list[StepWriter]:
+    writers: list[StepWriter] = [] if metrics is None else [StepFile(metrics)]
+    if tensorboard is not None:
+        # Here, for TensorBoard may not be installed.
+        from board import StepBoard
+
+        writers.append(StepBoard(tensorboard))
+    return writers
 
 
 def report(log: Path | None, job: keepstep.Job, loss: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from keepstep.elastic.data.mixture import Mixture
     from keepstep.elastic.data.packed import Packed, PackedRow
     from keepstep.elastic.data.sharded_stream import ShardedStream
+    from keepstep.elastic.data.shuffled import Shuffled
     from keepstep.elastic.data.split_stream import SplitStream
     from keepstep.elastic.errors import (
         DeviceUnavailable,
@@ -66,6 +67,7 @@ _HOMES = {
     "RejectedStep": "keepstep.elastic.trainer.bad_steps",
     "ReplicasDiverged": "keepstep.elastic.errors",
     "ShardedStream": "keepstep.elastic.data.sharded_stream",
+    "Shuffled": "keepstep.elastic.data.shuffled",
     "SnapshotCommitted": "keepstep.elastic.trainer.events",
     "SplitStream": "keepstep.elastic.data.split_stream",
     "StartFrom": "keepstep.elastic.trainer.start_from",
@@ -100,6 +102,7 @@ __all__ = [
     "RejectedStep",
     "ReplicasDiverged",
     "ShardedStream",
+    "Shuffled",
     "SnapshotCommitted",
     "SplitStream",
     "StartFrom",

@@ -45,6 +45,7 @@ from keepstep.elastic.rendezvous import (
     standing,
     transactions,
 )
+from keepstep.elastic.rendezvous.commits import Announcements
 from keepstep.elastic.rendezvous.decide import LeaderState, decide
 from keepstep.elastic.rendezvous.invariants import (
     check_action,
@@ -54,9 +55,11 @@ from keepstep.elastic.rendezvous.invariants import (
 )
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
     NodeRecord,
     NodeReport,
     RestartRequest,
+    Result,
     decode_secret,
 )
 from keepstep.elastic.rendezvous.reports import Reports
@@ -112,6 +115,7 @@ class Membership:
         on_change: called after each change of the view.
         publish: writes a manifest.
         secret: of the job in which the record's state arose; None if it has none.
+        announce: tells all members, this node included, what this leader has found committed.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class Membership:
         on_change: Callable[[], None],
         publish: Callable[[actions.Publish], Awaitable[None]],
         secret: bytes | None = None,
+        announce: Callable[[CommitAnnouncement], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._secret = secret
@@ -132,6 +137,7 @@ class Membership:
         self._ttl_s = lease_ttl_s
         self._on_change = on_change
         self._publish_checkpoint = publish
+        self._on_announce = announce
         self._dirty = asyncio.Event()
         self._changed = asyncio.Event()
         self._lease = Lease(id=0, ttl_s=lease_ttl_s, until_s=0.0)
@@ -142,6 +148,7 @@ class Membership:
         self._written: NodeRecord | None = None
         self._mirrors_all = False
         self._reports = Reports()
+        self._announcements = Announcements()
         self.record = record
         self.view = View()
         self._logged = (0, "")
@@ -300,7 +307,14 @@ class Membership:
         self._reports.receive(report)
         generation = self.view.generation
         if self.leads and generation is not None and self._reports.completes(report, generation):
+            self._announce()
             self._changed.set()
+
+    def _announce(self) -> None:
+        """Announce what all members protect, if this node leads and that is new."""
+        found = self._announcements.next(self.view, self._reports) if self.leads else None
+        if found is not None:
+            self._on_announce(found)
 
     async def revoke(self, peer: Peer) -> None:
         """Declare another node gone, because its agent's process is certainly dead."""
@@ -422,8 +436,8 @@ class Membership:
                 if not is_away and now_s >= self._lease.until_s:
                     is_away = True
                     log.warning(
-                        "%s; training goes on, but until the coordinator answers no snapshot is "
-                        "committed and no loss is repaired",
+                        "%s; training goes on, but until the coordinator answers nothing is "
+                        "stored and no loss is repaired",
                         error,
                     )
                 continue
@@ -491,7 +505,10 @@ class Membership:
                     self._logged = message
                 if decision.action is not None:
                     await self._perform(view, decision.action)
+                    # A new leader finds reports that came before it led.
+                    self._announce()
                     continue
+                self._announce()
             else:
                 leader_state = LeaderState()
                 if self.view.leader is None:
@@ -540,7 +557,8 @@ class Membership:
                 action = checkpoint_schedule.cancel_persist(view, action.request, str(error))
         parts = transactions.lead(self._keys, view, self._led_since, action, time.time())
         check_transition(view, transactions.preview(self._keys, view, parts))
-        _log_action(action)
+        _log_action(action, view)
+        self._announcements.note_sent(action)
         for part in parts:
             try:
                 done = await self._commit(part)
@@ -555,6 +573,7 @@ class Membership:
         while self.view.revision < done.revision:
             await self._changed.wait()
             self._changed.clear()
+        self._announcements.note_shown()
 
     async def _wait_for_change(self) -> None:
         with suppress(TimeoutError):
@@ -572,7 +591,7 @@ async def _outlast_outages(call: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(_OUTAGE_POLL_S)
 
 
-def _log_action(action: actions.Action) -> None:
+def _log_action(action: actions.Action, view: View) -> None:
     match action:
         case actions.Open(generation):
             log.info(
@@ -590,5 +609,17 @@ def _log_action(action: actions.Action) -> None:
             log.info("step %d is stored in %s", request.commit.snapshot.step, request.url)
         case actions.CancelPersist(reason=reason):
             log.error("checkpoint not stored: %s", reason)
+        case actions.Finish(Result(succeeded=True)) if _reports_steps(view):
+            stored = view.checkpoint
+            log.info(
+                "the job is done after step %d; %s",
+                max(joined.record.step for joined in view.nodes.values()),
+                f"step {stored.step} is stored in {stored.url}" if stored else "nothing is stored",
+            )
         case _:
             pass
+
+
+def _reports_steps(view: View) -> bool:
+    """Whether the script has joined the job, and so has steps."""
+    return any(joined.record.step for joined in view.nodes.values())

@@ -49,14 +49,11 @@ from keepstep.elastic.errors import (
     UsageError,
 )
 from keepstep.elastic.rendezvous.actions import Publish
-from keepstep.elastic.rendezvous.checkpoint_schedule import (
-    PartAttempt,
-    is_over,
-    next_commit,
-    next_part,
-)
+from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt, is_over, next_part
+from keepstep.elastic.rendezvous.commits import next_commit
 from keepstep.elastic.rendezvous.decide import may_leave
 from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
     Generation,
     NodePhase,
     NodeRecord,
@@ -151,6 +148,7 @@ class Participation:
         self._ordered_generation = 0
         self._paused_generation = 0
         self._committed: SnapshotId | None = None
+        self._announced: CommitAnnouncement | None = None
         self._part_attempt: PartAttempt | None = None
         self._progress_due_s = 0.0
 
@@ -198,6 +196,7 @@ class Participation:
             self._wake.set,
             self._publish,
             self._secret,
+            self._announce,
         )
 
     async def _join(self) -> None:
@@ -214,7 +213,9 @@ class Participation:
         if self._membership.record.phase is NodePhase.DRAINED:
             # The generation that is open counts on this node, and is over for it.
             self._drained_generation = self._membership.record.generation
-        await self._agent_listener.admit(secret, self._membership.receive_report)
+        await self._agent_listener.admit(
+            secret, self._membership.receive_report, self._receive_announcement
+        )
 
     async def _take_part(self) -> bool:
         """Work as a member until the job ends or this node leaves.
@@ -258,6 +259,7 @@ class Participation:
             phase=self._phase(),
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,
+            committed=self._told,
             step=group.step,
         )
         self._membership = self._new_membership(self._membership.record)
@@ -439,7 +441,11 @@ class Participation:
         )
         if membership.record.phase is NodePhase.DONE:
             # Reports end with the workers; the record is what remains.
-            membership.update(sealed=self._snapshots.sealed, protected=self._snapshots.protected)
+            membership.update(
+                sealed=self._snapshots.sealed,
+                protected=self._snapshots.protected,
+                committed=self._told,
+            )
         if membership.has_unwritten_changes or time.monotonic() >= self._progress_due_s:
             generation = membership.view.generation
             nodes = len(generation.members) if generation is not None else 1
@@ -456,6 +462,20 @@ class Participation:
     def _entered_generation(self) -> int:
         """The newest generation that this node has entered, or that is over for it."""
         return max(self._worker_group.generation, self._drained_generation)
+
+    @property
+    def _ended_generation(self) -> int:
+        """The newest generation of which no announcement is believed here any more."""
+        record = self._membership.record
+        done = record.generation if record.phase is NodePhase.DONE else 0
+        return max(self._drained_generation, record.fenced, done)
+
+    @property
+    def _told(self) -> SnapshotId | None:
+        """The newest snapshot of the generation that is known here to be committed."""
+        known = self._committed
+        is_own = known is not None and known.generation == self._worker_group.generation
+        return known if known is not None and is_own and known.step >= 0 else None
 
     def _phase(self) -> NodePhase:
         worker_group = self._worker_group
@@ -511,6 +531,7 @@ class Participation:
             times={},
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,
+            committed=None,
         )
 
     async def _enter_and_serve_store(self, assignments: tuple[Assignment, ...]) -> None:
@@ -540,6 +561,7 @@ class Participation:
         self._membership.update(
             sealed=self._snapshots.sealed,
             protected=self._snapshots.protected,
+            committed=self._told,
             step=self._worker_group.step,
             phase=NodePhase.DRAINED,
         )
@@ -571,7 +593,7 @@ class Participation:
         membership = self._membership
         if membership.record.fenced != generation:
             await self._snapshots.fence(generation)
-            membership.update(fenced=generation)
+            membership.update(fenced=generation, committed=self._told)
         order = membership.view.abort_order
         if order is not None and self._ordered_generation != order.generation == generation:
             self._ordered_generation = generation
@@ -590,9 +612,11 @@ class Participation:
         elif self._part_attempt is not None and is_over(view, self._part_attempt):
             ended, self._part_attempt = self._part_attempt, None
             await self._snapshots.end_persist(ended)
-        committed = next_commit(view, self._entered_generation, self._committed)
-        if committed is not None:
-            await self._commit(committed)
+        newer = next_commit(
+            view, self._entered_generation, self._committed, self._announced, self._ended_generation
+        )
+        if newer is not None:
+            await self._commit(newer)
         # Looked at whenever a worker has joined, too: it waits for the last step to be stored.
         await self._worker_group.tell_stored(view.checkpoint.step if view.checkpoint else -1)
 
@@ -600,6 +624,17 @@ class Participation:
         self._committed = snapshot
         await self._snapshots.commit(snapshot)
         await self._worker_group.broadcast(SnapshotCommitted(step=snapshot.step))
+
+    def _announce(self, announcement: CommitAnnouncement) -> None:
+        """Tell all members, this node's own workers included, what is committed."""
+        self._connections.announce(announcement)
+        self._receive_announcement(announcement)
+
+    def _receive_announcement(self, announcement: CommitAnnouncement) -> None:
+        known = self._announced
+        if known is None or announcement.snapshot > known.snapshot:
+            self._announced = announcement
+            self._wake.set()
 
     def _on_snapshot_event(self, event: SnapshotEvent) -> None:
         """Pass on what the snapshot server has protected or stored, or has failed to."""

@@ -10,11 +10,14 @@ refuses), a peer that speaks another version, one with another secret.
 What a node has sealed changes at every step and matters to the leader only, so it is sent over
 these connections and not through the coordinator, where every write costs a majority's disks.
 
+In the other direction the leader announces over them what is committed.
+
 Promises (with those of `keepstep.transport`):
 - A report is taken only from an agent that knows the job's secret, and only about its own node;
   nobody on the way can forge, change or repeat one.
-- The newest report is sent again on every new connection, so that a new leader has it at once. A
-  peer that reads slowly misses reports that newer ones have replaced, and delays nobody else.
+- The newest report or announcement is sent again on every new connection, so that a new leader has
+  it at once. A peer that reads slowly misses those that newer ones have replaced, and delays nobody
+  else.
 - A peer that speaks no common version is refused alone.
 """
 
@@ -25,9 +28,10 @@ import enum
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Protocol as Structure
+from typing import TypeAlias
 
 from keepstep.elastic.errors import StoreUnavailable, UsageError
-from keepstep.elastic.rendezvous.records import NodeReport
+from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeReport
 from keepstep.transport import (
     AuthenticationFailed,
     Codec,
@@ -62,16 +66,28 @@ class Report(Message, frozen=True, kw_only=True):
     report: NodeReport
 
 
-_REPORT = Codec[Report](Report)
+class Announce(Message, frozen=True, kw_only=True):
+    """What is committed."""
+
+    announcement: CommitAnnouncement
+
+
+AgentRequest: TypeAlias = Report | Announce
+_REQUEST = Codec[AgentRequest](Report, Announce)
 
 PROTOCOL = Protocol(
     name="agent",
-    versions=VersionRange(1, 1),
-    requests=_REPORT,
-    replies=_REPORT,  # Nothing is sent back.
+    versions=VersionRange(1, 2),
+    requests=_REQUEST,
+    replies=_REQUEST,  # Nothing is sent back.
     max_body_nbytes=2**20,
 )
-"""Spoken between agents: who connects reports, and both learn of the other's death."""
+"""Spoken between agents: who connects reports or announces, and both learn of the other's death.
+
+An agent of version 1 knows no announcements: it follows what the coordinator is told.
+"""
+
+_ANNOUNCES_SINCE = 2
 
 
 class AgentListener:
@@ -87,7 +103,8 @@ class AgentListener:
         self._max_pending = max(MAX_PENDING, 2 * max_peers)
         self._secret: bytes | None = None
         self._on_report: Callable[[NodeReport], None] = lambda _: None
-        self._listener: StreamListener[Report, Report]
+        self._on_announcement: Callable[[CommitAnnouncement], None] = lambda _: None
+        self._listener: StreamListener[AgentRequest, AgentRequest]
 
     @classmethod
     async def open(cls, node: str, host: str, *, max_peers: int = 0) -> AgentListener:
@@ -114,12 +131,22 @@ class AgentListener:
         """The port it listens on."""
         return int(self._listener.address.rpartition(":")[2])
 
-    async def admit(self, secret: bytes, on_report: Callable[[NodeReport], None]) -> None:
-        """Authenticate clients by this secret from now on, and give their reports to `on_report`.
+    async def admit(
+        self,
+        secret: bytes,
+        on_report: Callable[[NodeReport], None],
+        on_announcement: Callable[[CommitAnnouncement], None] = lambda _: None,
+    ) -> None:
+        """Authenticate clients by this secret from now on, and pass on what they send.
 
         Called once for each membership.
+
+        Args:
+            secret: the job's.
+            on_report: called with each report.
+            on_announcement: called with each announcement of a commit.
         """
-        self._on_report = on_report
+        self._on_report, self._on_announcement = on_report, on_announcement
         if self._secret not in (None, secret):
             # The job ended while this node was no member, and a new one of its name has begun.
             address = self._listener.address
@@ -140,8 +167,11 @@ class AgentListener:
         )
         self._listener.start()
 
-    async def _serve(self, connection: StreamConnection[Report, Report]) -> None:
+    async def _serve(self, connection: StreamConnection[AgentRequest, AgentRequest]) -> None:
         while (message := await connection.receive()) is not None:
+            if isinstance(message, Announce):
+                self._on_announcement(message.announcement)
+                continue
             if message.report.node != connection.peer_node:
                 raise MalformedMessage(
                     f"{connection.peer}: reported for node {message.report.node}", "Report.report"
@@ -186,15 +216,16 @@ class Peer(Structure):
 class PeerConnections:
     """Connections to other agents; `close` ends all of them.
 
-    `watch` sets whom to watch, and `report` what is sent to them.
+    `watch` sets whom to watch; what is sent to them is the newest that `report` or `announce` was
+    called with.
     """
 
     def __init__(self, identity: Identity, declare_dead: Callable[[Peer], Awaitable[None]]) -> None:
         self._identity = identity
         self._declare_dead = declare_dead
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._report: NodeReport | None = None
-        # One for each connection, set when there is a report that was not sent over it.
+        self._message: AgentRequest | None = None
+        # One for each connection, set when there is a message that was not sent over it.
         self._unsent: set[asyncio.Event] = set()
 
     def watch(self, peers: Iterable[Peer]) -> None:
@@ -208,7 +239,14 @@ class PeerConnections:
 
     def report(self, report: NodeReport) -> None:
         """Send a report to those who are watched, as soon as each of them can be reached."""
-        self._report = report
+        self._send(Report(report=report))
+
+    def announce(self, announcement: CommitAnnouncement) -> None:
+        """Announce a commit to those who are watched, as soon as each of them can be reached."""
+        self._send(Announce(announcement=announcement))
+
+    def _send(self, message: AgentRequest) -> None:
+        self._message = message
         for unsent in self._unsent:
             unsent.set()
 
@@ -287,13 +325,15 @@ class PeerConnections:
                 connection.close()
         return _Observation.UNKNOWN
 
-    async def _stay_connected(self, connection: StreamConnection[Report, Report]) -> None:
-        """Send the newest report whenever there is a new one, until the connection ends."""
+    async def _stay_connected(
+        self, connection: StreamConnection[AgentRequest, AgentRequest]
+    ) -> None:
+        """Send the newest message whenever there is a new one, until the connection ends."""
         unsent = asyncio.Event()
-        if self._report is not None:
+        if self._message is not None:
             unsent.set()
         self._unsent.add(unsent)
-        sending = asyncio.create_task(self._send_reports(connection, unsent))
+        sending = asyncio.create_task(self._send_newest(connection, unsent))
         try:
             while await connection.receive() is not None:
                 continue  # This version knows no answer.
@@ -304,15 +344,18 @@ class PeerConnections:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
 
-    async def _send_reports(
-        self, connection: StreamConnection[Report, Report], unsent: asyncio.Event
+    async def _send_newest(
+        self, connection: StreamConnection[AgentRequest, AgentRequest], unsent: asyncio.Event
     ) -> None:
         while True:
             await unsent.wait()
             unsent.clear()
-            assert self._report is not None
+            message = self._message
+            assert message is not None
+            if isinstance(message, Announce) and connection.version < _ANNOUNCES_SINCE:
+                continue
             try:
-                await connection.send(Report(report=self._report))
+                await connection.send(message)
             except PeerUnavailable:
                 return  # Whoever receives on it learns of its end too.
 

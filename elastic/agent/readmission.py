@@ -1,10 +1,12 @@
-"""Decides whether an evicted node may join again.
+"""Decides whether an evicted node may join again, and lets it return by itself.
 
-A node that a person evicted stays away. A node that the monitor evicted may return if its node
-check finds nothing. The check is `keepstep doctor` on this node, in its own process: it finds wrong
-or unrepeatable matrix products, a disk that cannot be written to, a network stack that does not
-answer. It does not find faults that only a comparison with other nodes shows; the monitor will
-diagnose those again, and its budget limits how often a node is replaced.
+A node that a person evicted stays away. One that the monitor evicted, or the leader because the job
+failed on it again and again, may return if its node check finds nothing: at once the first time,
+and after a longer pause each time that it is evicted again. The check is `keepstep doctor` on this
+node, in its own process: it finds wrong or unrepeatable matrix products, a disk that cannot be
+written to, a network stack that does not answer. It does not find faults that only a comparison
+with other nodes shows; the monitor will diagnose those again, and its budget limits how often a
+node is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ from keepstep.processes import module_command
 log = logging.getLogger("keepstep")
 
 _DOCTOR_TIMEOUT_S = 300.0
+
+_FIRST_PAUSE_S = 60.0
+_PAUSE_FACTOR = 4.0
+_MOST_PAUSE_S = 3600.0
 
 NodeCheck = Callable[[str, Path], Awaitable[Sequence[str]]]
 """Checks a node: receives its name and a directory for files, returns one sentence per finding."""
@@ -58,6 +64,64 @@ async def run_doctor(node: str, directory: Path) -> Sequence[str]:
     return [
         f"{finding['subject']}: {finding['what']}, {finding['evidence']}" for finding in findings
     ]
+
+
+def pause_before_return_s(returned: int) -> float:
+    """Return how long an evicted node stays away before it is checked.
+
+    Args:
+        returned: how often it has returned before.
+    """
+    if returned == 0:
+        return 0.0
+    return min(_MOST_PAUSE_S, _FIRST_PAUSE_S * _PAUSE_FACTOR ** min(returned - 1, 10))
+
+
+async def return_after_eviction(
+    store: Store,
+    job: str,
+    node: str,
+    directory: Path,
+    pause_s: float,
+    check: NodeCheck = run_doctor,
+) -> bool:
+    """Wait, then let a node that has left the job return if it was evicted and is well.
+
+    Args:
+        store: the coordinator.
+        job: name of the job.
+        node: name of the node.
+        directory: directory for files of the check.
+        pause_s: how long to wait before.
+        check: examines the node.
+
+    Returns:
+        Whether the node may join again now. It may not if it was not evicted, if a person evicted
+        it, or if the job has ended.
+
+    Raises:
+        JobFailed: the check finds something, or gives no result.
+        StoreUnavailable: the coordinator is gone.
+    """
+    keys = Keys(job)
+    own = [i for i in (await store.read(keys.eviction(node))).items if i.key == keys.eviction(node)]
+    if not own or not Eviction.decode(own[0].value).may_return:
+        return False
+    if pause_s:
+        log.warning("node %s was evicted again; it is checked in %.0f s", node, pause_s)
+        await asyncio.sleep(pause_s)
+    if not await _runs(store, keys):
+        return False
+    await readmit(store, job, node, directory, check)
+    # To join a job that has ended would begin it anew.
+    return await _runs(store, keys)
+
+
+async def _runs(store: Store, keys: Keys) -> bool:
+    """Whether a job has nodes and no result."""
+    nodes = await store.read(keys.node(), limit=1)
+    result = await store.read(keys.single("result"), limit=1)
+    return bool(nodes.items) and not result.items
 
 
 async def readmit(

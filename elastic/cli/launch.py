@@ -1,43 +1,31 @@
 """Implements `keepstep run`: runs this node's agent as the command line requests.
 
-It parses the options, connects to the coordinator or starts one, runs the agent, and converts the
-job's result to an exit status.
+It parses the options, starts the fork server, lets `keepstep.elastic.cli.node` run the agent, and
+converts the job's result to an exit status.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from keepstep.checkpoint.server.limits import RateLimits
-from keepstep.elastic.agent.agent import Agent
-from keepstep.elastic.agent.config import AgentConfig
 from keepstep.elastic.agent.fork_server_process import ForkServerProcess
 from keepstep.elastic.agent.orphans import orphans_ended
-from keepstep.elastic.agent.readmission import readmit
 from keepstep.elastic.agent.supervisor import worker_environment
-from keepstep.elastic.cli.coordinator import coordinator
-from keepstep.elastic.cli.follow import views
-from keepstep.elastic.cli.node_name import own_node_name
+from keepstep.elastic.cli.signals import Signals
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
-from keepstep.elastic.rendezvous.view import Keys
-from keepstep.elastic.store.address import Address
-from keepstep.elastic.store.contract import Store
-from keepstep.elastic.store.local_jobs import registered
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import Command, CommandKind
 from keepstep.private_files import NotPrivate, run_directory
@@ -216,7 +204,7 @@ async def _launch(
             directory = stack.enter_context(run_directory())
         except (NotPrivate, OSError) as error:
             raise UsageError(f"no directory for sockets: {error}") from error
-        stop = _Signals()
+        stop = Signals()
         stack.callback(stop.close)
         marked = stack.enter_context(orphans_ended())
         environment = worker_environment({**_worker_environment(options), **marked}, workers)
@@ -228,142 +216,22 @@ async def _launch(
                 stack.push_async_callback(fork_server.close)
             except OSError as error:
                 log.warning("workers are started one by one, which takes longer: %s", error)
-        job = options["job"] or options["rdzv_id"]
-        found = await stack.enter_async_context(coordinator(options, policy.min_nodes, directory))
-        if job is None:
-            job = Path(command.target).stem + (f"-{uuid.uuid4().hex[:6]}" if found.is_own else "")
-        if found.is_own:
-            stack.enter_context(registered(job, found.address))
-        host = options["local_addr"] or _own_address(found.address)
-        _check_host(host)
-        try:
-            node = options["node"] or stack.enter_context(own_node_name(job))
-        except (NotPrivate, OSError) as error:
-            raise UsageError(f"no name for this node: {error}; give --node NAME") from error
-        await readmit(found.store, job, node, directory)
-        agent = Agent(
-            AgentConfig(
-                job=job,
-                node=node,
-                host=host,
-                workers=workers,
-                command=command,
-                policy=policy,
-                environment=environment,
-                run_directory=directory,
-                digest=_digest(command, policy),
-                domain=options["domain"],
-                lease_ttl_s=options["lease_ttl"],
-                drain_timeout_s=options["drain_timeout"],
-                abort_timeout_s=options["abort_timeout"],
-                grace_s=options["grace"],
-                spares=options["spares"],
-                limits=limits,
-                is_recorded=options["monitor"],
-            ),
-            found.store,
-            fork_server,
+        # Imported now: the coordinator's client takes long as well, and the fork server is another
+        # process, which imports PyTorch meanwhile.
+        from keepstep.elastic.cli.node import NodeStart, run_node
+
+        start = NodeStart(
+            options=options,
+            command=command,
+            policy=policy,
+            workers=workers,
+            limits=limits,
+            environment=environment,
+            directory=directory,
+            fork_server=fork_server,
         )
-        log.info("job %s on %s", job, found.address.url)
-        if found.is_own and policy.max_nodes > 1:
-            log.warning(
-                "this node serves the coordinator: if it is lost, so is the job; "
-                "--store with an etcd of its own outlives any node"
-            )
-        task = asyncio.ensure_future(agent.run())
-        stop.connect(agent, task)
-        try:
-            succeeded = await task
-        except asyncio.CancelledError:
-            log.error("interrupted: workers were killed")
-            succeeded = False
-        else:
-            if fork_server is not None:
-                await fork_server.close()
-            if found.is_own:
-                serving = asyncio.ensure_future(_serve_others(found.store, job))
-                stop.connect(agent, serving)
-                try:
-                    await serving
-                except asyncio.CancelledError:
-                    log.error("interrupted: the coordinator ends, and with it the job")
+        succeeded = await run_node(start, stop)
         return 0 if succeeded else _EXIT_INTERRUPTED + (stop.number or signal.SIGTERM)
-
-
-async def _serve_others(store: Store, job: str) -> None:
-    """Keep the coordinator that this process has started until the other nodes have left."""
-    has_warned = False
-    async for view in views(store, Keys(job)):
-        if not view.nodes:
-            return
-        if view.result is None and not has_warned:
-            has_warned = True
-            log.warning(
-                "still serving the coordinator for %s; interrupt again to end it, and their job",
-                ", ".join(sorted(view.nodes)),
-            )
-
-
-def _print_tasks() -> None:
-    """Print every task's chain of coroutines, down to the one that it waits in."""
-    for task in asyncio.all_tasks():
-        chain = []
-        coroutine: Any = task.get_coro()
-        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
-            chain.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
-            coroutine = getattr(coroutine, "cr_await", None)
-        print(f"[keepstep] {task.get_name()}: {' > '.join(chain)}", file=sys.stderr)
-
-
-class _Signals:
-    """Handles SIGTERM and SIGINT: the first lets the agent leave, the second cancels it."""
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._agent: Agent | None = None
-        self._task: asyncio.Future[Any] | None = asyncio.current_task()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
-        # For debugging an agent that waits.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, _print_tasks)
-
-    def connect(self, agent: Agent, task: asyncio.Future[Any]) -> None:
-        self._agent, self._task = agent, task
-
-    def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().remove_signal_handler(number)
-
-    def _receive(self, number: int) -> None:
-        if self.number is None and self._agent is not None:
-            self._agent.ask_to_leave()
-        elif self._task is not None:
-            self._task.cancel()
-        self.number = number
-
-
-def _own_address(address: Address) -> str:
-    """Return the address of this host on its route to the coordinator."""
-    endpoint = address.endpoints[0]
-    host, _, port = endpoint.rpartition(":")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise UsageError(
-            f"cannot determine this host's address towards {endpoint} ({error}); give --local-addr"
-        ) from None
-
-
-def _check_host(host: str) -> None:
-    try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-    except OSError as error:
-        raise UsageError(
-            f"--local-addr {host}: {error.strerror or error}; give an address of this host"
-        ) from None
 
 
 def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
@@ -380,12 +248,3 @@ def _worker_environment(options: Mapping[str, Any]) -> dict[str, str]:
         environment["KEEPSTEP_LOG_DIRECTORY"] = str(Path(directory).resolve())
         environment["KEEPSTEP_LOG_TEE"] = "1" if options["tee"] != "0" else ""
     return environment
-
-
-def _digest(command: Command, policy: RendezvousPolicy) -> str:
-    """Return a digest of the settings that all nodes of a job must agree on."""
-    parts = (
-        command.kind, Path(command.target).name, *command.arguments,
-        policy.min_nodes, policy.max_nodes, policy.parity, policy.group_size,
-    )  # fmt: skip
-    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]

@@ -61,7 +61,7 @@ class PartitionReader(Protocol[T_co]):
 
 @runtime_checkable
 class Source(Protocol[T_co]):
-    """A stream that is read in partitions: `ShardedStream`, `SplitStream`, `Mixture`, `Packed`."""
+    """A stream that is read in partitions: `ShardedStream`, `Mixture` and others."""
 
     def most_partitions(self) -> int | None:
         """Return the largest number of partitions that it can be read in; None: any."""

@@ -62,6 +62,5 @@ def divide(global_batch: int, at_most: int, rank: int, world_size: int) -> tuple
     for number in range(count):
         first, last = size * number // count, size * (number + 1) // count
         scale = (last - first) * world_size / global_batch
-        first = min(first, size - 1)
         divisions.append(Division(first, max(last, first + 1), scale))
     return tuple(divisions)

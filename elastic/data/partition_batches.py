@@ -87,6 +87,7 @@ class PartitionBatches(Generic[T]):
         }
         self._pins = bool(loader_options.get("pin_memory")) and torch.accelerator.is_available()
         self._position: StreamPosition | None = None
+        self._has_warned = False
 
     def position(self, batch: int) -> StreamPosition | None:
         """Return where the source is after `batch` batches of the job; None if it is elsewhere."""
@@ -123,7 +124,8 @@ class PartitionBatches(Generic[T]):
         """
         places = range(*share(self._partitioning.global_batch, rank, world_size))
         partitions = self._partitioning.of_rank(rank, world_size)
-        if self._partitioning.count < world_size and rank == 0:
+        if self._partitioning.count < world_size and rank == 0 and not self._has_warned:
+            self._has_warned = True
             log.warning(
                 "partitions of the stream: %d, fewer than the %d data-parallel ranks, so that "
                 "several ranks read the same ones; divide its sources into more shards",

@@ -43,7 +43,7 @@ class StreamPosition:
     def restore(
         cls, document: Json, documents: Mapping[str, Json], data_rank: int, data_size: int
     ) -> Self | None:
-        """Return the position of what a rank reads; None if no stream was read.
+        """Return the position of what a rank reads; None if there is none that it could read.
 
         Args:
             document: what `document` returned.
@@ -54,13 +54,17 @@ class StreamPosition:
         if document is None:
             return None
         partitioning = Partitioning(document["global_batch"], document["partitions"])
-        # With more ranks than samples in a batch, what reads the data says so.
-        read = partitioning.of_rank(data_rank, data_size) if data_rank < data_size else ()
+        if data_size > partitioning.global_batch:
+            # `from_position` refuses to read it; other data may come next.
+            return None
         return cls(
             begin=document["begin"],
             batch=document["batch"],
             partitioning=partitioning,
-            states={number: documents[_name(number)] for number in read},
+            states={
+                number: documents[_name(number)]
+                for number in partitioning.of_rank(data_rank, data_size)
+            },
         )
 
 

@@ -48,6 +48,8 @@ class SplitStream(Generic[T]):
 
     def open_partition(self, partition: Partition, state: Json) -> _PartReader[T]:
         """See `Source`."""
+        # A loader may draw the seed of its order already when it is made.
+        seed_generators(partition.seed(-1))
         return _PartReader(self._make(partition.number, partition.count), partition, state)
 
 

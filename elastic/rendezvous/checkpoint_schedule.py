@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.actions import (
     Action,
     CancelPersist,
@@ -256,22 +255,6 @@ def next_part(
 def is_over(view: View, begun: PartAttempt) -> bool:
     """Whether an attempt is published or cancelled, or another one has taken its place."""
     return view.revisions.get("persist", 0) != begun.revision
-
-
-def next_commit(view: View, entered: int, known: SnapshotId | None) -> SnapshotId | None:
-    """Return the committed snapshot of which a node's server and workers are to be informed.
-
-    A commit frees everything older, which a request of its generation may be about to store: a node
-    begins its part first, and for that it has to enter the generation.
-
-    Args:
-        view: the node's view.
-        entered: the generation that the node has entered.
-        known: the snapshot of which they were informed last.
-    """
-    if view.snapshot is None or entered != view.generation_number:
-        return None
-    return view.snapshot.snapshot if view.snapshot.snapshot != known else None
 
 
 def persist_before_leaving(

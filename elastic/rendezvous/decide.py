@@ -15,6 +15,7 @@ Invariants:
 - A node that was a member and may be one again keeps its ranks, as far as the number of nodes
   allows.
 - A snapshot is committed when every member of its generation has sealed it and has its parity.
+  Agents are told at once (`keepstep.elastic.rendezvous.commits`), the coordinator when it is due.
 
 `keepstep.elastic.rendezvous.invariants` checks them before every action.
 """
@@ -35,6 +36,7 @@ from keepstep.elastic.rendezvous.actions import (
     RecordRecovery,
     ReleaseMembers,
 )
+from keepstep.elastic.rendezvous.commits import COMMIT_INTERVAL_S, is_due
 from keepstep.elastic.rendezvous.evictions import end_failures, evict_wrong_replica
 from keepstep.elastic.rendezvous.failure_budget import count_failures
 from keepstep.elastic.rendezvous.intervals import failures_per_s
@@ -45,7 +47,9 @@ from keepstep.elastic.rendezvous.rank_assignment import (
     assign_ranks,
     completed_by_storage,
     eligible,
+    newest_committed,
     newest_restorable,
+    newest_told,
     present_members,
     rank_limits,
     trusts_uncommitted,
@@ -142,7 +146,7 @@ def decide(
     if closing is not None:
         return Decision(LeaderState(), Close(closing))
     commit = _commit(view, generation, present)
-    if commit is not None:
+    if commit is not None and is_due(view, commit.commit, present, wall_s):
         return Decision(leader_state, commit)
     stored = (
         checkpoint_schedule.continue_persist(view, view.persist)
@@ -157,7 +161,13 @@ def decide(
         wait_s = checkpoint_schedule.retry_at_s(failed) - wall_s
         if wait_s > 0:
             return Decision(leader_state, again_at_s=now_s + wait_s)
-    return _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
+    decision = _admit_spares(policy, view, generation, present, leader_state, now_s, wall_s)
+    if commit is None or view.snapshot is None or decision.action is not None:
+        return decision
+    # Announced, and to be written by then even if training pauses.
+    due_s = now_s + view.snapshot.at_s + COMMIT_INTERVAL_S - wall_s
+    again_s = due_s if decision.again_at_s is None else min(due_s, decision.again_at_s)
+    return replace(decision, again_at_s=again_s)
 
 
 def may_leave(view: View, node: str) -> bool:
@@ -202,7 +212,8 @@ def _order_abort(view: View, old: Generation, present: Sequence[NodeRecord]) -> 
     is_fenced = all(record.fenced == old.generation for record in writing)
     if view.abort_order is not None or not writing or not is_fenced:
         return None
-    return OrderAbort(AbortOrder(old.generation, all_fenced=len(present) == len(old.members)))
+    all_fenced = len(present) == len(old.members)
+    return OrderAbort(AbortOrder(old.generation, all_fenced, newest_told(present, old)))
 
 
 def _wait(
@@ -372,7 +383,9 @@ def _open_next_generation(
     draining = _draining(present, old)
     if draining:
         # Ranks that drain without an abort take a last snapshot; the one before is committed first.
-        commit = _commit(view, old, present) if trusts_uncommitted(view) else None
+        in_good_order = view.closing is not None and not view.closing.abort
+        may_commit = in_good_order and trusts_uncommitted(view)
+        commit = _commit(view, old, present) if may_commit else None
         if commit is not None:
             return Decision(leader_state, commit)
         return Decision(
@@ -408,7 +421,8 @@ def _open_next_generation(
         if release is not None:
             return Decision(leader_state, release)
         return _await_quorum(policy, view, nodes, leader_state, now_s)
-    lost = _holders_that_may_return(view, resume)
+    committed = newest_committed(view, old)
+    lost = _holders_that_may_return(view, committed, resume)
     if lost:
         # When the coordinator was away for long, all leases end at the same time.
         names = ", ".join(lost)
@@ -417,7 +431,7 @@ def _open_next_generation(
             return Decision(
                 leader_state,
                 again_at_s=until_s,
-                message=f"waiting for {names}, without which step {_committed_step(view)} is lost",
+                message=f"waiting for {names}, without which step {_step(committed)} is lost",
             )
     closing = view.closing
     detected_at_s = closing.detected_at_s if closing and not closing.pauses else wall_s
@@ -443,17 +457,19 @@ def _open_next_generation(
     return Decision(LeaderState(), Open(opened))
 
 
-def _committed_step(view: View) -> int:
-    return view.snapshot.snapshot.step if view.snapshot else 0
+def _step(commit: SnapshotCommit | None) -> int:
+    return commit.snapshot.step if commit else 0
 
 
-def _holders_that_may_return(view: View, resume: SnapshotCommit | None) -> list[str]:
+def _holders_that_may_return(
+    view: View, committed: SnapshotCommit | None, resume: SnapshotCommit | None
+) -> list[str]:
     """Return the lost nodes for want of which the committed snapshot would be given up."""
-    if view.snapshot is None or (resume and resume.snapshot.step >= _committed_step(view)):
+    if committed is None or (resume and _step(resume) >= _step(committed)):
         return []
     return [
         holder.node
-        for holder in view.snapshot.holders
+        for holder in committed.holders
         if holder.node not in view.nodes and holder.node not in view.evictions
     ]
 

@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import actions
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.rank_assignment import rank_limits
 from keepstep.elastic.rendezvous.records import (
+    AbortOrder,
     CheckpointRecord,
     Generation,
     Member,
@@ -141,8 +143,9 @@ def check_action(policy: RendezvousPolicy, view: View, action: actions.Action) -
             _check_loaded(view, checkpoint)
         case actions.ReleaseMembers():
             _check_drained(view)
-        case actions.OrderAbort():
+        case actions.OrderAbort(order):
             _check_fenced(view)
+            _check_told(view, order)
         case actions.Evict(node):
             _check_evicted(policy, view, node)
         case actions.Close() | actions.RecordRecovery() | actions.Finish():
@@ -179,17 +182,14 @@ def check_commit(view: View, commit: SnapshotCommit) -> None:
 
 def check_resume(view: View, generation: Generation) -> None:
     """Check that what a generation resumes from can be restored, and is the newest that can."""
-    resume, committed = generation.resume, view.snapshot
+    resume = generation.resume
     reached = -1 if resume is None else resume.snapshot.step
-    if (
-        committed is not None
-        and committed.snapshot.step > reached
-        and not _loses_too_much(view, committed)
-    ):
-        raise InvariantViolated(
-            "a committed snapshot that can be restored is not given up",
-            f"{committed.snapshot} is held by enough of {_names(committed.holders)}",
-        )
+    for committed in _committed(view):
+        if committed.snapshot.step > reached and not _loses_too_much(view, committed):
+            raise InvariantViolated(
+                "a committed snapshot that can be restored is not given up",
+                f"{committed.snapshot} is held by enough of {_names(committed.holders)}",
+            )
     if resume is None:
         return
     if resume.stored:
@@ -298,6 +298,37 @@ def _check_fenced(view: View) -> None:
                 "collectives are aborted when nobody can seal what they leave",
                 f"{member.node} may still seal in generation {record.generation}",
             )
+
+
+def _check_told(view: View, order: AbortOrder) -> None:
+    """Check that an order to abort names what its members were told before they were fenced."""
+    told = _told(view)
+    if order.committed != max(told, default=None):
+        raise InvariantViolated(
+            "an order to abort names the newest snapshot that members know as committed",
+            f"it names {order.committed}, they know {sorted(told)}",
+        )
+
+
+def _committed(view: View) -> list[SnapshotCommit]:
+    """Return what is known to be committed when the next generation is opened."""
+    commits = [] if view.snapshot is None else [view.snapshot]
+    if view.generation is not None:
+        order, members = view.abort_order, view.generation.members
+        told = _told(view) if order is None else {order.committed}
+        parity = view.generation.parity
+        commits += [SnapshotCommit(found, members, parity) for found in told if found is not None]
+    return commits
+
+
+def _told(view: View) -> set[SnapshotId]:
+    """Return the snapshots that present members of the generation were told are committed."""
+    told = set()
+    for member in view.generation.members if view.generation is not None else ():
+        record = _record(view, member)
+        if record is not None and record.server == member.server and record.committed is not None:
+            told.add(record.committed)
+    return {found for found in told if found.generation == view.generation_number}
 
 
 def _check_opening(before: View, after: View, generation: Generation) -> None:

@@ -2,7 +2,8 @@
 
 Pure. It asks the functions by which the leader decides. What nodes report to the leader alone is
 not in the coordinator; but whoever holds the committed snapshot has it sealed and protected until a
-newer one is committed.
+newer one is committed. The coordinator is told of commits after two seconds at most (`commits`), so
+the job may go on from a newer step than is foretold.
 """
 
 from __future__ import annotations

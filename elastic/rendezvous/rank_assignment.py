@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
 
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.checkpoint.parity.groups import group_nodes
 from keepstep.elastic.rendezvous.rank_limits import ANY_NUMBER, RankLimits, largest_sum
 from keepstep.elastic.rendezvous.records import (
@@ -151,9 +152,32 @@ def trusts_uncommitted(view: View) -> bool:
     return view.abort_order is None or view.abort_order.all_fenced
 
 
+def newest_told(present: Iterable[NodeRecord], generation: Generation) -> SnapshotId | None:
+    """Return the newest snapshot of a generation that present members were told is committed."""
+    number = generation.generation
+    told = (record.committed for record in present)
+    return max((s for s in told if s is not None and s.generation == number), default=None)
+
+
+def newest_committed(view: View, generation: Generation) -> SnapshotCommit | None:
+    """Return the newest snapshot that is committed, as far as the members that remain know.
+
+    What a member was told after the order to abort may be what an abort has left behind.
+    """
+    told = (
+        newest_told(present_members(view, generation), generation)
+        if view.abort_order is None
+        else view.abort_order.committed
+    )
+    if told is None or (view.snapshot is not None and told <= view.snapshot.snapshot):
+        return view.snapshot
+    return SnapshotCommit(told, generation.members, generation.parity)
+
+
 def newest_restorable(view: View, generation: Generation) -> SnapshotCommit | None:
     """Return the newest snapshot, committed or not, that the present members can restore."""
-    candidates = [replace(view.snapshot, shard_rebuilds=())] if view.snapshot else []
+    known = (view.snapshot, newest_committed(view, generation))
+    candidates = [replace(commit, shard_rebuilds=()) for commit in known if commit is not None]
     sealed = {
         snapshot
         for record in present_members(view, generation)

@@ -225,6 +225,8 @@ class NodeRecord(Record):
         fitting_ranks: which multiples fit, as `RankLimits.fitting` has them; empty: all of them.
         sealed: snapshots that all of its ranks have sealed.
         protected: those of them whose parity is complete on this node.
+        committed: the newest snapshot of its generation that it was told is committed, once it
+            learns of no newer one: it is fenced, or has drained.
         checkpoint_every: steps between checkpoints; 0 to choose automatically.
         checkpoint_compression: how they are compressed; None: not at all.
         snapshot_every: steps between snapshots that its ranks have chosen; 0 if the user has.
@@ -264,6 +266,7 @@ class NodeRecord(Record):
     fenced: int = 0
     rank_multiple: int = 1
     max_ranks: int = 0
+    committed: SnapshotId | None = None
     fitting_ranks: str = ""
 
     def __post_init__(self) -> None:
@@ -308,6 +311,18 @@ class NodeReport(Record):
     generation: int
     step: int
     protected: tuple[SnapshotId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAnnouncement(Record):
+    """Tells members that all of them protect a snapshot, before the coordinator holds it.
+
+    `after` is the revision that a node's view has to show first: by then it shows the request to
+    store that stood when this was announced. 0 if none did.
+    """
+
+    snapshot: SnapshotId
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,6 +373,7 @@ class SnapshotCommit(Record):
             parity gives back; `holders` are then those that are left.
         stored_generation: the generation that the checkpoint has in storage.
         absent: the nodes that are not among `holders` although they were members.
+        at_s: when the coordinator was told, in wall-clock seconds.
     """
 
     snapshot: SnapshotId
@@ -367,6 +383,7 @@ class SnapshotCommit(Record):
     stored: str = ""
     stored_generation: int = 0
     absent: tuple[str, ...] = ()
+    at_s: float = 0.0
 
     def group_of(self, node: str) -> tuple[Member, ...]:
         """Return the members of a holder's erasure group, by position."""
@@ -475,11 +492,13 @@ class AbortOrder(Record):
     """Lets workers abort their collectives: no snapshot server seals what those leave behind.
 
     `all_fenced`: that holds for every member. Of a member that was lost nobody knows what it still
-    seals, so that nothing of the generation is used but what is committed.
+    seals, so that nothing of the generation is used but what is committed. `committed` is the
+    newest snapshot of the generation of which a member had been told that before it was fenced.
     """
 
     generation: int
     all_fenced: bool
+    committed: SnapshotId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,3 +44,19 @@ class Reports:
             return False
         nodes = self._nodes.get(report.protected[-1], set())
         return len(nodes) >= len(generation.members)
+
+    def protected_by_all(self, generation: Generation) -> SnapshotId | None:
+        """Return the newest snapshot of a generation that every member has reported as protected.
+
+        It was true of each when it reported, and nobody forgets a snapshot before a newer one is
+        committed: so it stays true of all that are not lost.
+        """
+        members = {member.node for member in generation.members}
+        return max(
+            (
+                snapshot
+                for snapshot, nodes in self._nodes.items()
+                if snapshot.generation == generation.generation and members <= nodes
+            ),
+            default=None,
+        )

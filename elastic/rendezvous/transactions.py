@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from keepstep.elastic.rendezvous import actions
 from keepstep.elastic.rendezvous.placements import (
@@ -225,7 +225,7 @@ def leader_operations(
         case actions.OrderAbort(order):
             return (Put(single("abort_order"), order.encode()),)
         case actions.Commit(commit):
-            return (Put(single("snapshot"), encode_commit(commit)),)
+            return (Put(single("snapshot"), encode_commit(replace(commit, at_s=wall_s))),)
         case actions.Persist(request):
             return (Put(single("persist"), encode_request(request)),)
         case actions.Publish(request):

@@ -210,9 +210,9 @@ class Job:
 
         Args:
             dataset: an object with `len` and indexing by int; a source that is read in partitions
-                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`); or any other iterable, also
-                torch's IterableDataset, which every rank reads as a whole and keeps its share of.
-                An iterable must yield the same samples on all ranks. With `state_dict` and
+                (`ShardedStream`, `SplitStream`, `Mixture`, `Packed`, `Shuffled`); or any other
+                iterable, also torch's IterableDataset, of which every rank reads all and keeps its
+                share. An iterable must yield the same samples on all ranks. With `state_dict` and
                 `load_state_dict` it resumes where it was, else it is read again up to there.
             global_batch: samples per step over all ranks. If it is not a multiple of the
                 data-parallel size, shares differ by one sample: multiply the loss by
@@ -707,6 +707,7 @@ class Step:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._is_open = False
+        self._number = job.steps + 1
         self.completed = False
 
     @property
@@ -716,6 +717,11 @@ class Step:
         It is 1.0 unless the ranks' shares of the batch are uneven.
         """
         return self._job._loss_scale
+
+    @property
+    def number(self) -> int:
+        """The number of this step: that of `Job.steps` once it is completed."""
+        return self._number
 
     def report(self, **values: float | torch.Tensor) -> None:
         """Report what shows whether the step is good, before the optimizer's step; by any rank.
@@ -765,6 +771,7 @@ class Step:
 
     def __enter__(self) -> Self:
         self._job._begin_step()
+        self._number = self._job.steps + 1
         self._is_open = True
         return self
 

@@ -8,8 +8,9 @@ batch at a stored position (median, seconds).
 Each kind has 20 schedules that its seed alone decides. In 19 of them many worlds are played in this
 process: `data_runs.py` says what is real there (the data code, its loader processes, what is stored
 and restored) and what is not (no process group, no agents). The last one of each kind is a pass of
-one real job: two nodes of two workers under `keepstep run`, of which a worker, or a node that then
-returns, is killed with SIGKILL in each pass. There the gradients, of uneven shares, are compared as
+one real job: two nodes of two workers under `keepstep run`, of which in each pass a worker, a node
+that then returns, or everything but the coordinator is killed with SIGKILL; the last time the job
+resumes from storage. There the gradients, of uneven shares, are compared as
 well with those that one rank computes of the whole batches, in float64 (`gradient_error`, relative,
 the largest).
 """
@@ -17,6 +18,7 @@ the largest).
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -86,6 +88,8 @@ class Size:
 @click.option("--quick", is_flag=True, help="2 schedules of each kind, and 2 kills.")
 def main(as_json: bool, quick: bool) -> None:
     console = Console(stderr=as_json)
+    # Worlds with more ranks than partitions are played on purpose.
+    logging.getLogger("keepstep").setLevel(logging.ERROR)
     size = Size(2, 6, 2) if quick else Size(20, 16, len(KINDS))
     with tempfile.TemporaryDirectory(prefix="keepstep-data-") as path:
         directory = Path(path)
@@ -169,7 +173,7 @@ def in_a_job(directory: Path, size: Size, console: Console) -> dict[str, dict[st
     options = {
         "log": str(log), "shards": str(directory / "shards"), "kinds": KINDS, "seed": JOB_SEED,
         "steps": size.job_steps, "global_batch": JOB_GLOBAL_BATCH, "workers": JOB_WORKERS,
-        "pause_s": 0.05,
+        "pause_s": 0.05, "checkpoint": str(directory / "checkpoints"),
     }  # fmt: skip
     rng = random.Random(JOB_SEED)
     kills: Counter[str] = Counter()
@@ -185,13 +189,10 @@ def in_a_job(directory: Path, size: Size, console: Console) -> dict[str, dict[st
             begin = number * size.job_steps
             after = begin + rng.randint(1, size.job_steps - 3)
             line = wait_for_step(cluster, log, after)
-            if kills.total() % 2:
-                cluster.kill("b")
-                cluster.start("b")
-            else:
-                os.kill(line["pid"], signal.SIGKILL)
+            victims = ("worker", "node", "all")[kills.total() % 3]
+            kill(cluster, victims, line["pid"])
             kills[kind] += 1
-            console.print(f"{kind}: killed after step {line['step']} of {begin} and more")
+            console.print(f"{kind}: {victims} killed after step {line['step']}, pass from {begin}")
             if line["step"] > begin + size.job_steps:
                 raise RuntimeError(
                     f"the pass over {kind} was over before its kill; {cluster.output()}"
@@ -199,10 +200,24 @@ def in_a_job(directory: Path, size: Size, console: Console) -> dict[str, dict[st
         status = cluster.wait("a", DEADLINE_S)
         if status != 0:
             raise RuntimeError(f"the job ended with status {status}:\n{cluster.output()}")
+    sizes = sorted({line["world_size"] for path in log.glob("*") for line in lines_of(path)})
+    console.print(f"the job had {sizes} ranks")
     return {
         kind: {"schedules": 1, "kills": kills[kind], **found}
         for kind, found in judged(directory, size.job_steps)
     }
+
+
+def kill(cluster: LocalCluster, victims: str, pid: int) -> None:
+    """Kill a worker by its pid, node b, or both nodes; nodes are started again."""
+    if victims == "worker":
+        os.kill(pid, signal.SIGKILL)
+        return
+    nodes = ("b",) if victims == "node" else ("a", "b")
+    for node in nodes:
+        cluster.kill(node)
+    for node in nodes:
+        cluster.start(node)
 
 
 def wait_for_step(cluster: LocalCluster, log: Path, step: int) -> Line:

@@ -15,7 +15,9 @@ from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 import keepstep
 
-KINDS = ("indexed", "sharded", "iterable", "positioned", "mixture", "packed", "loader")
+KINDS = (
+    "indexed", "sharded", "shuffled", "iterable", "positioned", "mixture", "packed", "loader",
+)  # fmt: skip
 SHARDS, LINES = 12, 30
 
 
@@ -38,6 +40,8 @@ def source(kind: str, directory: Path) -> Any:
             return Indexed("indexed", 200)
         case "sharded":
             return keepstep.ShardedStream(paths, read_lines)
+        case "shuffled":
+            return keepstep.Shuffled(keepstep.ShardedStream(paths, read_lines), 9)
         case "iterable":
             return Iterated("iterable", 70)
         case "positioned":

@@ -49,7 +49,13 @@ def backward(job: keepstep.Job, step: keepstep.Step, mode: str, batch: Any) -> l
 
 
 def main() -> None:
-    with keepstep.join(build, seed=OPTIONS["seed"], device="cpu") as job:
+    with keepstep.join(
+        build,
+        seed=OPTIONS["seed"],
+        device="cpu",
+        checkpoint=OPTIONS["checkpoint"],
+        checkpoint_every=4,
+    ) as job:
         for number, kind in enumerate(OPTIONS["kinds"]):
             mode = mode_of(number)
             for batch in job.batches(
@@ -58,7 +64,11 @@ def main() -> None:
                 micro_batch=1 if mode == "micro_batches" else None,
                 steps=OPTIONS["steps"],
                 collate=as_list,
+                # torchdata's loader has processes of its own.
                 workers=OPTIONS["workers"] if kind != "loader" else 0,
+                loader_options={"prefetch_factor": 3, "persistent_workers": True}
+                if kind != "loader"
+                else None,
             ):
                 with job.step() as step:
                     samples = backward(job, step, mode, batch)

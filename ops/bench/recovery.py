@@ -5,6 +5,9 @@ torchrun and torchft run on one machine; torchft is measured if `.[bench]` is in
 contender trains the same GPT with the same global batch on four gloo workers; each rank appends the
 time of every completed step to a file, and the gaps are computed from these files. `overhead_s` is
 a gap less the median of the steps before the kill, and `phases` are the parts of keepstep's.
+`cpu_share` is the processor time of keepstep's own processes on two nodes, and of etcd, while
+nothing fails and every step is a snapshot, over that of the workers; `cpu_ms_per_step` are its
+parts.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from examples.local_cluster import JobOver, LocalCluster, read_steps  # noqa: E402
+from ops.bench.processor_time import seconds_by_role, tree  # noqa: E402
 
 WORKER = ROOT / "ops" / "bench" / "recovery_worker.py"
 WORLD, KILL_AT = 4, 40
@@ -72,6 +76,7 @@ def main(as_json: bool, quick: bool) -> None:
     plain_s, keepstep_s, ratio = healthy(3 if quick else 9)
     results["step_s"] = {"plain": round(plain_s, 4), "keepstep": round(keepstep_s, 4)}
     results["healthy_ratio"] = round(ratio, 4)
+    results |= processor_share(40 if quick else 120)
     shown = {**results, "keepstep": {**results["keepstep"], "node, standby": results["standby"]}}
     table = Table(title="seconds (medians)")
     for name in ("contender", "killed", *MEASURES, *PHASES):
@@ -87,6 +92,10 @@ def main(as_json: bool, quick: bool) -> None:
     console.print(table)
     console.print(
         f"healthy step: plain torch {plain_s:.4f} s, keepstep {keepstep_s:.4f} s, ratio {ratio:.4f}"
+    )
+    console.print(
+        f"processor time: {results['cpu_share']:.4f} of the workers' is keepstep's, in ms a step: "
+        f"{results['cpu_ms_per_step']}"
     )
     print(json.dumps(results))
 
@@ -210,12 +219,7 @@ def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 def kill_tree(pid: int) -> None:
     """Kill a process and its descendants with SIGKILL."""
-    try:
-        root = psutil.Process(pid)
-        tree = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in tree:
+    for process in tree(pid):
         try:
             process.kill()
         except psutil.NoSuchProcess:
@@ -418,6 +422,42 @@ def healthy(pairs: int) -> tuple[float, float, float]:
         statistics.median(step_s["keepstep"]),
         statistics.median(ratios),
     )
+
+
+def processor_share(steps: int) -> Measure:
+    """Return the processor time of keepstep's processes beside the workers of two nodes.
+
+    Args:
+        steps: how many steps the window has, each with a snapshot.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="keepstep-bench-"))
+    try:
+        with keepstep(directory, 2) as cluster:
+            for node in ("node-0", "node-1"):
+                cluster.start(node, "--rdzv-conf", "last_call_timeout=30")
+            # Spares are warm by then.
+            begin = last_step(wait_for(directory, steps_reached(KILL_AT)))
+            before = processor_seconds(cluster)
+            end = last_step(wait_for(directory, steps_reached(begin + steps), every_s=1.0))
+            after = processor_seconds(cluster)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    ms = {role: 1000 * (after[role] - before[role]) / (end - begin) for role in after}
+    workers_ms = ms.pop("worker")
+    return {
+        "cpu_share": round(sum(ms.values()) / workers_ms, 4),
+        "cpu_ms_per_step": {
+            "worker": round(workers_ms, 1), **{role: round(value, 2) for role, value in ms.items()}
+        },
+    }  # fmt: skip
+
+
+def processor_seconds(cluster: LocalCluster) -> dict[str, float]:
+    return seconds_by_role((agent.pid for agent in cluster.agents.values()), cluster.etcd_pid)
+
+
+def last_step(lines: list[Line]) -> int:
+    return int(max(line["step"] for line in lines))
 
 
 def window(directory: Path) -> float:

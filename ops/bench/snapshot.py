@@ -4,10 +4,13 @@
 copied lazily, synchronously, or by DCP's async_save to memory. Two nodes of one rank each train a
 sharded GPT on one thread per rank, with real snapshot servers; this process acts as their agents,
 and commits as the leader does. Windows of steps of each kind alternate, so that a drift of the
-machine affects all alike; `step_s` are medians. `protected` is `lazy` with parity for the other
-node; here the same two cores train and do the exchange of both nodes. `sealed_s`, `encoded_s` and
-`committed_s` are seconds from the beginning of a snapshot of all state on an otherwise idle
-machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups of 4.
+machine affects all alike; `step_s` are medians, `step_ratio` those of the ratios to the window
+without snapshots of the same round, and `step_ratio_quartiles` their quartiles. `cpu_ratio` is the
+same of the processor seconds of all workers, servers and this process. `protected` is `lazy` with
+parity for the other node; here the same two cores train and do the exchange of both nodes.
+`sealed_s`, `encoded_s` and `committed_s` are seconds from the beginning of a snapshot of all state
+on an otherwise idle machine. `encode_bytes_per_s` counts bytes of input, on one thread, for groups
+of 4.
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 # This directory has modules with the names of others, which it must not hide.
 sys.path.remove(str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import click
 import numpy as np
@@ -40,6 +45,7 @@ from keepstep.checkpoint.parity.erasure import Combination, parity_rows
 from keepstep.checkpoint.server.limits import RateLimits
 from keepstep.elastic.agent.snapshot_process import SnapshotEvent, SnapshotProcess
 from keepstep.elastic.rendezvous.records import Generation, Member
+from ops.bench.processor_time import processor_s, tree
 
 ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "ops" / "bench" / "snapshot_worker.py"
@@ -175,6 +181,7 @@ class Nodes:
 async def measure(rounds: int, steps: int, console: Console) -> Result:
     step_s: dict[str, list[float]] = {mode: [] for mode in MODES}
     ratios: dict[str, list[float]] = {mode: [] for mode in MODES}
+    cpu_s: dict[str, list[float]] = {mode: [] for mode in MODES}
     blocked: list[float] = []
     taken = 0
     with tempfile.TemporaryDirectory(prefix="keepstep-bench-", dir="/dev/shm") as directory:
@@ -187,7 +194,9 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
                 for mode in MODES:
                     await nodes.enter(1 if mode == "protected" else 0)
                     worker_mode = "lazy" if mode == "protected" else mode
+                    before_s = processor_s(tree(os.getpid()))
                     answers = await nodes.ask(do="window", mode=worker_mode, steps=steps + 1)
+                    cpu_s[mode].append((processor_s(tree(os.getpid())) - before_s) / (steps + 1))
                     # The slowest rank determines a step's time. The first step of a window is left
                     # out: it fills pages and caches.
                     by_rank = [answer["seconds"] for answer in answers]
@@ -220,6 +229,16 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
         "step_ratio": {
             mode: round(statistics.median(values), 4) for mode, values in ratios.items()
         },
+        "step_ratio_quartiles": {
+            mode: [round(value, 4) for value in quartiles(values)]
+            for mode, values in ratios.items()
+        },
+        "cpu_s": {mode: round(statistics.median(values), 4) for mode, values in cpu_s.items()},
+        "cpu_ratio": {
+            mode: round(statistics.median(map(truediv, values, cpu_s["none"])), 4)
+            for mode, values in cpu_s.items()
+            if mode != "none"
+        },
         "snapshots_per_step": round(taken / (rounds * (steps + 1)), 3),
         "state_bytes_per_node": state_nbytes,
         "blocked_s": round(statistics.median(blocked), 6),
@@ -232,6 +251,12 @@ async def measure(rounds: int, steps: int, console: Console) -> Result:
         "memory_ratio": round(memory_nbytes / (2 * 2 * state_nbytes + 64 * 2**20), 4),
         "memory_bytes_per_state_byte": round(memory_nbytes / state_nbytes, 3),
     }
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """Return the first and third quartile."""
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 def kernels(nbytes: int) -> Result:

@@ -20,6 +20,8 @@ class Memory:
     pulled: dict[SnapshotId, set[str]] = field(default_factory=dict)
     garbage: dict[SnapshotId, set[str]] = field(default_factory=dict)
     """Servers of whose blocks the parity is, and which an abort had spoilt."""
+    damaged: set[SnapshotId] = field(default_factory=set)
+    """What was forgotten because its memory had changed."""
     begun: set[tuple[SnapshotId, int]] = field(default_factory=set)
     _sealed: tuple[SnapshotTable | None, int, frozenset[SnapshotId]] = (None, 0, frozenset())
 
@@ -56,6 +58,11 @@ class Memory:
     def commit(self, snapshot: SnapshotId) -> None:
         """Free what is older than the committed snapshot."""
         self.table = snapshot_table.commit(self.table, snapshot)
+
+    def discard(self, snapshot: SnapshotId) -> None:
+        """Forget a snapshot whose memory has changed."""
+        self.damaged.add(snapshot)
+        self.table = snapshot_table.discard(self.table, snapshot)
 
     def adopt(self, snapshot: SnapshotId, rank: int) -> None:
         """Rebuild a lost node's shard here; raises SnapshotUnavailable."""

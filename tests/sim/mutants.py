@@ -19,6 +19,7 @@ from keepstep.checkpoint.memory.snapshot_table import SnapshotId, SnapshotTable
 from keepstep.elastic.errors import InvariantViolated
 from keepstep.elastic.rendezvous import (
     checkpoint_schedule,
+    commits,
     decide,
     invariants,
     rank_assignment,
@@ -35,9 +36,11 @@ from keepstep.elastic.rendezvous.actions import (
     ReleaseMembers,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
+from keepstep.elastic.rendezvous.commits import Announcements
 from keepstep.elastic.rendezvous.decide import Decision
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
     Generation,
     Member,
     NodePhase,
@@ -46,10 +49,12 @@ from keepstep.elastic.rendezvous.records import (
     Release,
     SnapshotCommit,
 )
+from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.standing import Lease
 from keepstep.elastic.rendezvous.transactions import Condition, Transaction
 from keepstep.elastic.rendezvous.view import JoinedNode, Keys, View
 from keepstep.elastic.store.contract import Created, Put
+from tests.sim.node import Node
 from tests.sim.rules import BrokenRuleError
 from tests.sim.simulation import Simulation
 
@@ -531,6 +536,83 @@ def seals_behind_the_fence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(snapshot_table, "fence", lambda table, generation: table)
 
 
+# Announcements
+
+
+def announces_without_one_member(patch: pytest.MonkeyPatch) -> None:
+    right = Reports.protected_by_all
+
+    def wrong(reports: Reports, generation: Generation) -> SnapshotId | None:
+        if len(generation.members) == 1:
+            return right(reports, generation)
+        return right(reports, replace(generation, members=generation.members[:-1]))
+
+    patch.setattr(Reports, "protected_by_all", wrong)
+
+
+def announces_what_is_only_sealed(patch: pytest.MonkeyPatch) -> None:
+    right = Node._report
+
+    def wrong(node: Node, view: View) -> None:
+        holdings = node._holdings
+        node._holdings = lambda: {**holdings(), "protected": holdings()["sealed"]}  # type: ignore[method-assign]
+        try:
+            right(node, view)
+        finally:
+            node._holdings = holdings  # type: ignore[method-assign]
+
+    patch.setattr(Node, "_report", wrong)
+
+
+def believes_announcements_of_what_is_over(patch: pytest.MonkeyPatch) -> None:
+    right = commits.next_commit
+    patch.setattr(commits, "next_commit", lambda *args: right(*args[:4], 0))
+
+
+def frees_what_it_is_asked_to_store(patch: pytest.MonkeyPatch) -> None:
+    right = commits.next_commit
+
+    def wrong(
+        view: View,
+        entered: int,
+        known: SnapshotId | None,
+        announced: CommitAnnouncement | None,
+        ended: int,
+    ) -> SnapshotId | None:
+        at_once = None if announced is None else replace(announced, after=0)
+        return right(view, entered, known, at_once, ended)
+
+    patch.setattr(commits, "next_commit", wrong)
+
+
+def announces_while_a_request_may_be_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Announcements, "note_sent", lambda *_: None)
+
+
+def forgets_what_members_were_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(rank_assignment, "newest_told", lambda *_: None)
+    patch.setattr(decide, "newest_told", lambda *_: None)
+    patch.setattr(invariants, "_told", lambda _: set())
+
+
+def goes_back_to_what_the_coordinator_knows(patch: pytest.MonkeyPatch) -> None:
+    def wrong(view: View, entered: int, known: SnapshotId | None, *rest: Any) -> SnapshotId | None:
+        if entered != view.generation_number or view.snapshot is None:
+            return None
+        return view.snapshot.snapshot if view.snapshot.snapshot != known else None
+
+    patch.setattr(commits, "next_commit", wrong)
+
+
+def never_tells_the_coordinator_of_the_last_step(patch: pytest.MonkeyPatch) -> None:
+    right = commits.is_due
+
+    def wrong(view: View, commit: SnapshotCommit, *rest: Any) -> bool:
+        return view.snapshot is None and right(view, commit, *rest)
+
+    patch.setattr(decide, "is_due", wrong)
+
+
 SIMULATIONS: list[Simulation] = []
 """The simulation that runs, for mutants that need its clock."""
 
@@ -599,6 +681,14 @@ MUTANTS: dict[str, Patch] = {
             seals_in_a_generation_that_is_over,
             aborts_before_all_are_fenced,
             seals_behind_the_fence,
+            announces_without_one_member,
+            announces_what_is_only_sealed,
+            believes_announcements_of_what_is_over,
+            frees_what_it_is_asked_to_store,
+            announces_while_a_request_may_be_on_its_way,
+            forgets_what_members_were_told,
+            goes_back_to_what_the_coordinator_knows,
+            never_tells_the_coordinator_of_the_last_step,
         )
     },
     "leader_does_not_depend_on_having_the_lead": without_leader_condition("leadership"),

@@ -19,14 +19,17 @@ from keepstep.elastic.errors import LeaseLost, UsageError
 from keepstep.elastic.rendezvous import (
     actions,
     checkpoint_schedule,
+    commits,
     decide,
     invariants,
     standing,
     transactions,
 )
 from keepstep.elastic.rendezvous.checkpoint_schedule import PartAttempt
+from keepstep.elastic.rendezvous.commits import Announcements
 from keepstep.elastic.rendezvous.decide import LeaderState
 from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
     Failure,
     FailureKind,
     Generation,
@@ -35,6 +38,7 @@ from keepstep.elastic.rendezvous.records import (
     NodeReport,
     group_of,
 )
+from keepstep.elastic.rendezvous.reports import Reports
 from keepstep.elastic.rendezvous.standing import Lease
 from keepstep.elastic.rendezvous.transactions import Transaction
 from keepstep.elastic.rendezvous.view import View, with_reports
@@ -83,6 +87,8 @@ class Node:
         self.is_alive = True
         self.stalled_until_s = 0.0
         self.cut_off_until_s = 0.0
+        self.unheard_until_s = 0.0
+        """Until then no message to or from another agent arrives."""
         self.leaving_since_s: float | None = None
         self.last_step: int | None = None
         self.secret: bytes | None = None
@@ -117,7 +123,10 @@ class Node:
         self.renewed_s = self.simulation.now_s
         self.unknown_record: tuple[Transaction, NodeRecord] | None = None
         self.unknown_restart: Transaction | None = None
-        self.reports: dict[str, NodeReport] = {}
+        self.reports = Reports()
+        self.announcements = Announcements()
+        self.is_settled = True
+        """The view shows what the last action has become, or will, at `lead_at_revision`."""
         self.reported: tuple[str, NodeReport] | None = None
         self.decided_at_revision = 0
         self.decide_again_at_s: float | None = None
@@ -136,6 +145,7 @@ class Node:
         self.server = ""
         self.has_lost_server = False
         self.committed: SnapshotId | None = None
+        self.announced: CommitAnnouncement | None = None
         self.attempt: PartAttempt | None = None
         self.part_writes: list[PartWrite] = []
 
@@ -201,7 +211,12 @@ class Node:
         """Stop the workers and keep what they have sealed, before the node joins again."""
         self.memory.abandon_begun()
         self.drained_generation = self.worker_generation
-        self._update(phase=self._phase(self.view), step=self._step(), **self._holdings())
+        self._update(
+            phase=self._phase(self.view),
+            step=self._step(),
+            committed=self.told,
+            **self._holdings(),
+        )
         self._begin_membership()
 
     def crash(self) -> None:
@@ -340,6 +355,8 @@ class Node:
             return
         if self.revision < self.lead_at_revision:
             return
+        if self.is_settled:
+            self.announcements.note_shown()
         if self.lead_after is not None:
             revision, until_s = self.lead_after
             if self.revision == revision and now_s < until_s:
@@ -349,7 +366,7 @@ class Node:
         if self.revision == self.decided_at_revision and not is_due:
             return
         self.decided_at_revision = self.revision
-        view = with_reports(self.view, self.reports)
+        view = with_reports(self.view, self.reports.newest)
         decision = decide.decide(self.simulation.policy, view, self.leader_state, now_s, now_s)
         self.leader_state = decision.leader_state
         self.decide_again_at_s = decision.again_at_s
@@ -361,6 +378,28 @@ class Node:
             self.publishing = Publishing(decision.action, view)
         else:
             self._perform(view, decision.action)
+
+    def receive_report(self, report: NodeReport) -> None:
+        """Keep a report, and announce what it completes, as `Membership.receive_report`."""
+        self.reports.receive(report)
+        self.decided_at_revision = 0
+        if self._leads:
+            self._announce()
+
+    def _announce(self) -> None:
+        found = self.announcements.next(self.view, self.reports)
+        if found is not None:
+            self.receive_announcement(found)
+            self.simulation.announce(found, self)
+
+    def receive_announcement(self, announcement: CommitAnnouncement) -> None:
+        """Keep the newest announcement, as `Participation._receive_announcement`."""
+        if self.announced is None or announcement.snapshot > self.announced.snapshot:
+            self.announced = announcement
+
+    @property
+    def _leads(self) -> bool:
+        return self.mirrors_all and self._led_since() > 0
 
     def _led_since(self) -> int:
         """The revision at which this membership took the lead; 0 if it has not."""
@@ -407,6 +446,10 @@ class Node:
         parts = transactions.lead(KEYS, view, self._led_since(), action, now_s)
         invariants.check_transition(view, transactions.preview(KEYS, view, parts))
         self.lead_after = (self.revision, now_s + UNKNOWN_WAIT_S)
+        self.announcements.note_sent(action)
+        self.is_settled = False
+        if isinstance(action, actions.Open):
+            self.simulation.check_told(view, action.generation)
         for part in parts:
             try:
                 done = self.simulation.coordinator.send(part, self.sender)
@@ -415,6 +458,7 @@ class Node:
             if not done.succeeded:
                 return
         self.lead_at_revision, self.lead_after = done.revision, None
+        self.is_settled = True
 
     def _leave(self, is_connected: bool) -> None:
         """Sign off, as `Membership.leave`; it takes more than one step."""
@@ -488,7 +532,7 @@ class Node:
             times=self.record.times or times,
         )
         if phase in (NodePhase.DONE, NodePhase.DRAINED):
-            self._update(step=self._step(), **self._holdings())
+            self._update(step=self._step(), committed=self.told, **self._holdings())
         elif self.rng.random() < 0.1:
             self._update(step=self._step())
         if self.worker_generation and phase is not NodePhase.DRAINED:
@@ -497,9 +541,26 @@ class Node:
 
     def _follow_commits(self, view: View) -> None:
         self._begin_part(view)
-        committed = checkpoint_schedule.next_commit(view, self.worker_generation, self.committed)
-        if committed is not None:
-            self._commit(committed)
+        newer = commits.next_commit(
+            view, self.worker_generation, self.committed, self.announced, self.ended_generation
+        )
+        if newer is not None:
+            self.simulation.check_commit(newer)
+            self._commit(newer)
+
+    @property
+    def ended_generation(self) -> int:
+        """The newest generation of which no announcement is believed, as in `Participation`."""
+        record = self.record
+        done = record.generation if record.phase is NodePhase.DONE else 0
+        return max(self.drained_generation, record.fenced, done)
+
+    @property
+    def told(self) -> SnapshotId | None:
+        """The newest snapshot of the generation that the node knows to be committed."""
+        known = self.committed
+        is_own = known is not None and known.generation == self.worker_generation
+        return known if known is not None and is_own and known.step >= 0 else None
 
     def _begin_part(self, view: View) -> None:
         attempt = checkpoint_schedule.next_part(
@@ -548,6 +609,7 @@ class Node:
             persisted=None,
             times={},
             step=step,
+            committed=None,
             **self._holdings(),
         )
 
@@ -594,14 +656,21 @@ class Node:
         if abort and self.simulation.awaits_abort_order and not self._may_abort(generation):
             return
         self.memory.abandon_begun()
+        self._verify()
         self.drained_generation = generation
-        self._update(**self._holdings())
+        self._update(committed=self.told, **self._holdings())
+
+    def _verify(self) -> None:
+        """Sometimes forget the newest snapshot, whose memory has changed since it was sealed."""
+        newest = max(self.memory.sealed(RANKS), default=None)
+        if newest is not None and not self.simulation.is_calm and self.rng.random() < 0.03:
+            self.memory.discard(newest)
 
     def _may_abort(self, generation: int) -> bool:
         """Fence the server and wait for the order to abort; sometimes the workers are killed."""
         if self.record.fenced != generation:
             self.memory.fence(generation)
-            self._update(fenced=generation)
+            self._update(fenced=generation, committed=self.told)
         order = self.view.abort_order
         if order is not None and order.generation == generation:
             self.simulation.aborted.add(generation)
@@ -656,9 +725,10 @@ class Node:
         if (address, report) == self.reported:
             return
         # A report that is lost is sent again once the connection is back.
-        if self.simulation.is_calm or self.rng.random() < 0.8:
+        is_sent = self.simulation.is_calm or self.rng.random() < 0.8
+        is_heard = self.simulation.is_heard(self) or address == self.agent
+        if is_sent and is_heard and self.simulation.deliver(report, address):
             self.reported = (address, report)
-            self.simulation.deliver(report, address)
 
     # Workers and the snapshot server
 

@@ -4,8 +4,9 @@ What runs is production's: `decide`, `transactions`, `standing`, `view`, `checkp
 `invariants`, `snapshot_table` and the in-memory store. What agents, workers and servers do in
 between is played by `tests.sim.node`. Nodes join, crash, stall, lose their connection, their lease
 or a worker, leave, are evicted and come back under their names; transactions are confirmed, late or
-lost; storage fails; leaders decide on views that are out of date. Followers see what production's
-followers watch, and large openings take several transactions, as those of thousands of nodes do.
+lost; announcements of commits come late, to some, or after their leader died; storage fails;
+leaders decide on views that are out of date. Followers see what production's followers watch, and
+large openings take several transactions, as those of thousands of nodes do.
 
 Production's invariants are checked on every revision, on every record and on every action. The
 rules here compare the coordinator's documents with what memory and storage really hold. In the end
@@ -15,18 +16,22 @@ the disasters stop: the job must run again, commit, store, and finish with its l
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.rendezvous.invariants import check_view
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.records import (
+    CommitAnnouncement,
     Eviction,
     Generation,
     NodePhase,
     NodeRecord,
     NodeReport,
+    Pause,
     RestartRequest,
+    Scale,
     SnapshotCommit,
 )
 from keepstep.elastic.rendezvous.transactions import Transaction
@@ -56,8 +61,12 @@ MORE_STEPS = 2
 class Simulation:
     """One job. `run` plays it from the first join to its end."""
 
-    def __init__(self, seed: int, policy: RendezvousPolicy | None = None) -> None:
+    def __init__(
+        self, seed: int, policy: RendezvousPolicy | None = None, *, is_operated: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
+        self._operator = random.Random(f"operator {seed}") if is_operated else None
+        """Draws when a person pauses, resumes or scales the job; not among the disasters."""
         self.policy = policy or POLICIES[seed % len(POLICIES)]
         self.checkpoint_every = self.rng.choice([1, 2, 4])
         self.awaits_abort_order = seed % 7 == 6
@@ -80,6 +89,10 @@ class Simulation:
         self.opened: dict[int, Generation] = {}
         self.history: list[Generation] = []
         self._restored: dict[int, int] = {}
+        self._announcements: list[tuple[float, CommitAnnouncement, Node]] = []
+        """Those that are on their way, and when each arrives."""
+        self._told_at_order: SnapshotId | None = None
+        self._servers_at_order: set[str] = set()
         self._names = 0
         self._processes = 0
 
@@ -111,8 +124,11 @@ class Simulation:
         """Let half a second pass, on average."""
         self.now_s += self.rng.random()
         self.coordinator.advance(self.now_s)
+        self._deliver_late_announcements()
         if self.rng.random() < disturbance:
             self._disturb()
+        if self._operator is not None and self._operator.random() < disturbance / 2:
+            self._operate(self._operator)
         if disturbance and self._hangs_again and self.rng.random() < 0.5:
             generation = self.view.generation
             if generation is not None and generation.generation > self._hung_generation:
@@ -142,12 +158,42 @@ class Simulation:
             if other is not node
         )
 
-    def deliver(self, report: NodeReport, address: str) -> None:
+    def deliver(self, report: NodeReport, address: str) -> bool:
         """Bring a report to the process that a node takes for the leader, if it is reached."""
         leader = next((n for n in self.nodes if n.agent == address and n.is_alive), None)
-        if leader is not None:
-            leader.reports[report.node] = report
-            leader.decided_at_revision = 0
+        is_reached = leader is not None and (leader.name == report.node or self.is_heard(leader))
+        if leader is not None and is_reached:
+            leader.receive_report(report)
+        return is_reached
+
+    def is_heard(self, node: Node) -> bool:
+        """Whether a node's messages to other agents, and theirs to it, arrive."""
+        return self.now_s >= node.unheard_until_s
+
+    def announce(self, announcement: CommitAnnouncement, leader: Node) -> None:
+        """Bring an announcement to all other agents: at once, late, or not at all.
+
+        Sometimes the leader dies meanwhile.
+        """
+        others = [node for node in self.nodes if node is not leader]
+        self.rng.shuffle(others)
+        if not self.is_calm and self.rng.random() < 0.01:
+            others = others[: self.rng.randint(0, len(others))]
+            self._crash(leader)
+        for node in others:
+            chance = 0.0 if self.is_calm else self.rng.random()
+            if chance < 0.75 and self.is_heard(leader) and self.is_heard(node):
+                node.receive_announcement(announcement)
+            elif chance < 0.95:
+                delay_s = self.rng.choice([1.0, 3.0, 12.0]) * self.rng.random()
+                self._announcements.append((self.now_s + delay_s, announcement, node))
+
+    def _deliver_late_announcements(self) -> None:
+        arrived = [late for late in self._announcements if late[0] <= self.now_s]
+        self._announcements = [late for late in self._announcements if late[0] > self.now_s]
+        for _, announcement, node in arrived:
+            if node.is_alive:
+                node.receive_announcement(announcement)
 
     def delay(self, transaction: Transaction, sender: Sender) -> None:
         """Have a transaction applied some time later."""
@@ -218,10 +264,13 @@ class Simulation:
     def _isolate(self, node: Node) -> None:
         """Stall a node or cut it off; somebody may start another under its name meanwhile."""
         until_s = self.now_s + self.rng.uniform(0.5, 8.0)
-        if self.rng.random() < 0.5:
+        kind = self.rng.random()
+        if kind < 0.5:
             node.cut_off_until_s = max(node.cut_off_until_s, until_s)
-        else:
+        elif kind < 0.8:
             node.stalled_until_s = until_s
+        if kind < 0.2 or kind >= 0.8:
+            node.unheard_until_s = until_s
         if self.rng.random() < 0.2:
             self._start_node(node.name)
 
@@ -266,6 +315,16 @@ class Simulation:
             request = RestartRequest(generation.generation, rank, "hang")
             self._write_as_monitor(Put(KEYS.restart(rank), request.encode()))
 
+    def _operate(self, rng: random.Random) -> None:
+        """Pause or resume the job, or scale it."""
+        if rng.random() < 0.5:
+            pause = Put(KEYS.single("pause"), Pause("maintenance", self.now_s).encode())
+            self._write_as_monitor(Delete(pause.key) if self.view.pause else pause)
+            return
+        least = rng.randint(1, 2)
+        scale = Scale(least, rng.randint(least, MAX_NODES))
+        self._write_as_monitor(Put(KEYS.single("scale"), scale.encode()))
+
     def _write_as_monitor(self, operation: Put | Delete) -> None:
         """Write what a monitor or a person writes, which no lease covers."""
         condition = Modified(KEYS.single("generation"), self.view.generation_revision)
@@ -281,12 +340,15 @@ class Simulation:
             self.coordinator.go_away(self.now_s)
             self.coordinator.advance(self.now_s)
         for node in self.nodes:
-            node.stalled_until_s = node.cut_off_until_s = 0.0
+            node.stalled_until_s = node.cut_off_until_s = node.unheard_until_s = 0.0
         self.paused_until_s = 0.0
         while len(self._staying()) < self.policy.min_nodes:
             self._start_node()
         for name in self.view.evictions:
             self._lift_eviction(name)
+        if self._operator is not None:
+            for key in ("pause", "scale"):
+                self._write_as_monitor(Delete(KEYS.single(key)))
 
     def _staying(self) -> set[str]:
         return {node.name for node in self.nodes if node.leaving_since_s is None}
@@ -381,6 +443,9 @@ class Simulation:
                 self._check_commit(after.snapshot)
             if after.restarts != before.restarts:
                 self._check_restarts(before, after)
+            if after.abort_order is not None and before.abort_order is None:
+                self._told_at_order = self._newest_told(before)
+                self._servers_at_order = {joined.record.server for joined in before.nodes.values()}
         if after.store_failure is not None and after.store_failure != before.store_failure:
             reason = after.store_failure.reason
             must(
@@ -419,8 +484,10 @@ class Simulation:
         """Whichever holders are lost from here on, up to the parity: the others have enough."""
         for holder in commit.holders:
             node = self.servers.get(holder.server)
-            if node is None:
+            if node is None or commit.snapshot in node.memory.damaged:
                 continue
+            if node.memory.table.committed > commit.snapshot:
+                continue  # The coordinator may learn of a commit when a newer one is announced.
             must(
                 node.memory.is_intact(commit.snapshot, holder.ranks),
                 "a holder holds what is committed",
@@ -428,6 +495,69 @@ class Simulation:
             if node.drained_generation != node.worker_generation:
                 pulled = node.memory.pulled.get(commit.snapshot, set())
                 must(pulled >= node.peers(commit.snapshot), "a holder has its parity")
+
+    def check_commit(self, snapshot: SnapshotId) -> None:
+        """What a node takes for committed is held and protected by all of its holders.
+
+        But for those that are lost, and those that have gone on since.
+        """
+        generation = self.opened.get(snapshot.generation)
+        if generation is None or snapshot.generation != self.view.generation_number:
+            return
+        for member in generation.members:
+            node = self.servers.get(member.server)
+            if node is None or snapshot in node.memory.damaged:
+                continue
+            table = node.memory.table
+            if table.committed > snapshot or table.generation != snapshot.generation:
+                continue
+            must(node.memory.is_intact(snapshot, member.ranks), "what is committed is held by all")
+            has_drained = node.drained_generation == node.worker_generation
+            pulled = node.memory.pulled.get(snapshot, set())
+            must(has_drained or pulled >= node.peers(snapshot), "and protected by all")
+            must(not node.memory.garbage.get(snapshot), "and not what an abort left behind")
+
+    def check_told(self, view: View, generation: Generation) -> None:
+        """No generation resumes from before what a member was told is committed, if it need not.
+
+        Args:
+            view: what the leader saw that decided.
+            generation: what it opens.
+        """
+        old, order = view.generation, view.abort_order
+        told = self._told_at_order if order is not None else self._newest_told(view)
+        if old is None or told is None:
+            return
+        lost: Counter[int] = Counter()
+        for member in old.members:
+            joined, node = view.nodes.get(member.node), self.servers.get(member.server)
+            is_here = joined is not None and joined.record.server == member.server
+            if node is None or not is_here or told in node.memory.damaged:
+                lost[member.group] += 1
+            elif not node.memory.is_intact(told, member.ranks):
+                # What it was told by a leader that nobody else heard, before the order.
+                must(
+                    order is not None and member.server not in self._servers_at_order,
+                    "a member holds what it was told is committed",
+                )
+                lost[member.group] += 1
+        resumed = generation.resume.snapshot.step if generation.resume is not None else -1
+        must(
+            max(lost.values(), default=0) > old.parity or resumed >= told.step,
+            f"{told}, which members took for committed, is not given up",
+        )
+
+    def _newest_told(self, view: View) -> SnapshotId | None:
+        """Return the newest snapshot of the generation that present members know as committed."""
+        told = []
+        for member in view.generation.members if view.generation is not None else ():
+            joined, node = view.nodes.get(member.node), self.servers.get(member.server)
+            if joined is not None and node is not None and joined.record.server == member.server:
+                told.append(node.told)
+        return max(
+            (s for s in told if s is not None and s.generation == view.generation_number),
+            default=None,
+        )
 
     def _check_open(self, generation: Generation, before: View) -> None:
         old = before.generation

@@ -9,6 +9,7 @@ mutant that undoes its fix.
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -28,6 +29,21 @@ def test_any_schedule_keeps_the_invariants_and_ends_in_a_finished_job(chunk: int
         except Exception as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.timeout(max(300, SEEDS // 5))
+def test_job_that_is_paused_resumed_and_scaled_meanwhile_keeps_them_too() -> None:
+    reached = Counter[str]()
+    for seed in range(SEEDS // 12):
+        simulation = Simulation(seed, is_operated=True)
+        try:
+            simulation.run()
+        except Exception as error:
+            error.add_note(f"seed {seed}")
+            raise
+        reached.update(generation.reason.partition(" ")[0] for generation in simulation.history)
+    assert reached["paused:"] > 0
+    assert reached["scaled"] > 0
 
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in FAILED_SEEDS])

@@ -84,15 +84,23 @@ def test_error_names_a_port_that_is_in_use() -> None:
     assert "Traceback" not in completed.stderr
 
 
-def test_script_that_fails_at_import_on_one_rank_ends_the_job_with_its_traceback(
+def test_script_that_fails_again_at_the_same_line_ends_the_job_with_its_traceback(
     tmp_path: Path,
 ) -> None:
     failing = script(
-        tmp_path, "import os\nif os.environ['RANK'] == '1':\n    import no_such_module\n"
+        tmp_path,
+        "import os\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "    import no_such_module\n",
     )
-    completed = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "0", failing)
+    completed = keepstep("run", "--nproc-per-node", "2", "--max-restarts", "3", failing)
     assert completed.returncode == 1
-    assert "rank 1" in completed.stderr
+    assert completed.stdout == "attempt 0\nattempt 1\n"
+    told = completed.stderr[completed.stderr.index("keepstep: ") :]
+    assert told.splitlines()[0].startswith("keepstep: rank 1 on ")
+    assert f"(twice: ModuleNotFoundError at {failing}:4, before the first step;" in told
+    assert told.splitlines()[1] == "Traceback (most recent call last):"
     assert "no_such_module" in completed.stderr
     assert "elastic/" not in completed.stderr
 

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -241,11 +240,8 @@ def test_node_with_only_hanging_ranks_is_evicted_and_replaced_by_a_spare_node(
         assert view.evictions["b"].reason.startswith("non-communication hang")
         # Node c, ready by then, gets the state from node a.
         assert view.history.recoveries[1].source in ("memory", "memory, peers' memory")
-        # The agent left as after SIGTERM, not because the job had ended.
-        assert running.wait("b", 60) == 128 + signal.SIGTERM, running.output()
-        # The node may return because its check finds nothing; now it is a spare.
-        running.start("b", "--monitor")
-        assert running.wait_until(lambda view: "b" in view.nodes, 120).evictions == {}
+        # The node returns by itself, because its check finds nothing; now it is on standby.
+        running.wait_until(lambda view: "b" in view.nodes and not view.evictions, 120)
         finish.touch()
         assert [running.wait(node, 120) for node in "abc"] == [0, 0, 0], (
             running.output() + monitor_log.read_text()

@@ -1,8 +1,12 @@
 """Claims about steps that a rank rejects: they are undone, and their batches are skipped."""
 
 import json
+import zlib
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tests.patient_cluster import PatientCluster
 
@@ -11,10 +15,16 @@ BATCHES = 24
 SKIPPED = [3, 10, 11, 12]
 
 
-def cluster(directory: Path, **options: Any) -> PatientCluster:
+def cluster(directory: Path, nodes: int = 1, **options: Any) -> PatientCluster:
+    """Return a cluster of two workers, on one node or on two."""
     content = {"log": str(directory), "batches": BATCHES, **options}
     return PatientCluster(
-        "job", [str(SCRIPT), json.dumps(content)], nnodes="1", workers=2, log=directory / "agents"
+        "job",
+        [str(SCRIPT), json.dumps(content)],
+        nnodes=f"1:{nodes}",
+        workers=2 // nodes,
+        log=directory / "agents",
+        last_call_s=60.0,
     )
 
 
@@ -61,6 +71,29 @@ def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
         expected = last_of_each_step(tmp_path / "skips", rank)
         assert expected.keys() == set(range(1, BATCHES - len(SKIPPED) + 1))
         assert last_of_each_step(tmp_path, rank) == expected
+
+
+def test_batches_are_skipped_by_another_number_of_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "release").touch()
+    with cluster(tmp_path, nodes=2, node_dies=True) as running:
+        running.start("a")
+        running.start("b")
+        statuses = sorted(running.wait(node, 180) for node in ("a", "b"))
+        assert statuses == [-9, 0], running.output()
+    by_step: dict[int, dict[int, dict[int, list[int]]]] = defaultdict(lambda: defaultdict(dict))
+    for rank in (0, 1):
+        for line in lines(tmp_path, f"steps-{rank}.jsonl"):
+            by_step[line["step"]][line["generation"]][rank] = line["samples"]
+    last = [generations[max(generations)] for _, generations in sorted(by_step.items())]
+    # Rank 1 rejected the step, and its node was lost after that.
+    assert [0, 4, 1, [3]] in lines(tmp_path, "told.jsonl")
+    assert len(last[-1]) == 1
+    found = [sample for ranks in last for rank in sorted(ranks) for sample in ranks[rank]]
+    assert found == [
+        zlib.crc32(torch.sin(torch.arange(8.0) * (index + 1)).numpy().tobytes())
+        for index in range(4 * BATCHES)
+        if index // 4 not in (3, 12)
+    ]
 
 
 def test_more_rejected_steps_than_allowed_end_the_job_and_name_rank_step_and_value(

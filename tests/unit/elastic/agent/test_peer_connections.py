@@ -454,7 +454,7 @@ def test_agent_of_another_version_is_refused_alone_and_not_declared_dead(
 
     later = Protocol(
         name="agent",
-        versions=VersionRange(2, 3),
+        versions=VersionRange(3, 4),
         requests=Codec[Later](Later),
         replies=Codec[Later](Later),
     )

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from keepstep.elastic.agent.readmission import readmit
+from keepstep.elastic.agent.readmission import (
+    pause_before_return_s,
+    readmit,
+    return_after_eviction,
+)
 from keepstep.elastic.errors import JobFailed
-from keepstep.elastic.rendezvous.records import Eviction
+from keepstep.elastic.rendezvous.records import Eviction, Result
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.contract import Put
 from keepstep.elastic.store.memory import MemoryStore
@@ -66,3 +70,43 @@ def test_eviction_of_another_node_is_kept_even_if_the_names_have_a_common_prefix
     check = RecordingCheck()
     assert evicted_after(Eviction("slow", may_return=True), check, node) == ["b"]
     assert check.checked_nodes == []
+
+
+MAY_RETURN = {KEYS.eviction("b"): Eviction("slow", may_return=True).encode()}
+RUNS = {KEYS.node("a"): b"{}"}
+OVER = {KEYS.single("result"): Result(True, "done").encode()}
+
+
+@pytest.mark.parametrize(
+    ("keys", "returns"),
+    [
+        (RUNS, False),
+        ({**RUNS, KEYS.eviction("b"): Eviction("loud", may_return=False).encode()}, False),
+        ({**RUNS, KEYS.eviction("bb"): MAY_RETURN[KEYS.eviction("b")]}, False),
+        ({**MAY_RETURN}, False),
+        ({**MAY_RETURN, **RUNS, **OVER}, False),
+        ({**MAY_RETURN, **RUNS}, True),
+    ],
+    ids=["not evicted", "by a person", "another", "nobody is left", "job is over", "may return"],
+)
+def test_node_returns_by_itself_to_a_job_that_runs_if_it_was_evicted_and_is_well(
+    keys: dict[str, bytes], returns: bool
+) -> None:
+    check = RecordingCheck()
+
+    async def scenario() -> bool:
+        store = MemoryStore()
+        await store.commit((), tuple(Put(key, value) for key, value in keys.items()))
+        returned = await return_after_eviction(store, "job", "b", Path(), 0.0, check)
+        is_lifted = not (await store.read(KEYS.eviction("b"))).items
+        assert not returned or is_lifted
+        return returned
+
+    assert asyncio.run(scenario()) == returns
+    assert check.checked_nodes == (["b"] if returns else [])
+
+
+def test_node_that_is_evicted_again_and_again_stays_away_longer_each_time() -> None:
+    pauses_s = [pause_before_return_s(returned) for returned in range(6)]
+    assert pauses_s == [0.0, 60.0, 240.0, 960.0, 3600.0, 3600.0]
+    assert pause_before_return_s(10**6) == 3600.0

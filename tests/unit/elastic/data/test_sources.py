@@ -13,8 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import keepstep
+from keepstep.elastic.data.collation import ShareCollate
+from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Source
+from keepstep.elastic.data.partition_batches import RankShares
+from keepstep.elastic.data.partitions import Partitioning
 from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.sample_randomness import seed_generators
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
@@ -148,13 +153,20 @@ def mixtures(inner: st.SearchStrategy[Make]) -> st.SearchStrategy[Make]:
     )
 
 
-sources = st.recursive(indexed | streams, mixtures, max_leaves=4)
+def composed(inner: st.SearchStrategy[Make]) -> st.SearchStrategy[Make]:
+    shuffled = st.builds(
+        lambda make, block: lambda: keepstep.Shuffled(make(), block), inner, st.integers(1, 7)
+    )
+    return mixtures(inner) | shuffled
+
+
+sources = st.recursive(indexed | streams, composed, max_leaves=4)
 packed = st.builds(
     lambda make, length: lambda: keepstep.Packed(Tokenized(make()), length),
     sources,
     st.integers(1, 90),
 )
-read_in_order = st.one_of(streams, mixtures(sources), packed)
+read_in_order = st.one_of(streams, composed(sources), packed)
 runs = st.integers(1, 8).flatmap(
     lambda global_batch: st.tuples(
         st.just(global_batch),
@@ -178,12 +190,33 @@ def plain(sample: Any) -> Any:
     return sample
 
 
+KINDS: dict[str, Make] = {
+    "sharded": lambda: sharded("a", [3, 5, 2, 7, 4, 4]),
+    "split": lambda: keepstep.SplitStream(lambda part, parts: Iterated("a", 30, part, parts)),
+    "loaders": lambda: keepstep.SplitStream(lambda part, parts: Loader("a", 30, part, parts)),
+    "mixture": lambda: keepstep.Mixture([sharded("a", [4] * 7), Indexed("b", 30)], [2, 1]),
+    "shuffled": lambda: keepstep.Shuffled(sharded("a", [4] * 7), 3),
+    "packed": lambda: keepstep.Packed(Tokenized(sharded("a", [4] * 7)), 40),
+    "iterable": lambda: Iterated("a", 30),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_read_in_one_order(kind: str, loader_in_this_process: None) -> None:
+    failures = [Run(3, 2, 5, 2), Run(2, 0, 4, 1), Run(4, 3, 2, 0), Run(1, 2, 0, 0)]
+    assert_read_alike(KINDS[kind], 5, failures)
+
+
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(read_in_order, runs)
 def test_order_does_not_depend_on_ranks_loader_processes_or_failures(
     loader_in_this_process: None, make: Make, schedule: tuple[int, list[Run]]
 ) -> None:
-    global_batch, failures = schedule
+    assert_read_alike(make, *schedule)
+
+
+def assert_read_alike(make: Make, global_batch: int, failures: list[Run]) -> None:
+    """Assert that every reading of every batch is what an undisturbed run reads."""
     undisturbed = play(make, global_batch, STEPS, []).batches
     disturbed = play(make, global_batch, STEPS, failures).batches
     for read, (expected,) in zip(disturbed, undisturbed, strict=True):
@@ -228,11 +261,18 @@ def test_a_resumed_shard_is_opened_at_its_offset_and_by_the_ranks_of_its_partiti
 
 def test_a_mixture_draws_by_weight_and_reads_each_source_in_an_order_of_its_own() -> None:
     mixture = keepstep.Mixture([Indexed("a", 90), Indexed("b", 90)], [3, 1])
-    samples = samples_of(mixture, 6, 100)
+    samples = samples_of(mixture, 1, 600)
     of_a, of_b = ([s[1] for s in samples if s[0] == name] for name in "ab")
     # The standard deviation is 10.6.
     assert 400 < len(of_a) < 500
     assert of_a[:60] != of_b[:60]
+
+
+def test_shuffled_samples_are_those_of_each_block_in_another_order() -> None:
+    numbers = [s[2] for s in samples_of(keepstep.Shuffled(Loader("a", 1000), 50), 10, 10)]
+    assert [sorted(numbers[:50]), sorted(numbers[50:])] == [list(range(50)), list(range(50, 100))]
+    assert numbers[:50] != sorted(numbers[:50])
+    assert numbers[:50] != [number - 50 for number in numbers[50:]]
 
 
 def test_rows_have_every_token_of_every_document_in_order() -> None:
@@ -253,8 +293,12 @@ def iter_twice(samples: list[Any]) -> Any:
     return Iterable()
 
 
-def test_a_loader_draws_alike_where_beginning_to_iterate_draws_as_well() -> None:
+def test_a_loader_draws_alike_that_draws_also_when_it_is_made_or_begins_to_iterate() -> None:
     class Drawing(Loader):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.name += str(torch.rand(()).item())
+
         def __iter__(self) -> Iterator[Any]:
             torch.rand(3)
             return super().__iter__()
@@ -265,6 +309,44 @@ def test_a_loader_draws_alike_where_beginning_to_iterate_draws_as_well() -> None
     undisturbed = play(make, 4, 12, []).batches
     disturbed = play(make, 4, 12, [Run(2, 0, 5, 1), Run(3, 0, 3, 0)]).batches
     assert [batch[-1] for batch in disturbed] == [batch[0] for batch in undisturbed]
+
+
+def test_a_position_in_an_earlier_pass_is_not_one_in_the_next() -> None:
+    def second_pass() -> Any:
+        return DataPass(1, 2, 11, sharded("a", [5] * 8), 4, steps=3, collate=list)
+
+    stored = stored_of(sharded("a", [5] * 8))
+    begun = list(second_pass().from_position(Position(2, 2, stored), 0, 1))
+    assert begun == list(second_pass().from_position(Position(2, 2), 0, 1))
+
+
+def test_collate_draws_alike_after_a_resumption_and_reading_leaves_the_generators_alone() -> None:
+    def read(first: int, stored: Any) -> list[Any]:
+        data: DataPass[Any] = DataPass(
+            0, 0, 11, sharded("a", [5] * 8), 4, steps=3, collate=lambda samples: drawn()
+        )
+        return list(data.from_position(Position(first, first, stored), 0, 1))
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    undisturbed = read(0, None)
+    assert read(2, stored_of(sharded("a", [5] * 8))) == undisturbed[2:]
+    assert len(set(undisturbed)) == 3
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert before[0].equal(after[0])
+    assert before[1:] == after[1:]
+
+
+def test_collate_draws_alike_in_whichever_process_it_runs() -> None:
+    shares: RankShares[Any] = RankShares(
+        sharded("a", [5] * 8), Partitioning(4, 4), range(4), range(4), {}, range(3), 0, 11, True,
+        ShareCollate(lambda samples: drawn()),
+    )  # fmt: skip
+    collated = []
+    for process in (1, 2):
+        seed_generators(process)
+        collated.append([shares.collated(batch, []) for batch in range(2)])
+    assert collated[0] == collated[1]
+    assert collated[0][0] != collated[0][1]
 
 
 def refused(dataset: Any, global_batch: int = 4, stored: Any = None) -> str:
@@ -296,6 +378,9 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
     assert "yield pairs of a sample" in refused(keepstep.ShardedStream([1], lambda *_: [1, 2]))
     assert "no samples; leave empty shards out" in refused(sharded("a", [0, 0]))
     assert "a document of shape (1, 1)" in refused(keepstep.Packed([torch.zeros(1, 1)] * 9, 4))
+    blocks = keepstep.Shuffled(Loader("a", 30), 7)
+    other_blocks = keepstep.Shuffled(Loader("a", 30), 8)
+    assert "one in blocks of 7" in refused(other_blocks, stored=stored_of(blocks))
     assert "10000 documents in a row are empty" in refused(keepstep.Packed([[]], 4), 1)
     impossible: list[tuple[Callable[[], Any], str]] = [
         (lambda: keepstep.ShardedStream([], read_shard), "there are no shards"),
@@ -304,6 +389,7 @@ def test_impossible_sources_are_refused_and_the_message_says_what_to_do() -> Non
         (lambda: keepstep.Mixture([stream], []), "1 sources with 0 weights"),
         (lambda: keepstep.Mixture([stream], [0]), "weights must be positive"),
         (lambda: keepstep.Mixture([[]], [1]), "the dataset has no samples"),
+        (lambda: keepstep.Shuffled(stream, 0), "give at least 1"),
         (lambda: keepstep.Packed(stream, 0), "give at least 1"),
         (lambda: data_pass(stream, 0, 1), "global_batch=0: give at least 1"),
         (lambda: data_pass(stream, 1, None), "give job.batches"),  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ the present members of the current generation. A rank stands for the node that h
     a completes step 8                   as its record shows
     a seals step 7                       all its ranks sealed; the leader does not know yet
     a protects step 7                    its parity is complete, too; a report goes to the leader
+    a learns that step 7 is committed    it is told directly, and frees what is older
     a loses step 7                       its memory of the step is damaged
     a fences                             its server seals nothing more; its workers await the order
     a drains                             no worker of it writes any more; its record is final
@@ -103,6 +104,7 @@ class Memory:
 
     sealed: set[SnapshotId] = field(default_factory=set)
     protected: set[SnapshotId] = field(default_factory=set)
+    told: SnapshotId | None = None
 
     def free_older_than(self, snapshot: SnapshotId, pinned: SnapshotId | None) -> None:
         self.sealed = {s for s in self.sealed if s >= snapshot or s == pinned}
@@ -311,12 +313,15 @@ class Case:
             memory.sealed.add(SnapshotId(record.generation, int(found[1])))
         elif found := re.fullmatch(r"protects? step (\d+)", what):
             self._protect(record, SnapshotId(record.generation, int(found[1])))
+        elif found := re.fullmatch(r"learns? that step (\d+) is committed", what):
+            memory.told = SnapshotId(record.generation, int(found[1]))
+            memory.free_older_than(memory.told, None)
         elif found := re.fullmatch(r"loses? step (\d+)", what):
             memory.sealed = {s for s in memory.sealed if s.step != int(found[1])}
             memory.protected &= memory.sealed
             self._write(record, **self._holdings(node))
         elif what in ("fences", "fence"):
-            self._write(record, fenced=record.generation)
+            self._write(record, fenced=record.generation, committed=memory.told)
         elif what in ("drains", "drain"):
             self._write(record, phase=NodePhase.DRAINED, **self._holdings(node))
         elif what in ("finishes", "finish"):
@@ -422,11 +427,12 @@ class Case:
     def _record(self, node: str) -> NodeRecord:
         return self.view.nodes[node].record
 
-    def _holdings(self, node: str) -> dict[str, tuple[SnapshotId, ...]]:
+    def _holdings(self, node: str) -> dict[str, object]:
         memory = self.memory[node]
         return {
             "sealed": tuple(sorted(memory.sealed)),
             "protected": tuple(sorted(memory.protected)),
+            "committed": memory.told,
         }
 
     def _write(self, record: NodeRecord, **changes: object) -> None:

@@ -15,7 +15,6 @@ from keepstep.elastic.rendezvous.checkpoint_schedule import (
     PartAttempt,
     begin_persist_if_due,
     is_over,
-    next_commit,
     next_part,
     persist_before_leaving,
     record_loaded,
@@ -77,15 +76,6 @@ VIEW = View(
     persist=PersistRequest(OLDER, "/c", 100.0, "ab"),
     revisions={"persist": 39},
 )
-
-
-def test_commit_is_passed_on_only_once_the_node_has_entered_the_generation() -> None:
-    """The commit frees what the generation's request is about to store (simulator, seed 2260)."""
-    assert next_commit(VIEW, entered=1, known=None) is None
-    assert next_commit(VIEW, entered=2, known=None) == NEWER.snapshot
-    assert next_commit(VIEW, entered=2, known=OLDER.snapshot) == NEWER.snapshot
-    assert next_commit(VIEW, entered=2, known=NEWER.snapshot) is None
-    assert next_commit(replace(VIEW, snapshot=None), entered=2, known=None) is None
 
 
 def test_part_is_begun_once_by_each_holder_that_has_entered_the_generation() -> None:

@@ -22,8 +22,9 @@ import keepstep
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.errors import ProcessUnusable
+from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
 from keepstep.elastic.trainer import process_groups, snapshot_manager
+from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups
@@ -50,10 +51,12 @@ class Agent:
     def __init__(self) -> None:
         self.said: list[object] = []
         self.aborting_generation = 0
-        self.last_generation = 2
+        self.last_generation = 3
 
     def report(self, message: object) -> None:
         self.said.append(message)
+        if isinstance(message, Broken):
+            self.aborting_generation = message.generation
 
     def progress(self, generation: int, step: int) -> None:
         return
@@ -135,6 +138,7 @@ class Running:
             seed=0,
             compare_replicas_every=None,
             on_divergence="report",
+            on_bad_step=BadSteps(at_most=2),
         )
 
     def step(self, *, refusal: str = "", aborts: bool = False) -> keepstep.Step:
@@ -146,6 +150,11 @@ class Running:
             if aborts:
                 self.agent.aborting_generation = self.job.world.generation
         return step
+
+    def reject(self, reason: str) -> None:
+        """Run a step that is rejected."""
+        with self.job.step() as step:
+            step.reject(reason)
 
 
 @pytest.fixture
@@ -244,3 +253,117 @@ def test_rank_whose_groups_do_not_abort_between_generations_asks_to_be_replaced(
     with pytest.raises(Replaced) as raised, running.job:
         running.step(refusal="generation 1 is fenced", aborts=True)
     assert raised.value.args == ("1 of 1 process groups did not abort", False)
+
+
+SAMPLES = [torch.full((2,), float(number)) for number in range(8)]
+PEER_LOST = RuntimeError("[gloo/transport] Connection closed by peer")
+
+
+def batches(job: Job) -> Iterator[torch.Tensor]:
+    return job.batches(SAMPLES, 1, shuffle=False)
+
+
+def test_guard_recovers_from_a_lost_peer_and_lets_other_errors_pass(running: Running) -> None:
+    with running.job as job:
+        guard = job.guard()
+        with pytest.raises(ZeroDivisionError), guard:
+            _ = 1 / 0
+        assert (guard.completed, job.world.generation) == (False, 1)
+        with guard:
+            raise PEER_LOST
+        assert (guard.completed, job.world.generation) == (False, 2)
+        with guard:
+            pass
+        assert guard.completed
+
+
+def test_step_with_a_batch_from_before_a_recovery_is_refused(running: Running) -> None:
+    with running.job as job:
+        for _ in batches(job):
+            with job.guard():
+                raise PEER_LOST
+            with pytest.raises(UsageError, match="go to the next batch"):
+                running.step()
+            break
+        assert job.world.generation == 2
+
+
+def test_guard_after_the_loop_starts_the_script_anew_if_steps_must_be_computed_again(
+    running: Running,
+) -> None:
+    with running.job as job:
+        for _ in batches(job):
+            assert running.step().completed
+        with pytest.raises(Replaced, match="the last steps"), job.guard():
+            raise PEER_LOST
+
+
+def test_rejected_step_is_undone_and_its_batch_is_skipped(running: Running) -> None:
+    """Also if the loop has caught the exception."""
+    seen = []
+    with running.job as job:
+        for batch in batches(job):
+            seen.append(int(batch[0, 0]))
+            with job.step() as step:
+                assert step.number == job.steps + 1
+                try:
+                    step.report(value=float("inf") if seen[-1] == 3 else 0.0)
+                except Exception:  # noqa: BLE001 - as a careless loop does
+                    continue
+                if seen[-1] == 6:
+                    step.reject("it is even")
+                job.model(batch).sum().backward()
+                job.optimizer.step()
+        assert seen == [0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 0, 1, 2, 4, 5, 7]
+        assert job.steps == 6
+    broken = [message.error for message in running.agent.said if isinstance(message, Broken)]
+    assert broken == [
+        "rank 0 rejected step 4: value=inf; global batch 3 is skipped",
+        "rank 0 rejected step 6: it is even; global batch 6 is skipped",
+    ]
+
+
+def test_one_rejected_step_too_many_is_an_error_of_the_job(running: Running) -> None:
+    with running.job as job:
+        for number, _ in enumerate(batches(job)):
+            if number == 2:
+                with pytest.raises(StepRejected, match="step 1 of global batch 2: no"):
+                    running.reject("no")
+                break
+            running.reject("no")
+        assert job.world.generation == 3
+
+
+def test_reports_need_a_policy_and_a_step(running: Running) -> None:
+    with running.job as job:
+        with pytest.raises(UsageError, match=r"inside `with job\.step"):
+            job.step().report(loss=1.0)
+        with pytest.raises(UsageError, match="iterate over that"), job.step() as step:
+            step.reject("there is no batch to skip")
+        job._judge = None
+        with pytest.raises(UsageError, match="on_bad_step="), job.step() as step:
+            step.report(loss=1.0)
+
+
+def test_stopped_pass_is_over_on_this_rank_and_the_next_pass_is_not(running: Running) -> None:
+    steps = []
+    with running.job as job:
+        for _ in range(2):
+            for _ in batches(job):
+                if job.steps == 2:
+                    job.stop()
+                assert running.step().completed
+            steps.append(job.steps)
+        job.stop()
+    assert steps == [3, 11]
+
+
+def test_loop_that_is_left_early_cannot_go_on_after_a_failure_at_its_end(
+    running: Running,
+) -> None:
+    """A process that is new would compute the next step."""
+    with running.job as job:
+        next(batches(job))
+        with pytest.raises(Replaced, match="the last steps"):
+            job._recover_to(job._position)
+        assert job.world.generation == 2

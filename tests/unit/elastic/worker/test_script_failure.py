@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from keepstep.checkpoint.stored.storage import open_storage
 from keepstep.elastic.errors import StepRejected, UsageError
 from keepstep.elastic.worker.script_failure import (
     is_fatal,
+    place_of,
     show,
     summary_of,
     traceback_of,
@@ -104,3 +106,28 @@ def test_the_scripts_own_hook_shows_the_error(
     shown = capsys.readouterr().err
     assert "of the hook" in shown
     assert "ZeroDivisionError" in shown
+
+
+@pytest.mark.parametrize(
+    ("code", "place"),
+    [
+        ("def f():\n    return {}['x']\nf()", "KeyError at {}:2"),
+        ("import json\njson.loads('{')", "JSONDecodeError at {}/decoder.py:"),
+        # The network, a disk, a device or a peer may be at fault: it may not come again.
+        ("open('/no/such/file')", ""),
+        ("raise TimeoutError", ""),
+        ("import torch\nraise torch.AcceleratorError('CUDA error', 700)", ""),
+        ("import torch\nraise torch.distributed.DistBackendError('NCCL')", ""),
+        ("from keepstep.checkpoint.errors import RankFailed\nraise RankFailed('x')", ""),
+        ("raise SystemExit(3)", ""),
+    ],
+)
+def test_error_is_known_again_by_its_type_and_line_unless_the_surroundings_may_cause_it(
+    tmp_path: Path, code: str, place: str
+) -> None:
+    import torch.distributed  # noqa: F401 - as in a worker
+
+    found = place_of(failure_of(tmp_path, code))
+    known = str(tmp_path / "train.py") if "KeyError" in place else json.__path__[0]
+    assert found.startswith(place.format(known))
+    assert bool(found) == bool(place)

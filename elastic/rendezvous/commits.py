@@ -1,0 +1,121 @@
+"""Decides what is announced as committed, who believes it, and when the coordinator is told. Pure.
+
+A snapshot is committed once every member of its generation protects it. The leader announces that
+to the agents directly. The coordinator is told seldom: which snapshot is the newest is decided from
+the members' own records when their generation closes, and these are written anyway.
+
+Invariants:
+- What is announced was reported as protected by every member of its generation.
+- A node believes no announcement of a generation in which it is fenced or has drained, so that what
+  its record says then stays true.
+- A node frees nothing that it is asked to store before it has begun to: an announcement counts once
+  the node sees the request that stood when it was made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.actions import Action, Persist
+from keepstep.elastic.rendezvous.checkpoint_schedule import begin_persist_if_due
+from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, SnapshotCommit
+from keepstep.elastic.rendezvous.reports import Reports
+from keepstep.elastic.rendezvous.view import View
+
+COMMIT_INTERVAL_S = 2.0
+"""How often the coordinator is told of a commit that nobody needs there, at most."""
+
+
+class Announcements:
+    """What a leader has announced, and whether it may announce more."""
+
+    def __init__(self) -> None:
+        self._last: CommitAnnouncement | None = None
+        self._may_begin_to_store = False
+
+    def next(self, view: View, reports: Reports) -> CommitAnnouncement | None:
+        """Return what the leader announces now; None if there is nothing new.
+
+        In a generation that closes, commits go through the coordinator: whoever opens the next one
+        has to see them.
+
+        Args:
+            view: the leader's view.
+            reports: what members have reported to it.
+        """
+        if view.generation is None or view.is_closing or view.result is not None:
+            return None
+        if self._may_begin_to_store and view.persist is None:
+            return None
+        newest = reports.protected_by_all(view.generation)
+        if newest is None or (self._last is not None and newest <= self._last.snapshot):
+            return None
+        self._last = CommitAnnouncement(newest, view.revisions.get("persist", 0))
+        return self._last
+
+    def note_sent(self, action: Action) -> None:
+        """Note that the transactions of an action are sent.
+
+        A request to store may be applied later than its writer learns. Until it is known what has
+        become of it, nothing is announced that would free what it asks for.
+        """
+        self._may_begin_to_store |= isinstance(action, Persist)
+
+    def note_shown(self) -> None:
+        """Note that the view shows the newest action: none that was sent before comes any more."""
+        self._may_begin_to_store = False
+
+
+def next_commit(
+    view: View,
+    entered: int,
+    known: SnapshotId | None,
+    announced: CommitAnnouncement | None = None,
+    ended: int = 0,
+) -> SnapshotId | None:
+    """Return the committed snapshot of which a node's server and workers are to be informed.
+
+    A commit frees everything older, which a request of its generation may be about to store: a node
+    begins its part first, and for that it has to enter the generation.
+
+    Args:
+        view: the node's view.
+        entered: the generation that the node has entered.
+        known: the snapshot of which they were informed last.
+        announced: the newest announcement that has come.
+        ended: the newest generation in which the node is fenced or has drained.
+    """
+    if entered != view.generation_number:
+        return None
+    committed = [view.snapshot.snapshot] if view.snapshot is not None else []
+    if (
+        announced is not None
+        and announced.snapshot.generation == entered > ended
+        and announced.after <= view.revision
+    ):
+        committed.append(announced.snapshot)
+    newest = max(committed, default=None)
+    return newest if newest is not None and (known is None or newest > known) else None
+
+
+def is_due(
+    view: View, commit: SnapshotCommit, present: Sequence[NodeRecord], wall_s: float
+) -> bool:
+    """Whether the coordinator is told of a commit now.
+
+    That is the first of a generation, which lets holders of older ones go; one that is to be
+    stored; the last one; and from time to time any, for those who watch the job.
+    """
+    known = view.snapshot
+    if known is None or known.snapshot.generation < commit.snapshot.generation:
+        return True
+    if not known.at_s <= wall_s < known.at_s + COMMIT_INTERVAL_S:
+        return True
+    if any(record.finishing for record in present):
+        return True
+    return (
+        view.persist is None
+        and begin_persist_if_due(replace(view, snapshot=commit), present, wall_s) is not None
+    )

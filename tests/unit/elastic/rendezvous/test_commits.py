@@ -1,0 +1,137 @@
+"""Claims about commits: who announces them, who believes it, when the coordinator is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.rendezvous.actions import Close, Persist
+from keepstep.elastic.rendezvous.commits import (
+    COMMIT_INTERVAL_S,
+    Announcements,
+    is_due,
+    next_commit,
+)
+from keepstep.elastic.rendezvous.records import (
+    Closing,
+    CommitAnnouncement,
+    Generation,
+    Member,
+    NodeRecord,
+    NodeReport,
+    PersistRequest,
+    Result,
+    SnapshotCommit,
+)
+from keepstep.elastic.rendezvous.reports import Reports
+from keepstep.elastic.rendezvous.view import JoinedNode, View
+
+MEMBERS = tuple(Member(node, "h", 1, rank, "h:1", f"tcp:{node}") for rank, node in enumerate("ab"))
+OLDER, NEWER, NEWEST = (
+    SnapshotCommit(SnapshotId(2, step), MEMBERS, 1, at_s=50.0) for step in (6, 7, 8)
+)
+VIEW = View(
+    revision=40,
+    generation=Generation(2, MEMBERS, "h", 5, "start"),
+    snapshot=NEWER,
+    persist=PersistRequest(OLDER, "/c", 100.0, "ab"),
+    revisions={"persist": 39},
+)
+IDLE = replace(VIEW, persist=None, revisions={})
+REQUEST = Persist(PersistRequest(NEWER, "/c", 100.0, "ab"))
+CLOSING = Closing(2, "a leaves", False, 60.0)
+
+
+def record_of(node: str, **changes: object) -> NodeRecord:
+    fields = {"generation": 2, "step": 8, "sealed": (NEWEST.snapshot,), **changes}
+    record = NodeRecord(node, "h", 1, "h:1", f"tcp:{node}", 5, 7, "d")
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+def reports_of(*steps: int, nodes: str = "ab", generation: int = 2) -> Reports:
+    reports = Reports()
+    protected = tuple(SnapshotId(generation, step) for step in steps)
+    for node in nodes:
+        reports.receive(NodeReport(node, 7, generation, max(steps), protected))
+    return reports
+
+
+def test_newest_snapshot_that_all_members_protect_is_announced_once() -> None:
+    announcements = Announcements()
+    assert announcements.next(IDLE, reports_of(7, 8, nodes="a")) is None
+    assert announcements.next(IDLE, reports_of(7, 8)) == CommitAnnouncement(NEWEST.snapshot)
+    assert announcements.next(IDLE, reports_of(7, 8)) is None
+    assert announcements.next(IDLE, reports_of(7)) is None
+
+
+def test_nodes_that_are_no_members_do_not_count() -> None:
+    assert Announcements().next(IDLE, reports_of(8, nodes="ac")) is None
+    assert Announcements().next(IDLE, reports_of(8, nodes="abc")) is not None
+
+
+def test_nothing_is_announced_of_another_generation_or_of_one_that_ends() -> None:
+    assert Announcements().next(IDLE, reports_of(8, generation=1)) is None
+    assert Announcements().next(replace(IDLE, closing=CLOSING), reports_of(8)) is None
+    assert Announcements().next(replace(IDLE, result=Result(True, "")), reports_of(8)) is None
+
+
+def test_nothing_is_announced_while_a_request_to_store_may_be_on_its_way() -> None:
+    announcements, reports = Announcements(), reports_of(8)
+    announcements.note_sent(REQUEST)
+    announcements.note_sent(Close(CLOSING))
+    assert announcements.next(IDLE, reports) is None
+    assert announcements.next(VIEW, reports) == CommitAnnouncement(NEWEST.snapshot, after=39)
+    announcements.note_sent(REQUEST)
+    announcements.note_shown()
+    assert announcements.next(IDLE, reports_of(9)) == CommitAnnouncement(SnapshotId(2, 9))
+
+
+def test_commit_is_passed_on_only_once_the_node_has_entered_the_generation() -> None:
+    """The commit frees what the generation's request is about to store (simulator, seed 2260)."""
+    announced = CommitAnnouncement(NEWEST.snapshot)
+    assert next_commit(VIEW, 1, None, announced) is None
+    assert next_commit(VIEW, 2, None) == NEWER.snapshot
+    assert next_commit(VIEW, 2, OLDER.snapshot) == NEWER.snapshot
+    assert next_commit(VIEW, 2, NEWER.snapshot) is None
+    assert next_commit(replace(VIEW, snapshot=None), 2, None) is None
+
+
+def test_announcement_counts_until_the_node_is_fenced_or_has_drained() -> None:
+    announced = CommitAnnouncement(NEWEST.snapshot)
+    assert next_commit(VIEW, 2, NEWER.snapshot, announced, ended=1) == NEWEST.snapshot
+    assert next_commit(VIEW, 2, NEWER.snapshot, announced, ended=2) is None
+    of_another = CommitAnnouncement(SnapshotId(3, 8))
+    assert next_commit(VIEW, 2, NEWER.snapshot, of_another) is None
+
+
+def test_announcement_counts_once_the_request_that_stood_then_is_seen() -> None:
+    announced = CommitAnnouncement(NEWEST.snapshot, after=41)
+    assert next_commit(VIEW, 2, NEWER.snapshot, announced) is None
+    assert next_commit(replace(VIEW, revision=41), 2, NEWER.snapshot, announced) == NEWEST.snapshot
+
+
+def test_node_does_not_go_back_to_what_the_coordinator_knows() -> None:
+    assert next_commit(VIEW, 2, NEWEST.snapshot, CommitAnnouncement(NEWEST.snapshot)) is None
+
+
+def test_coordinator_is_told_of_the_first_commit_of_a_generation_and_then_seldom() -> None:
+    soon, later = 50.0 + COMMIT_INTERVAL_S / 2, 50.0 + COMMIT_INTERVAL_S
+    assert is_due(replace(IDLE, snapshot=None), NEWEST, (), soon)
+    of_older = replace(NEWER, snapshot=SnapshotId(1, 7))
+    assert is_due(replace(IDLE, snapshot=of_older), NEWEST, (), soon)
+    assert not is_due(IDLE, NEWEST, (), soon)
+    assert is_due(IDLE, NEWEST, (), later)
+    assert is_due(IDLE, NEWEST, (), 49.0), "the clock was set back"
+
+
+def test_coordinator_is_told_of_what_is_to_be_stored_and_of_the_last_step() -> None:
+    wants = {"checkpoint_url": "/c", "times": {"restored": 1.0}}
+    for every, finishing, expected in ((8, False, True), (9, False, False), (9, True, True)):
+        records = [
+            record_of(node, checkpoint_every=every, finishing=finishing, **wants) for node in "ab"
+        ]
+        nodes = {record.node: JoinedNode(record, 5) for record in records}
+        view = replace(IDLE, nodes=nodes)
+        assert is_due(view, NEWEST, records, 50.5) is expected
+        if every == 8:
+            assert not is_due(replace(view, persist=VIEW.persist), NEWEST, records, 50.5)
