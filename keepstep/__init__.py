@@ -39,11 +39,12 @@ if TYPE_CHECKING:
         SnapshotCommitted,
     )
     from keepstep.elastic.trainer.guard import Guard
-    from keepstep.elastic.trainer.job import Job, Step
+    from keepstep.elastic.trainer.job import Job
     from keepstep.elastic.trainer.join import join
     from keepstep.elastic.trainer.process_groups import World
     from keepstep.elastic.trainer.start_from import StartFrom
     from keepstep.elastic.trainer.state import State, Stateful
+    from keepstep.elastic.trainer.step import Step
 
 _MODULES = ("checkpoint", "monitor")
 _HOMES = {
@@ -73,7 +74,7 @@ _HOMES = {
     "StartFrom": "keepstep.elastic.trainer.start_from",
     "State": "keepstep.elastic.trainer.state",
     "Stateful": "keepstep.elastic.trainer.state",
-    "Step": "keepstep.elastic.trainer.job",
+    "Step": "keepstep.elastic.trainer.step",
     "StepRejected": "keepstep.elastic.errors",
     "StoreUnavailable": "keepstep.elastic.errors",
     "UsageError": "keepstep.elastic.errors",

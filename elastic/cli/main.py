@@ -321,7 +321,7 @@ def scale(store: str | None, secret_file: Path | None, job: str, nodes: str) -> 
     from keepstep.elastic.cli.launch import parse_nodes
     from keepstep.elastic.cli.operation import scale_job
 
-    limits = parse_nodes(nodes, "MIN:MAX")
+    limits = parse_nodes(nodes, "nodes")
     click.echo(scale_job(find_job(store, job, secret_file), *limits))
 
 

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -48,6 +47,7 @@ from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import Build
+from keepstep.elastic.trainer.step import Step, StepUndone
 from keepstep.elastic.trainer.stop_request import StopRequest
 from keepstep.elastic.worker import telemetry
 from keepstep.elastic.worker.messages import (
@@ -687,102 +687,3 @@ class Job:
         Needed when the script's loop has already passed the position of the restored state.
         """
         self._session.end_to_be_replaced(reason)
-
-
-class StepUndone(Exception):
-    """Leaves a step that this rank has rejected; `Step` catches it."""
-
-    def __init__(self, rejected: RejectedStep) -> None:
-        super().__init__(str(rejected))
-
-
-class Step:
-    """One optimizer step: `with job.step() as step: loss.backward(); job.optimizer.step()`.
-
-    Gradients are cleared at the beginning. If a peer fails inside, `Step` catches the exception,
-    the job recovers, `completed` stays False, and the batch iterator yields the batch of the
-    restored position next. Other exceptions pass.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._is_open = False
-        self._number = job.steps + 1
-        self.completed = False
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor for this rank's mean loss that keeps the average over ranks exact.
-
-        It is 1.0 unless the ranks' shares of the batch are uneven.
-        """
-        return self._job._loss_scale
-
-    @property
-    def number(self) -> int:
-        """The number of this step: that of `Job.steps` once it is completed."""
-        return self._number
-
-    def report(self, **values: float | torch.Tensor) -> None:
-        """Report what shows whether the step is good, before the optimizer's step; by any rank.
-
-        A value that is not finite, or is a spike, rejects the step: the job returns to a snapshot
-        before it and skips its batch on all ranks (`BadSteps`). Reading a tensor waits for its
-        device. A loss may be finite where its gradients are not: report their norm, too.
-
-        Args:
-            values: numbers by name, such as `loss=loss, norm=norm`; the name is shown.
-
-        Raises:
-            UsageError: outside of the step, or `keepstep.join` has no `on_bad_step`.
-            StepRejected: more steps are rejected than the job survives.
-        """
-        self._check_open()
-        self._job._judge_step({name: float(value) for name, value in values.items()})
-
-    def reject(self, reason: str) -> NoReturn:
-        """Reject the step for a reason of the loop's own; see `report`.
-
-        Raises:
-            UsageError: outside of the step, or `keepstep.join` has no `on_bad_step`.
-            StepRejected: more steps are rejected than the job survives.
-        """
-        self._check_open()
-        self._job._reject_step(reason)
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise UsageError("step.report and step.reject belong inside `with job.step() as step:`")
-
-    def mean_over(self, count: int) -> float:
-        """Return the factor for this rank's summed loss that makes the mean over all items exact.
-
-        For items of which samples have different numbers, such as tokens. All ranks call it, once
-        and inside the step: it adds up their counts.
-
-        Args:
-            count: the items of this rank's share of the batch; in all ranks together at least one.
-        """
-        world = self._job.world
-        total = torch.tensor([count], dtype=torch.int64, device=world.device)
-        dist.all_reduce(total)
-        # Ranks that compute the same share count the same items.
-        return world.world_size / int(total.item())
-
-    def __enter__(self) -> Self:
-        self._job._begin_step()
-        self._number = self._job.steps + 1
-        self._is_open = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        self._is_open = False
-        generation = self._job.world.generation
-        handled = self._job._end_step(error)
-        self.completed = error is None and self._job.world.generation == generation
-        return handled and error is not None

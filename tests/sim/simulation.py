@@ -534,6 +534,8 @@ class Simulation:
             is_here = joined is not None and joined.record.server == member.server
             if node is None or not is_here or told in node.memory.damaged:
                 lost[member.group] += 1
+            elif node.memory.table.committed > told:
+                continue  # A newer one was committed before a pause.
             elif not node.memory.is_intact(told, member.ranks):
                 # What it was told by a leader that nobody else heard, before the order.
                 must(
@@ -571,9 +573,9 @@ class Simulation:
                     "no member of the old generation works when the next one is opened",
                 )
         if generation.resume is not None and not generation.resume.stored:
-            self._check_resume(generation.resume)
+            self._check_resume(generation.resume, before.generation)
 
-    def _check_resume(self, resume: SnapshotCommit) -> None:
+    def _check_resume(self, resume: SnapshotCommit, old: Generation | None) -> None:
         """What is resumed from is there or can be rebuilt, if nobody is lost since the decision."""
         orphans = {rebuild.rank for rebuild in resume.shard_rebuilds}
         for group in {holder.group for holder in resume.holders}:
@@ -584,6 +586,9 @@ class Simulation:
                 node = self.servers.get(holder.server)
                 if holder in lost or node is None:
                     continue
+                is_awaited = old is not None and old.member(holder.node) is not None
+                if not is_awaited and resume.snapshot in node.memory.damaged:
+                    continue  # Nobody waits for what a spare finds when a generation closes.
                 must(
                     node.memory.is_intact(resume.snapshot, holder.ranks),
                     "a holder that is counted on holds its shards",

@@ -274,6 +274,8 @@ class Rank:
 def run_rank(rank: int, port: int, visits: Sequence[Visit]) -> None:
     """Take part in all generations that have this rank, then end this process."""
     torch.set_num_threads(1)
+    # Collecting garbage in each generation need not look at all of PyTorch.
+    gc.freeze()
     process = Rank(rank, port)
     for generation, visit in enumerate(visits, 1):
         if rank < visit.ranks:

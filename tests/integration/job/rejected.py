@@ -68,7 +68,10 @@ with keepstep.join(
     checkpoint=options.get("checkpoint"),
     checkpoint_every=2 if "checkpoint" in options else None,
     on_bad_step=keepstep.BadSteps(
-        at_most=options.get("at_most", 2), spike=1000.0, window=4, roll_back=2
+        at_most=options.get("at_most", 2),
+        spike=1000.0,
+        window=4,
+        roll_back=options.get("roll_back", 2),
     ),
     callbacks=keepstep.Callbacks(on_rejected_step=told),
 ) as job:

@@ -75,7 +75,7 @@ def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
 
 def test_batches_are_skipped_by_another_number_of_ranks_too(tmp_path: Path) -> None:
     (tmp_path / "release").touch()
-    with cluster(tmp_path, nodes=2, node_dies=True) as running:
+    with cluster(tmp_path, nodes=2, node_dies=True, roll_back=0) as running:
         running.start("a")
         running.start("b")
         statuses = sorted(running.wait(node, 180) for node in ("a", "b"))

@@ -4,19 +4,19 @@ from pathlib import Path
 
 from keepstep.elastic.rendezvous.view import View
 from tests.integration.job.jobs import (
+    STEPS,
     cluster,
     committed_step_of,
     last_run_of_each_step,
 )
 
 DOMAINS = {"a": "r1", "b": "r2", "c": "r1", "d": "r2"}
-STEPS = 60
 
 
 def test_standby_node_of_another_rack_takes_the_lost_place_in_the_very_next_generation(
     tmp_path: Path,
 ) -> None:
-    with cluster(tmp_path, steps=STEPS) as running:
+    with cluster(tmp_path) as running:
         for node, domain in DOMAINS.items():
             running.start(node, "--domain", domain)
             running.wait_until(lambda view, node=node: node in view.nodes, 60)
