@@ -66,8 +66,8 @@ def join(
             `{"dp": -1}`. Or a function of the number of ranks that returns them, and None for a
             number that does not fit: then the job takes another mesh when ranks are lost or come,
             and nodes without a place wait. It must return the same on all ranks. Names begin with
-            `dp` or `ep` where each rank has samples of its own, and with `tp`, `cp`, `pp`, `sp` or
-            `etp` where all ranks compute the same ones.
+            `dp`, `ddp`, `fsdp`, `replicate`, `shard` or `ep` where each rank has samples of its
+            own, and with `tp`, `cp`, `pp`, `sp` or `etp` where all ranks compute the same ones.
         seed: seed of the random number generators and of the data order.
         compare_replicas_every: number of steps after which ranks that hold the same parts of the
             state compare them, besides the first step of each generation; None: never.

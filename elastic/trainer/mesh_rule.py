@@ -17,7 +17,7 @@ MeshSizes = Mapping[str, int]
 """Sizes of dimensions by name, the outermost first."""
 Mesh = MeshSizes | Callable[[int], MeshSizes | None]
 
-_OWN_SAMPLES = ("dp", "ep")
+_OWN_SAMPLES = ("dp", "ep", "fsdp", "ddp", "replicate", "shard")
 _SAME_SAMPLES = ("tp", "cp", "pp", "sp", "etp")
 
 

@@ -50,8 +50,9 @@ class World:
     `mesh` has the dimensions given to `keepstep.join(mesh=...)`, in their order, by default only
     `dp`. Slices, and what `_flatten` and `_unflatten` make of it, are meshes of the same groups;
     `build` makes them again in each generation. This rank computes share `data_rank` of the
-    `data_size` shares of each global batch: ranks that differ in a dimension named `dp*` or `ep*`
-    have different shares, and those that differ in others only (`cp`, `tp`, `pp`) the same.
+    `data_size` shares of each global batch: ranks that differ in a dimension whose name begins with
+    `dp`, `fsdp`, `ep` or the like have different shares, and those that differ in others only
+    (`cp`, `tp`, `pp`) the same.
     """
 
     generation: int

@@ -79,7 +79,7 @@ def test_what_agents_hear_of_a_rule_is_what_it_says(fitting: set[int]) -> None:
         ({"dp": -2}, "sizes must be positive"),
         ({"dp": 2.0}, "sizes must be positive"),
         ({}, "give sizes by name"),
-        ({"fsdp": -1}, "whether ranks of dimension 'fsdp' compute the same samples"),
+        ({"mine": -1}, "whether ranks of dimension 'mine' compute the same samples"),
         (lambda ranks: {"dp": ranks // 8, "tp": 8} if ranks > 7 else None, "for 9 ranks"),
         (lambda ranks: {"dp": 8 // (ranks - 4)} if ranks == 4 else None, "ZeroDivisionError"),
         (lambda ranks: None, "returned None for each number of ranks"),
