@@ -312,7 +312,9 @@ class Membership:
 
     def _announce(self) -> None:
         """Announce what all members protect, if this node leads and that is new."""
-        found = self._announcements.next(self.view, self._reports) if self.leads else None
+        if not self.leads:
+            return
+        found = self._announcements.next(self.view, self._reports, time.time())
         if found is not None:
             self._on_announce(found)
 

@@ -208,7 +208,8 @@ class Participation:
             await self._worker_group.stop(0.0)
             self._worker_group.forget()
             self._secret = secret
-            self._drained_generation = 0
+            self._drained_generation = self._ordered_generation = self._paused_generation = 0
+            self._announced = None
             await self._start_server()
         if self._membership.record.phase is NodePhase.DRAINED:
             # The generation that is open counts on this node, and is over for it.

@@ -77,17 +77,15 @@ _REQUEST = Codec[AgentRequest](Report, Announce)
 
 PROTOCOL = Protocol(
     name="agent",
-    versions=VersionRange(1, 2),
+    versions=VersionRange(2, 2),
     requests=_REQUEST,
     replies=_REQUEST,  # Nothing is sent back.
     max_body_nbytes=2**20,
 )
 """Spoken between agents: who connects reports or announces, and both learn of the other's death.
 
-An agent of version 1 knows no announcements: it follows what the coordinator is told.
+An agent of version 1 knows neither announcements nor the domains of a generation's members.
 """
-
-_ANNOUNCES_SINCE = 2
 
 
 class AgentListener:
@@ -352,8 +350,6 @@ class PeerConnections:
             unsent.clear()
             message = self._message
             assert message is not None
-            if isinstance(message, Announce) and connection.version < _ANNOUNCES_SINCE:
-                continue
             try:
                 await connection.send(message)
             except PeerUnavailable:

@@ -24,6 +24,7 @@ from keepstep.elastic.agent.supervisor import (
     worker_environment,
 )
 from keepstep.elastic.errors import JobFailed
+from keepstep.elastic.rendezvous.failure_budget import BEFORE_FIRST_STEP
 from keepstep.elastic.rendezvous.records import (
     Failure,
     FailureKind,
@@ -401,6 +402,7 @@ class WorkerGroup:
             case GenerationReport() if message.generation != self.generation:
                 return  # The generation that it concerns is over.
             case Warm():
+                self._warm_up_failures = 0
                 worker.is_warm = True
             case Joined():
                 worker.has_joined = True
@@ -494,7 +496,7 @@ class WorkerGroup:
             return ""
         progress = worker.board.read()
         has_begun = progress is not None and progress.generation == self.generation
-        when = f"in step {progress.step + 1}" if progress and has_begun else "before the first step"
+        when = f"in step {progress.step + 1}" if progress and has_begun else BEFORE_FIRST_STEP
         return f"{failed.place}, {when}"
 
     def _record_failure(

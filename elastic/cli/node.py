@@ -31,7 +31,7 @@ from keepstep.elastic.cli.coordinator import coordinator
 from keepstep.elastic.cli.follow import views
 from keepstep.elastic.cli.node_name import own_node_name
 from keepstep.elastic.cli.signals import Signals
-from keepstep.elastic.errors import UsageError
+from keepstep.elastic.errors import JobFailed, UsageError
 from keepstep.elastic.rendezvous.policy import RendezvousPolicy
 from keepstep.elastic.rendezvous.view import Keys
 from keepstep.elastic.store.address import Address
@@ -123,21 +123,27 @@ async def run_node(start: NodeStart, stop: Signals) -> bool:
                 "this node serves the coordinator: if it is lost, so is the job; "
                 "--store with an etcd of its own outlives any node"
             )
+        failure: JobFailed | None = None
+        succeeded = False
         try:
             succeeded = await _take_part(found.store, config, start.fork_server, stop)
         except asyncio.CancelledError:
             log.error("interrupted: workers were killed")
-            succeeded = False
-        else:
-            if start.fork_server is not None:
-                await start.fork_server.close()
-            if found.is_own:
-                serving = asyncio.ensure_future(_serve_others(found.store, job))
-                stop.connect(None, serving)
-                try:
-                    await serving
-                except asyncio.CancelledError:
-                    log.error("interrupted: the coordinator ends, and with it the job")
+            return False
+        except JobFailed as failed:
+            # Others may go on without this node, such as where its doctor keeps it away.
+            failure = failed
+        if start.fork_server is not None:
+            await start.fork_server.close()
+        if found.is_own:
+            serving = asyncio.ensure_future(_serve_others(found.store, job))
+            stop.connect(None, serving)
+            try:
+                await serving
+            except asyncio.CancelledError:
+                log.error("interrupted: the coordinator ends, and with it the job")
+        if failure is not None:
+            raise failure
         return succeeded
 
 
@@ -166,7 +172,12 @@ async def _take_part(
             )
         )
         stop.connect(None, returning)
-        if not await returning:
+        try:
+            if not await returning:
+                return False
+        except asyncio.CancelledError:
+            if not returning.cancelled():
+                raise
             return False
     raise AssertionError("unreachable: the count does not end")
 

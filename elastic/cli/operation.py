@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 
 from keepstep.elastic.cli.follow import JobAddress, views
 from keepstep.elastic.errors import JobFailed, UsageError
+from keepstep.elastic.rendezvous.checkpoint_schedule import is_stored
+from keepstep.elastic.rendezvous.rank_assignment import newest_restorable
 from keepstep.elastic.rendezvous.records import NodePhase, Pause, Scale
 from keepstep.elastic.rendezvous.view import Keys, View, from_listing
 from keepstep.elastic.store.contract import Delete, Modified, Put, Store
@@ -62,11 +64,15 @@ async def _connected(job: JobAddress) -> AsyncIterator[tuple[Store, Keys, View]]
         await client.close()
 
 
+def _of_this_run(keys: Keys, view: View) -> tuple[Modified, ...]:
+    """Return what holds only while the job that was read goes on, not a later one of its name."""
+    secret = view.revisions.get("secret", 0)
+    return (Modified(keys.single("result"), 0), Modified(keys.single("secret"), secret))
+
+
 async def _scale(job: JobAddress, scale: Scale) -> str:
     async with _connected(job) as (client, keys, view):
-        await client.commit(
-            (Modified(keys.single("result"), 0),), (Put(keys.single("scale"), scale.encode()),)
-        )
+        await client.commit(_of_this_run(keys, view), (Put(keys.single("scale"), scale.encode()),))
         here = len(view.nodes)
         limits = f"job {job.name} has {scale.min_nodes} to {scale.max_nodes} nodes from now on"
         if here > scale.max_nodes:
@@ -79,9 +85,9 @@ async def _scale(job: JobAddress, scale: Scale) -> str:
 async def _pause(job: JobAddress, reason: str) -> str:
     async with _connected(job) as (client, keys, view):
         if view.pause is None:
+            pause = Pause(reason, time.time())
             await client.commit(
-                (Modified(keys.single("result"), 0),),
-                (Put(keys.single("pause"), Pause(reason, time.time()).encode()),),
+                _of_this_run(keys, view), (Put(keys.single("pause"), pause.encode()),)
             )
         async for view in views(client, keys):
             if view.result is not None or not view.nodes:
@@ -102,7 +108,8 @@ def is_paused(view: View) -> bool:
         return True
     members = [view.nodes.get(member.node) for member in generation.members]
     has_drained = all(
-        joined is None or joined.record.phase is NodePhase.DRAINED for joined in members
+        joined is None or joined.record.phase in (NodePhase.DRAINED, NodePhase.DONE)
+        for joined in members
     )
     return view.is_closing and has_drained and (_is_stored(view) or not _is_to_be_stored(view))
 
@@ -115,13 +122,13 @@ def _is_to_be_stored(view: View) -> bool:
 
 
 def _is_stored(view: View) -> bool:
-    return view.checkpoint is not None and view.checkpoint.step >= _newest_step(view)
+    return is_stored(view, _newest_step(view))
 
 
 def _newest_step(view: View) -> int:
-    """Return the newest step that a node of a job that has drained holds; 0: none."""
-    sealed = (s.step for joined in view.nodes.values() for s in joined.record.sealed)
-    return max(sealed, default=0)
+    """Return the newest step that a job that has drained can resume from in memory; 0: none."""
+    resume = newest_restorable(view, view.generation) if view.generation is not None else None
+    return resume.snapshot.step if resume is not None else 0
 
 
 def _kept(view: View) -> str:

@@ -72,6 +72,11 @@ def begin_persist_if_due(
     return None
 
 
+def is_stored(view: View, step: int) -> bool:
+    """Whether a checkpoint of this step, or of a later one, is known."""
+    return view.checkpoint is not None and view.checkpoint.step >= step
+
+
 def _request(
     view: View, commit: SnapshotCommit, records: Sequence[NodeRecord], wall_s: float
 ) -> PersistRequest:

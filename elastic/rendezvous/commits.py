@@ -18,11 +18,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.rendezvous.actions import Action, Persist
+from keepstep.elastic.rendezvous.actions import Action, Commit, Persist
 from keepstep.elastic.rendezvous.checkpoint_schedule import begin_persist_if_due
+from keepstep.elastic.rendezvous.rank_assignment import present_members
 from keepstep.elastic.rendezvous.records import CommitAnnouncement, NodeRecord, SnapshotCommit
 from keepstep.elastic.rendezvous.reports import Reports
-from keepstep.elastic.rendezvous.view import View
+from keepstep.elastic.rendezvous.view import View, with_reports
 
 COMMIT_INTERVAL_S = 2.0
 """How often the coordinator is told of a commit that nobody needs there, at most."""
@@ -35,7 +36,7 @@ class Announcements:
         self._last: CommitAnnouncement | None = None
         self._may_begin_to_store = False
 
-    def next(self, view: View, reports: Reports) -> CommitAnnouncement | None:
+    def next(self, view: View, reports: Reports, wall_s: float) -> CommitAnnouncement | None:
         """Return what the leader announces now; None if there is nothing new.
 
         In a generation that closes, commits go through the coordinator: whoever opens the next one
@@ -44,10 +45,14 @@ class Announcements:
         Args:
             view: the leader's view.
             reports: what members have reported to it.
+            wall_s: wall-clock seconds.
         """
         if view.generation is None or view.is_closing or view.result is not None:
             return None
-        if self._may_begin_to_store and view.persist is None:
+        if view.persist is None and (
+            self._may_begin_to_store or _is_to_be_stored(view, reports, wall_s)
+        ):
+            # A newer commit would free what is to be stored before it is asked for.
             return None
         newest = reports.protected_by_all(view.generation)
         if newest is None or (self._last is not None and newest <= self._last.snapshot):
@@ -59,13 +64,24 @@ class Announcements:
         """Note that the transactions of an action are sent.
 
         A request to store may be applied later than its writer learns. Until it is known what has
-        become of it, nothing is announced that would free what it asks for.
+        become of it, nothing is announced that would free what it asks for. Nor while a commit is
+        written that is to be stored.
         """
-        self._may_begin_to_store |= isinstance(action, Persist)
+        self._may_begin_to_store |= isinstance(action, Persist | Commit)
 
     def note_shown(self) -> None:
         """Note that the view shows the newest action: none that was sent before comes any more."""
         self._may_begin_to_store = False
+
+
+def _is_to_be_stored(view: View, reports: Reports, wall_s: float) -> bool:
+    """Whether the snapshot that the coordinator knows as committed is due to be stored."""
+    generation = view.generation
+    if generation is None:
+        return False
+    view = with_reports(view, reports.newest)
+    present = present_members(view, generation)
+    return begin_persist_if_due(view, present, wall_s) is not None
 
 
 def next_commit(

@@ -348,7 +348,11 @@ def _reason_to_close(
             return Closing(number, f"the mesh does not fit {ranks}", False, wall_s)
     if _is_finishing(present):
         return None
-    if view.pause is not None:
+    has_state = generation.resume is None or (
+        view.snapshot is not None and view.snapshot.snapshot.generation == number
+    )
+    # Until its own first snapshot is committed, closing would leave it where it began.
+    if view.pause is not None and has_state:
         return Closing(number, f"paused: {view.pause.reason}", False, wall_s, pauses=True)
     if len(generation.members) > policy.max_nodes:
         plural = "s" if policy.max_nodes != 1 else ""
@@ -406,7 +410,12 @@ def _open_next_generation(
     members = assign_ranks(old.members, nodes, policy.max_nodes, rank_limits(view), losses)
     # To store it needs all shards: if some are lost, the next generation rebuilds them before it
     # closes again.
-    is_whole = resume is None or resume.stored or not absent_holders(view, resume)
+    is_whole = (
+        resume is None
+        or bool(resume.stored)
+        or checkpoint_schedule.is_stored(view, resume.snapshot.step)
+        or not absent_holders(view, resume)
+    )
     has_enough = len(members) >= policy.min_nodes
     if view.pause is not None and (is_whole or not has_enough):
         waiting = checkpoint_schedule.persist_before_pausing(

@@ -21,6 +21,9 @@ from keepstep.elastic.rendezvous.records import (
 )
 from keepstep.elastic.rendezvous.view import View
 
+BEFORE_FIRST_STEP = "before the first step"
+"""How `Failure.error` ends if no step of the generation was begun."""
+
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
@@ -59,11 +62,15 @@ def count_failures(
     cause, node = _cause(old, present)
     if cause is None:
         return FailureCount(old.failures, old.failing_node, None, reached, old.last_error)
-    repeats = bool(cause.error) and cause.error == old.last_error
+    error = cause.error
+    if error.endswith(BEFORE_FIRST_STEP):
+        # It is the same as another time only if no progress lies between them.
+        error = f"{error} after step {old.reached}"
+    repeats = bool(error) and error == old.last_error
     if reached > old.reached or old.failures == 0:
-        return FailureCount(1, node, cause, reached, cause.error, repeats)
+        return FailureCount(1, node, cause, reached, error, repeats)
     same = node if node == old.failing_node else ""
-    return FailureCount(old.failures + 1, same, cause, reached, cause.error, repeats)
+    return FailureCount(old.failures + 1, same, cause, reached, error, repeats)
 
 
 def _cause(old: Generation, present: Sequence[NodeRecord]) -> tuple[Failure | None, str]:

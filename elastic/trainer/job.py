@@ -41,7 +41,7 @@ from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.guard import Guard
 from keepstep.elastic.trainer.mesh_rule import MeshRule
-from keepstep.elastic.trainer.process_groups import ProcessGroups, World, is_peer_failure
+from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.snapshot_manager import SnapshotManager
@@ -61,6 +61,7 @@ from keepstep.elastic.worker.messages import (
     SnapshotIntervalChosen,
     Stepped,
 )
+from keepstep.elastic.worker.peer_failure import is_peer_failure
 from keepstep.elastic.worker.session import Session, wall_clock_s
 
 log = logging.getLogger("keepstep")

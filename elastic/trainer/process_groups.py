@@ -274,16 +274,6 @@ def check_mesh_position(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def is_peer_failure(error: BaseException) -> bool:
-    """Whether an exception of a training step comes from the failure of a peer or the network."""
-    if isinstance(error, dist.DistError):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        "gloo" in text or "NCCL" in text or "TCPStore" in text
-    )
-
-
 def _is_rebuildable(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether a group's back end on a device is the one whose abort is known."""
     assert group is not None

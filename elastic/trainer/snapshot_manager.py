@@ -38,12 +38,12 @@ from keepstep.elastic.rendezvous.records import (
     ShardRebuild,
     SnapshotCommit,
 )
-from keepstep.elastic.trainer.process_groups import is_peer_failure
 from keepstep.elastic.trainer.snapshot_interval import SnapshotInterval
 from keepstep.elastic.trainer.start_from import StartFrom
 from keepstep.elastic.trainer.state import State
 from keepstep.elastic.trainer.training_state import BegunRestore, TrainingState
 from keepstep.elastic.worker.messages import Assignment
+from keepstep.elastic.worker.peer_failure import is_peer_failure
 
 log = logging.getLogger("keepstep")
 

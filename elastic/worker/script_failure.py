@@ -12,6 +12,7 @@ from types import TracebackType
 import keepstep
 from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
 from keepstep.elastic.errors import ElasticError, ReplicasDiverged, StepRejected, UsageError
+from keepstep.elastic.worker.peer_failure import is_peer_failure
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 # Keepstep, and what it calls on the way to its errors, such as contextlib.
@@ -74,6 +75,8 @@ def place_of(error: BaseException) -> str:
     """
     if not isinstance(error, Exception) or isinstance(error, _of_the_surroundings()):
         return ""
+    if is_peer_failure(error):
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}"
@@ -81,7 +84,8 @@ def place_of(error: BaseException) -> str:
 
 def _of_the_surroundings() -> tuple[type[BaseException], ...]:
     torch = sys.modules.get("torch")
-    names = ("AcceleratorError", "distributed.DistError")
+    # A device's memory may be another process's for a moment, such as of one that is ending.
+    names = ("AcceleratorError", "OutOfMemoryError")
     found = (attrgetter(name)(torch) for name in names if torch is not None)
     return (OSError, MemoryError, CheckpointError, ElasticError, *found)
 

@@ -387,7 +387,7 @@ class Node:
             self._announce()
 
     def _announce(self) -> None:
-        found = self.announcements.next(self.view, self.reports)
+        found = self.announcements.next(self.view, self.reports, self.simulation.now_s)
         if found is not None:
             self.receive_announcement(found)
             self.simulation.announce(found, self)

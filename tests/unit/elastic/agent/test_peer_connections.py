@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -616,27 +616,5 @@ def test_newest_announcement_comes_at_once_also_over_a_new_connection() -> None:
             connections.watch([])
             connections.watch([agent_at(second.port)])
             assert await heard[1].get() == CommitAnnouncement(SnapshotId(1, 2), after=7)
-
-    play(scenario())
-
-
-def test_agent_that_knows_no_announcements_is_sent_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        async with listening("a") as (listener, reports), watching() as (connections, declared):
-            monkeypatch.setattr(
-                peer_connections, "PROTOCOL", replace(PROTOCOL, versions=VersionRange(1, 1))
-            )
-            heard: asyncio.Queue[CommitAnnouncement] = asyncio.Queue()
-            await listener.admit(SECRET, reports.put_nowait, heard.put_nowait)
-            connections.watch([agent_at(listener.port)])
-            connections.report(report_of(1))
-            assert await reports.get() == report_of(1)
-            connections.announce(CommitAnnouncement(SnapshotId(1, 1)))
-            for _ in range(20):  # Whoever sends has looked at it.
-                await asyncio.sleep(0)
-            connections.report(report_of(2))
-            assert await reports.get() == report_of(2)
-            assert heard.empty()
-            assert declared.empty()
 
     play(scenario())

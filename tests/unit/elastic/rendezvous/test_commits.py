@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
-from keepstep.elastic.rendezvous.actions import Close, Persist
+from keepstep.elastic.rendezvous.actions import Close, Commit, Persist
 from keepstep.elastic.rendezvous.commits import (
     COMMIT_INTERVAL_S,
     Announcements,
@@ -17,6 +17,7 @@ from keepstep.elastic.rendezvous.records import (
     CommitAnnouncement,
     Generation,
     Member,
+    NodePhase,
     NodeRecord,
     NodeReport,
     PersistRequest,
@@ -38,6 +39,7 @@ VIEW = View(
     revisions={"persist": 39},
 )
 IDLE = replace(VIEW, persist=None, revisions={})
+NOW_S = 60.0
 REQUEST = Persist(PersistRequest(NEWER, "/c", 100.0, "ab"))
 CLOSING = Closing(2, "a leaves", False, 60.0)
 
@@ -58,32 +60,56 @@ def reports_of(*steps: int, nodes: str = "ab", generation: int = 2) -> Reports:
 
 def test_newest_snapshot_that_all_members_protect_is_announced_once() -> None:
     announcements = Announcements()
-    assert announcements.next(IDLE, reports_of(7, 8, nodes="a")) is None
-    assert announcements.next(IDLE, reports_of(7, 8)) == CommitAnnouncement(NEWEST.snapshot)
-    assert announcements.next(IDLE, reports_of(7, 8)) is None
-    assert announcements.next(IDLE, reports_of(7)) is None
+    assert announcements.next(IDLE, reports_of(7, 8, nodes="a"), NOW_S) is None
+    assert announcements.next(IDLE, reports_of(7, 8), NOW_S) == CommitAnnouncement(NEWEST.snapshot)
+    assert announcements.next(IDLE, reports_of(7, 8), NOW_S) is None
+    assert announcements.next(IDLE, reports_of(7), NOW_S) is None
 
 
 def test_nodes_that_are_no_members_do_not_count() -> None:
-    assert Announcements().next(IDLE, reports_of(8, nodes="ac")) is None
-    assert Announcements().next(IDLE, reports_of(8, nodes="abc")) is not None
+    assert Announcements().next(IDLE, reports_of(8, nodes="ac"), NOW_S) is None
+    assert Announcements().next(IDLE, reports_of(8, nodes="abc"), NOW_S) is not None
 
 
 def test_nothing_is_announced_of_another_generation_or_of_one_that_ends() -> None:
-    assert Announcements().next(IDLE, reports_of(8, generation=1)) is None
-    assert Announcements().next(replace(IDLE, closing=CLOSING), reports_of(8)) is None
-    assert Announcements().next(replace(IDLE, result=Result(True, "")), reports_of(8)) is None
+    assert Announcements().next(IDLE, reports_of(8, generation=1), NOW_S) is None
+    assert Announcements().next(replace(IDLE, closing=CLOSING), reports_of(8), NOW_S) is None
+    assert (
+        Announcements().next(replace(IDLE, result=Result(True, "")), reports_of(8), NOW_S) is None
+    )
 
 
 def test_nothing_is_announced_while_a_request_to_store_may_be_on_its_way() -> None:
     announcements, reports = Announcements(), reports_of(8)
     announcements.note_sent(REQUEST)
     announcements.note_sent(Close(CLOSING))
-    assert announcements.next(IDLE, reports) is None
-    assert announcements.next(VIEW, reports) == CommitAnnouncement(NEWEST.snapshot, after=39)
+    assert announcements.next(IDLE, reports, NOW_S) is None
+    assert announcements.next(VIEW, reports, NOW_S) == CommitAnnouncement(NEWEST.snapshot, after=39)
     announcements.note_sent(REQUEST)
     announcements.note_shown()
-    assert announcements.next(IDLE, reports_of(9)) == CommitAnnouncement(SnapshotId(2, 9))
+    assert announcements.next(IDLE, reports_of(9), NOW_S) == CommitAnnouncement(SnapshotId(2, 9))
+
+
+def test_nothing_is_announced_while_a_commit_that_is_to_be_stored_is_written_or_known() -> None:
+    """Where snapshots are quicker than the coordinator, each would replace the one to be stored."""
+    announcements = Announcements()
+    announcements.note_sent(Commit(NEWER))
+    assert announcements.next(IDLE, reports_of(8), NOW_S) is None
+    announcements.note_shown()
+    records = [
+        record_of(
+            node,
+            phase=NodePhase.RUNNING,
+            checkpoint_every=7,
+            checkpoint_url="/c",
+            times={"restored": 1.0},
+        )
+        for node in "ab"
+    ]
+    due = replace(IDLE, nodes={record.node: JoinedNode(record, 5) for record in records})
+    assert announcements.next(due, reports_of(7, 8), NOW_S) is None
+    asked = replace(due, persist=VIEW.persist, revisions={"persist": 39})
+    assert announcements.next(asked, reports_of(7, 8), NOW_S) is not None
 
 
 def test_commit_is_passed_on_only_once_the_node_has_entered_the_generation() -> None:

@@ -118,6 +118,8 @@ def test_the_scripts_own_hook_shows_the_error(
         ("raise TimeoutError", ""),
         ("import torch\nraise torch.AcceleratorError('CUDA error', 700)", ""),
         ("import torch\nraise torch.distributed.DistBackendError('NCCL')", ""),
+        ("import torch\nraise torch.OutOfMemoryError('CUDA out of memory')", ""),
+        ("raise RuntimeError('[gloo/transport/tcp/pair.cc:537] Read error')", ""),
         ("from keepstep.checkpoint.errors import RankFailed\nraise RankFailed('x')", ""),
         ("raise SystemExit(3)", ""),
     ],
