@@ -223,8 +223,14 @@ def absent_holders(view: View, commit: SnapshotCommit) -> tuple[Member, ...]:
         member
         for member in commit.holders
         if member.node not in view.nodes
-        or commit.snapshot not in view.nodes[member.node].record.sealed
+        or not _holds(view.nodes[member.node].record, commit.snapshot)
     )
+
+
+def _holds(record: NodeRecord, snapshot: SnapshotId) -> bool:
+    """Whether a node holds a snapshot: whoever knows that a newer one is committed has freed it."""
+    is_freed = record.committed is not None and snapshot < record.committed
+    return snapshot in record.sealed and not is_freed
 
 
 def with_shard_rebuilds(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from examples.local_cluster import script
 from keepstep.elastic.rendezvous.view import View
-from tests.integration.job.jobs import committed_step_of
+from tests.integration.job.jobs import committed_step_of, wait_for_output
 from tests.patient_cluster import PatientCluster
 
 _PRINTED_STEP = re.compile(r"^step +(\d+) +loss +(\S+)", re.MULTILINE)
@@ -59,7 +59,7 @@ def run_with_a_killed_worker(
         example: name of the script, in `examples`.
         arguments: its arguments; they let it do many more steps than `after_step`.
         workers: number of ranks.
-        after_step: the worker is killed when a snapshot of this step, or a later one, is committed.
+        after_step: the worker is killed when this step is printed and a snapshot is committed.
 
     Raises:
         JobOver: the job ended before the worker was killed, or before it recovered.
@@ -71,8 +71,10 @@ def run_with_a_killed_worker(
         before: list[View] = []
 
         def has_recovered(view: View) -> bool:
-            if not before and committed_step_of(view) >= after_step:
+            if not before and view.snapshot is not None:
                 before.append(view)
+                # The coordinator is told of commits seldom.
+                wait_for_output(running, f"step {after_step} ")
                 # The oldest processes are those of the first generation; spares are younger.
                 running.workers_of("a")[workers - 1].kill()
             return len(view.history.recoveries) >= 2

@@ -6,7 +6,7 @@ import pytest
 
 from tests.integration.job.example_runs import run_with_a_killed_worker
 
-STEPS = 20
+STEPS = 40
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ def test_a_loss_in_each_group_is_made_good() -> None:
     assert resumed("0101", 1, record("b"), record("d")) is None
 
 
+def test_what_is_older_than_a_commit_that_a_node_knows_of_is_freed_there() -> None:
+    """Also if the newer snapshot's memory was found damaged before (simulator, seed 565)."""
+    for step, is_there in ((6, True), (7, False)):
+        knows = replace(record("a"), committed=SnapshotId(1, step))
+        assert (resumed("0", 0, knows) is not None) is is_there
+
+
 def test_unprotected_shards_will_do_while_none_is_missing() -> None:
     bare = [record(name, protected=False) for name in "abc"]
     assert resumed("000", 1, *bare) is not None
