@@ -105,6 +105,14 @@ class DataPass(Generic[T]):
         """Return the weight of a rank's mean loss that keeps the average over ranks exact."""
         return self._batches.loss_scale(rank, world_size)
 
+    def resume(self, position: Position) -> None:
+        """Forget where a stream was read up to, in favour of a position that was restored.
+
+        Other partitions may be this rank's from now on.
+        """
+        if isinstance(self._batches, PartitionBatches):
+            self._batches.resume(position.stream)
+
     def stream_position(self, position: Position) -> StreamPosition | None:
         """Return where a stream is at a position; None for a dataset with an index."""
         if isinstance(self._batches, PartitionBatches):

@@ -94,6 +94,10 @@ class PartitionBatches(Generic[T]):
         reached = self._position
         return reached if reached is not None and reached.batch == batch else None
 
+    def resume(self, stored: StreamPosition | None) -> None:
+        """Have `position` tell of a position that was restored, until a batch is read."""
+        self._position = stored
+
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
         return loss_scale(self._partitioning.global_batch, rank, world_size)

@@ -536,6 +536,8 @@ class Job:
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
         self._position = resumed.position
+        if self._data is not None:
+            self._data.resume(self._position)
         if self._judge is not None:
             self._judge.resume(self.steps)
         self._source = resumed.source
