@@ -149,6 +149,43 @@ def test_a_state_comes_back_in_the_types_that_the_iterable_uses() -> None:
     assert [state["next"] for state in loaded] == [2 * GLOBAL_BATCH]
 
 
+def test_a_state_is_asked_for_only_where_it_is_stored() -> None:
+    class Asked(PositionedNumbers):
+        asked = 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.asked += 1
+            return super().state_dict()
+
+    dataset = Asked()
+    data = data_pass(dataset, GLOBAL_BATCH, 9)
+    batches = data.from_position(Position(), 0, 1)
+    for _ in range(4):
+        next(batches)
+    assert dataset.asked == 0
+    reached = data.stream_position(Position(4, 4))
+    assert data.stream_position(Position(4, 4)) == reached
+    assert dataset.asked == 1
+    next(batches)
+    assert next(iter(data.from_position(Position(4, 4, reached), 0, 1)))[0] == (0, 20)
+
+
+def test_no_position_is_given_while_a_batch_was_read_in_part() -> None:
+    class Damaged(PositionedNumbers):
+        def from_number(self, first: int) -> Iterator[tuple[int, int]]:
+            for sample in super().from_number(first):
+                if sample[1] == 2 * GLOBAL_BATCH + 1:
+                    raise OSError("the file ends")
+                yield sample
+
+    data = data_pass(Damaged(), GLOBAL_BATCH, 4)
+    batches = data.from_position(Position(), 0, 1)
+    next(batches), next(batches)
+    with pytest.raises(OSError, match="the file ends"):
+        next(batches)
+    assert data.stream_position(Position(2, 2)) is None
+
+
 def read_earlier(dataset: Any, batch: int, document: Any) -> list[Any]:
     """Read on from what a version stored that read streams as a whole."""
     stream = StreamPosition.restore(document, {}, 0, 1, batch)
