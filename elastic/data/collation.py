@@ -18,7 +18,7 @@ Collate = Callable[[list[T]], Any]
 _OWN_ARGUMENTS = frozenset(
     {
         "batch_sampler", "batch_size", "collate_fn", "dataset", "drop_last", "generator",
-        "num_workers", "sampler", "shuffle",
+        "in_order", "num_workers", "sampler", "shuffle",
     }
 )  # fmt: skip
 

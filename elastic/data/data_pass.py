@@ -11,7 +11,7 @@ from keepstep.elastic.data.datasets import Dataset, Source, Stream, is_stream
 from keepstep.elastic.data.micro_batches import divide
 from keepstep.elastic.data.order import DataOrder, pass_key
 from keepstep.elastic.data.partition_batches import PartitionBatches
-from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
 from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 
@@ -105,7 +105,15 @@ class DataPass(Generic[T]):
         """Return the weight of a rank's mean loss that keeps the average over ranks exact."""
         return self._batches.loss_scale(rank, world_size)
 
-    def stream_position(self, position: Position) -> StreamPosition | None:
+    def resume(self, position: Position) -> None:
+        """Forget where a stream was read up to, in favour of a position that was restored.
+
+        Other partitions may be this rank's from now on.
+        """
+        if isinstance(self._batches, PartitionBatches):
+            self._batches.resume(position.stream)
+
+    def stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
         """Return where a stream is at a position; None for a dataset with an index."""
         if isinstance(self._batches, PartitionBatches):
             reached = self._batches.position(position.batch)

@@ -8,8 +8,9 @@ each batch comes where the partitions that were read are after it, since loader 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -18,12 +19,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from keepstep.checkpoint.layout.boxes import Json
 from keepstep.elastic.data.collation import Collate, ShareCollate, check_loader_options
-from keepstep.elastic.data.datasets import Source
+from keepstep.elastic.data.datasets import PartitionReader, Source
 from keepstep.elastic.data.micro_batches import Division
 from keepstep.elastic.data.order import loss_scale, mix, share
 from keepstep.elastic.data.partitions import Partition, Partitioning
-from keepstep.elastic.data.position import StreamPosition
+from keepstep.elastic.data.position import StreamPosition, WholePosition
 from keepstep.elastic.data.sample_randomness import kept_generators, seed_generators
+from keepstep.elastic.data.split_stream import SplitStream
 from keepstep.elastic.errors import UsageError
 
 log = logging.getLogger("keepstep")
@@ -31,16 +33,21 @@ log = logging.getLogger("keepstep")
 T = TypeVar("T")
 
 
+States = dict[int, Json]
+"""By partition, where it is."""
+
+
 class Piece(NamedTuple):
     """What one loader process, or this one, has read of a rank's share of a global batch.
 
     Attributes:
         content: the samples in their order; if it is the whole share, what `collate` made of them.
-        states: by partition, where it is afterwards.
+        states: by partition, where it is afterwards; of this process, a function that returns it,
+            until the next piece is read.
     """
 
     content: Any
-    states: dict[int, Json]
+    states: States | Callable[[], States]
 
 
 class PartitionBatches(Generic[T]):
@@ -86,13 +93,33 @@ class PartitionBatches(Generic[T]):
             name: value for name, value in loader_options.items() if name != "pin_memory"
         }
         self._pins = bool(loader_options.get("pin_memory")) and torch.accelerator.is_available()
-        self._position: StreamPosition | None = None
+        self._position: StreamPosition | WholePosition | None = None
+        # What was read last, until its position is asked for: a loader's state may cost much.
+        self._last: tuple[int, list[States | Callable[[], States]]] | None = None
         self._has_warned = False
 
-    def position(self, batch: int) -> StreamPosition | None:
+    def position(self, batch: int) -> StreamPosition | WholePosition | None:
         """Return where the source is after `batch` batches of the job; None if it is elsewhere."""
+        if self._last is not None and self._last[0] == batch:
+            with kept_generators():
+                self._position = self._position_after(*self._last)
+            self._last = None
         reached = self._position
         return reached if reached is not None and reached.batch == batch else None
+
+    def _position_after(
+        self, batch: int, read: list[States | Callable[[], States]]
+    ) -> StreamPosition:
+        states: States = {}
+        for of_piece in read:
+            states.update(of_piece() if callable(of_piece) else of_piece)
+        return StreamPosition(
+            begin=self._begin, batch=batch, partitioning=self._partitioning, states=states
+        )
+
+    def resume(self, stored: StreamPosition | WholePosition | None) -> None:
+        """Have `position` tell of a position that was restored, until a batch is read."""
+        self._position, self._last = stored, None
 
     def loss_scale(self, rank: int, world_size: int) -> float:
         """Return the weight of this rank's mean loss that keeps the average over ranks exact."""
@@ -105,7 +132,7 @@ class PartitionBatches(Generic[T]):
         rank: int,
         world_size: int,
         divisions: tuple[Division, ...] | None = None,
-        stored: StreamPosition | None = None,
+        stored: StreamPosition | WholePosition | None = None,
     ) -> Iterator[Any]:
         """Return an iterator over the rank's shares of global batches `first` to `end - 1`.
 
@@ -141,8 +168,12 @@ class PartitionBatches(Generic[T]):
         )  # fmt: skip
         return self._batches(shares)
 
-    def _resumed(self, first: int, stored: StreamPosition | None) -> tuple[int, Mapping[int, Json]]:
+    def _resumed(
+        self, first: int, stored: StreamPosition | WholePosition | None
+    ) -> tuple[int, Mapping[int, Json]]:
         """Return the batch of the pass that reading begins at, and the states there."""
+        if isinstance(stored, WholePosition):
+            return self._resumed_whole(stored)
         if stored is None or stored.begin != self._begin or stored.batch - self._begin > first:
             return 0, {}
         if stored.partitioning != self._partitioning:
@@ -153,6 +184,19 @@ class PartitionBatches(Generic[T]):
                 "so its position means other samples; give the same sources and global_batch"
             )
         return stored.batch - self._begin, stored.states
+
+    def _resumed_whole(self, stored: WholePosition) -> tuple[int, Mapping[int, Json]]:
+        if stored.batch <= self._begin:
+            return 0, {}
+        if not isinstance(self._source, SplitStream) or self._partitioning.count > 1:
+            raise UsageError(
+                "the checkpoint is that of an earlier version of keepstep, which read streams as a "
+                f"whole; its position means other samples of a {type(self._source).__name__} in "
+                f"{self._partitioning.count} partitions: give the same iterable as then, or begin "
+                "a new job with keepstep.join(start_from=...)"
+            )
+        state = stored.state(self._begin, self._partitioning.global_batch)
+        return stored.batch - self._begin, {0: state}
 
     def _batches(self, shares: RankShares[T]) -> Iterator[Any]:
         workers = min(self._workers, len(shares.partitions))
@@ -168,6 +212,8 @@ class PartitionBatches(Generic[T]):
             )
             pieces = iter(loader)
         for batch in range(shares.first, shares.batches.stop):
+            # If reading fails, then within a batch.
+            self._position = self._last = None
             with kept_generators():
                 read = [next(pieces) for _ in range(max(1, workers))]
                 collated = (
@@ -177,12 +223,7 @@ class PartitionBatches(Generic[T]):
                 )
             if self._pins:
                 collated = pin_memory(collated)
-            self._position = StreamPosition(
-                begin=self._begin,
-                batch=self._begin + batch + 1,
-                partitioning=self._partitioning,
-                states={n: state for piece in read for n, state in piece.states.items()},
-            )
+            self._last = self._begin + batch + 1, [piece.states for piece in read]
             yield collated
 
 
@@ -239,14 +280,19 @@ class RankShares(IterableDataset[Piece], Generic[T]):
                 if place in self.places
             ]
             if batch >= self.first:
-                states = {partition: readers[partition].state() for partition in own}
-                yield Piece(self.collated(batch, samples) if count == 1 else samples, states)
+                content = self.collated(batch, samples) if count == 1 else samples
+                states = partial(_states, readers)
+                yield Piece(content, states if get_worker_info() is None else states())
 
     def collated(self, batch: int, samples: list[T]) -> Any:
         """Return what `collate` makes of the whole share of a global batch."""
         number = batch * self.partitioning.global_batch + self.places.start
         seed_generators(mix(self.key, number))
         return self.collate(samples)
+
+
+def _states(readers: Mapping[int, PartitionReader[Any]]) -> States:
+    return {partition: reader.state() for partition, reader in readers.items()}
 
 
 def _as_it_is(piece: Piece) -> Piece:

@@ -28,8 +28,18 @@ def as_source(dataset: AnySource[T]) -> Source[T]:
         return dataset
     if is_stream(dataset):
         # Nothing but the whole can be read of it: in one partition, by every rank.
-        return SplitStream(lambda part, parts: dataset, 1)
+        return SplitStream(_Whole(dataset), 1)
     return _Indexed(cast("Dataset[T]", dataset))
+
+
+class _Whole(Generic[T]):
+    """Gives a stream as its only part; not a function, as loader processes may be sent it."""
+
+    def __init__(self, stream: Stream[T]) -> None:
+        self._stream = stream
+
+    def __call__(self, part: int, parts: int) -> Stream[T]:
+        return self._stream
 
 
 class _Indexed(Generic[T]):

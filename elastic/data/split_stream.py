@@ -63,21 +63,35 @@ class _PartReader(Generic[T]):
             self._set_epoch()
             return
         self._epoch, self._read = state["epoch"], state["read"]
-        self._set_epoch()
         if state["state"] is not None and isinstance(part, Positioned):
+            self._set_epoch()
             self._read_of_epoch = state["of_epoch"]
-            part.load_state_dict(from_json_value(state["state"]))
+            part.load_state_dict(from_json_value(state["state"], part.state_dict()))
+        elif "whole_batches" in state:
+            self._epoch = self._read = 0
+            self._set_epoch()
+            self._read_past(state["read"], state["whole_batches"])
         else:
+            self._set_epoch()
             self._read -= state["of_epoch"]
             self._read_past(state["of_epoch"])
 
-    def _read_past(self, samples: int) -> None:
+    def _read_past(self, samples: int, whole_batches: int = 1) -> None:
+        """Read up to a position; batches of `whole_batches` are refused that epochs are part of."""
         log.info(
             "part %d of %d of a stream without load_state_dict: reading past %d samples",
             self._partition.number, self._partition.count, samples,
         )  # fmt: skip
-        for _ in range(samples):
+        for sample in range(samples):
+            epoch = self._epoch
             self.read()
+            if self._epoch != epoch and sample % whole_batches:
+                raise UsageError(
+                    "the position in the stream is that of an earlier version of keepstep, which "
+                    f"left out what did not fill a batch of {whole_batches} at the end of an "
+                    "epoch; as the stream has no load_state_dict, it would mean other samples now: "
+                    "begin a new job with keepstep.join(start_from=...)"
+                )
 
     def read(self) -> T:
         sample = self._next()

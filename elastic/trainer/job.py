@@ -35,7 +35,7 @@ from keepstep.checkpoint.errors import RankFailed, SnapshotUnavailable
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import Dataset, Source, Stream
-from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
 from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageError
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
@@ -283,7 +283,7 @@ class Job:
                     break
         self._batch_generation = None
 
-    def _stream_position(self, position: Position) -> StreamPosition | None:
+    def _stream_position(self, position: Position) -> StreamPosition | WholePosition | None:
         return self._data.stream_position(position) if self._data else position.stream
 
     def step(self) -> Step:
@@ -537,6 +537,8 @@ class Job:
         self._replicas.enter(self._world, self._snapshot_manager.training.replicable)
         resumed = self._snapshot_manager.resume(self._seed, self._newest_step(assignment))
         self._position = resumed.position
+        if self._data is not None:
+            self._data.resume(self._position)
         if self._judge is not None:
             self._judge.resume(self.steps)
         self._source = resumed.source

@@ -31,7 +31,7 @@ from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
-from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
 from keepstep.elastic.rendezvous.records import (
     LoadedCheckpoint,
     Member,
@@ -103,7 +103,7 @@ class SnapshotManager:
         is_closing: Callable[[], bool],
         may_seal: Callable[[], bool],
         interval: SnapshotInterval,
-        stream_position: Callable[[Position], StreamPosition | None],
+        stream_position: Callable[[Position], StreamPosition | WholePosition | None],
         *,
         data_share: tuple[int, int],
         start_from: StartFrom | None = None,

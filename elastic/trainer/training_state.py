@@ -32,7 +32,7 @@ from keepstep.checkpoint.live.restore import Fill, allocate, fill, plan_fills
 from keepstep.checkpoint.live.tensors import LiveState, LiveTensor
 from keepstep.elastic.data import numpy_generator
 from keepstep.elastic.data.json_values import from_json_value, to_json_value
-from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition
 from keepstep.elastic.errors import UsageError
 from keepstep.elastic.trainer.process_groups import check_mesh_position
 from keepstep.elastic.trainer.start_from import StartFrom, begin_from
@@ -221,7 +221,9 @@ class TrainingState:
             scheduler.load_state_dict(from_json_value(stored, scheduler.state_dict()))
         self._restore_extra(begun, trainer["extra"])
         self._restore_randomness(begun, seed)
-        stream = StreamPosition.restore(trainer.get("stream"), source.documents, *self._data_share)
+        stream = StreamPosition.restore(
+            trainer.get("stream"), source.documents, *self._data_share, trainer["batch"]
+        )
         return Position(trainer["step"], trainer["batch"], stream)
 
     def invalidate_if_moved(self) -> None:
@@ -256,7 +258,7 @@ class TrainingState:
         trainer: dict[str, Json] = {
             "step": position.step,
             "batch": position.batch,
-            "stream": position.stream.document() if position.stream else None,
+            "stream": position.stream.document() if position.stream else NO_POSITION,
             "extra": extra,
             "schedulers": [
                 to_json_value("the scheduler's state", scheduler.state_dict())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from keepstep.elastic.data.data_pass import DataPass
-from keepstep.elastic.data.position import Position, StreamPosition
+from keepstep.elastic.data.position import NO_POSITION, Position, StreamPosition, WholePosition
 
 SEED = 11
 
@@ -69,7 +69,7 @@ def play(
         workers: loader processes of that rank.
     """
     readings = Readings([[] for _ in range(steps)])
-    stored = Stored(0, None, {})
+    stored = Stored(0, NO_POSITION, {})
     for run in [*runs, Run(1, workers, steps, 0)]:
         end = min(steps, stored.batch + run.read)
         kept = max(stored.batch, end - run.lost)
@@ -97,11 +97,13 @@ def _rank_run(
     stored: Stored,
     end: int,
     kept: int,
-) -> tuple[list[list[Any]], StreamPosition | None, float]:
+) -> tuple[list[list[Any]], StreamPosition | WholePosition | None, float]:
     """Return what a rank reads until it is killed, and its position in the last snapshot."""
     begun_s = time.monotonic()
     first_s = 0.0
-    stream = StreamPosition.restore(stored.document, stored.documents, rank, run.world_size)
+    stream = StreamPosition.restore(
+        stored.document, stored.documents, rank, run.world_size, stored.batch
+    )
     position = Position(stored.batch, stored.batch, stream)
     data = data_pass(dataset, global_batch, steps, run.workers)
     batches = data.from_position(position, rank, run.world_size)
@@ -115,9 +117,9 @@ def _rank_run(
     return read, reached, first_s
 
 
-def _merged(batch: int, positions: list[StreamPosition | None]) -> Stored:
+def _merged(batch: int, positions: list[StreamPosition | WholePosition | None]) -> Stored:
     """Return what is stored of all ranks; what two of them have read must be alike."""
-    document, documents = None, {}
+    document, documents = NO_POSITION, {}
     for position in positions:
         if position is not None:
             document = position.document()

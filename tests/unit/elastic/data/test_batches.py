@@ -109,5 +109,8 @@ def test_each_pass_has_an_order_of_its_own() -> None:
 
 
 def test_an_argument_that_the_job_gives_the_loader_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"loader_options=\{'shuffle': ...\}: job.batches sets it"):
-        read(shuffle=True)
+    # Out of order, loader processes' pieces of different batches would be joined.
+    for name, value in (("shuffle", True), ("in_order", False)):
+        message = rf"loader_options=\{{'{name}': ...\}}: job.batches sets it"
+        with pytest.raises(UsageError, match=message):
+            read(**{name: value})

@@ -1,14 +1,19 @@
 """Claims about plain iterables: every rank reads all of one, and resumes it, if it can, at once."""
 
 import logging
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
 from torch.utils.data import IterableDataset
 
+import keepstep
+from keepstep.elastic.data.data_pass import DataPass
 from keepstep.elastic.data.datasets import is_stream
-from keepstep.elastic.data.position import Position
+from keepstep.elastic.data.position import Position, StreamPosition, WholePosition
+from keepstep.elastic.data.sources import as_source
 from keepstep.elastic.errors import UsageError
 from ops.bench.data_runs import Run, data_pass, play
 
@@ -123,3 +128,109 @@ def test_streams_are_told_from_datasets_with_an_index() -> None:
     assert is_stream(Iterated())
     assert is_stream(iter([1]))
     assert not is_stream([1])
+
+
+def test_an_iterable_can_be_sent_to_loader_processes_that_are_not_forked() -> None:
+    assert ForkingPickler.dumps(as_source(PositionedNumbers()))
+
+
+def test_a_state_comes_back_in_the_types_that_the_iterable_uses() -> None:
+    class Counting(PositionedNumbers):
+        def state_dict(self) -> dict[str, Any]:
+            return {"next": self.next, "seen": Counter(a=self.next), "order": OrderedDict(b=1)}
+
+        def load_state_dict(self, state: Any) -> None:
+            super().load_state_dict(state)
+            assert (type(state["seen"]), type(state["order"])) == (Counter, OrderedDict)
+            loaded.append(state)
+
+    loaded: list[Any] = []
+    play(Counting, GLOBAL_BATCH, 3, [Run(1, 0, 2, 0)])
+    assert [state["next"] for state in loaded] == [2 * GLOBAL_BATCH]
+
+
+def test_a_state_is_asked_for_only_where_it_is_stored() -> None:
+    class Asked(PositionedNumbers):
+        asked = 0
+
+        def state_dict(self) -> dict[str, int]:
+            self.asked += 1
+            return super().state_dict()
+
+    dataset = Asked()
+    data = data_pass(dataset, GLOBAL_BATCH, 9)
+    batches = data.from_position(Position(), 0, 1)
+    for _ in range(4):
+        next(batches)
+    assert dataset.asked == 0
+    reached = data.stream_position(Position(4, 4))
+    assert data.stream_position(Position(4, 4)) == reached
+    assert dataset.asked == 1
+    next(batches)
+    assert next(iter(data.from_position(Position(4, 4, reached), 0, 1)))[0] == (0, 20)
+
+
+def test_no_position_is_given_while_a_batch_was_read_in_part() -> None:
+    class Damaged(PositionedNumbers):
+        def from_number(self, first: int) -> Iterator[tuple[int, int]]:
+            for sample in super().from_number(first):
+                if sample[1] == 2 * GLOBAL_BATCH + 1:
+                    raise OSError("the file ends")
+                yield sample
+
+    data = data_pass(Damaged(), GLOBAL_BATCH, 4)
+    batches = data.from_position(Position(), 0, 1)
+    next(batches), next(batches)
+    with pytest.raises(OSError, match="the file ends"):
+        next(batches)
+    assert data.stream_position(Position(2, 2)) is None
+
+
+def read_earlier(dataset: Any, batch: int, document: Any) -> list[Any]:
+    """Read on from what a version stored that read streams as a whole."""
+    stream = StreamPosition.restore(document, {}, 0, 1, batch)
+    assert stream is not None
+    # As it is stored again before a batch is read.
+    assert stream.documents() == {}
+    stream = StreamPosition.restore(stream.document(), {}, 0, 1, batch)
+    data = data_pass(dataset, GLOBAL_BATCH, 12)
+    return list(data.from_position(Position(batch, batch, stream), 0, 1))
+
+
+@pytest.mark.parametrize("is_later_epoch", [False, True])
+def test_a_state_of_an_earlier_version_is_gone_on_from(is_later_epoch: bool) -> None:
+    """That version left 3 of the 23 samples out at the end of the first epoch."""
+    batch, epoch, number = (6, 1, 10) if is_later_epoch else (2, 0, 10)
+    stored = {"read": batch, "epoch": epoch, "state": {"next": number}}
+    dataset = PositionedNumbers()
+    first, second, third, *_ = read_earlier(dataset, batch, stored)
+    assert first == [(epoch, number) for number in range(10, 15)]
+    assert second == [(epoch, number) for number in range(15, 20)]
+    assert third == [(epoch, 20), (epoch, 21), (epoch, 22), (epoch + 1, 0), (epoch + 1, 1)]
+    assert dataset.reads == (12 - batch) * GLOBAL_BATCH
+
+
+def test_a_position_of_an_earlier_version_without_a_state_is_read_up_to_where_that_is_exact() -> (
+    None
+):
+    assert read_earlier(Numbers(), 4, None)[0][0] == (0, 20)
+    # The same batches, whether what is left of an epoch is left out or not.
+    assert read_earlier(Numbers(20), 5, None)[0][0] == (1, 5)
+    stored = {"read": 5, "epoch": 1, "state": {"next": 5}}
+    for document in (None, stored):
+        with pytest.raises(UsageError, match=r"left out what did not fill.*start_from="):
+            read_earlier(Numbers(), 5, document)
+    for other in (keepstep.ShardedStream([1], lambda *_: []), keepstep.Mixture([Numbers()], [1])):
+        with pytest.raises(UsageError, match=r"read streams as a whole.*start_from="):
+            read_earlier(other, 4, stored)
+
+
+def test_what_an_earlier_version_stored_in_an_earlier_pass_is_none_of_the_next() -> None:
+    assert StreamPosition.restore(None, {}, 0, 1, 0) is None
+    assert StreamPosition.restore({}, {}, 0, 1, 3) is None
+    for document in (None, {"read": 3, "epoch": 0, "state": {"next": 15}}):
+        stored = WholePosition(batch=3, stored=document)
+        data: DataPass[Any] = DataPass(
+            1, 3, 11, PositionedNumbers(), GLOBAL_BATCH, steps=3, collate=list
+        )
+        assert next(data.from_position(Position(3, 3, stored), 0, 1))[0] == (0, 0)

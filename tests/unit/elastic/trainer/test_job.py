@@ -9,8 +9,9 @@ import functools
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import pytest
@@ -22,12 +23,16 @@ import keepstep
 from keepstep.checkpoint.errors import SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
+from keepstep.elastic.data.data_pass import DataPass
+from keepstep.elastic.data.position import Position, StreamPosition
 from keepstep.elastic.errors import ProcessUnusable, StepRejected, UsageError
 from keepstep.elastic.trainer import process_groups, snapshot_manager
 from keepstep.elastic.trainer.bad_steps import BadSteps
 from keepstep.elastic.trainer.job import Job
 from keepstep.elastic.trainer.mesh_rule import MeshRule
-from keepstep.elastic.trainer.process_groups import ProcessGroups
+from keepstep.elastic.trainer.process_groups import ProcessGroups, World
+from keepstep.elastic.trainer.snapshot_manager import Resumed, SnapshotManager
+from keepstep.elastic.trainer.training_state import TrainingState
 from keepstep.elastic.worker.messages import Assignment, Broken, Drained
 from keepstep.elastic.worker.session import Session
 
@@ -367,3 +372,60 @@ def test_loop_that_is_left_early_cannot_go_on_after_a_failure_at_its_end(
         with pytest.raises(Replaced, match="the last steps"):
             job._recover_to(job._position)
         assert job.world.generation == 2
+
+
+def read_shard(shard: int, offset: int) -> Iterator[tuple[torch.Tensor, int]]:
+    return ((SAMPLES[place], place + 1) for place in range(offset, len(SAMPLES)))
+
+
+def whole_position(stream: Any, batches: int) -> StreamPosition:
+    """Return what a snapshot of all ranks holds of a stream."""
+    data: DataPass[Any] = DataPass(0, 0, 0, stream, 4, steps=8)
+    reading = data.from_position(Position(), 0, 1)
+    for _ in range(batches):
+        next(reading)
+    reached = data.stream_position(Position(batches, batches))
+    assert reached is not None
+    return reached
+
+
+@pytest.mark.parametrize("in_good_order", [False, True])
+def test_state_of_a_smaller_world_holds_the_position_of_partitions_that_other_ranks_had(
+    running: Running, monkeypatch: pytest.MonkeyPatch, in_good_order: bool
+) -> None:
+    stream = keepstep.ShardedStream(range(4), read_shard)
+    enter, resume, capture = ProcessGroups.enter, SnapshotManager.resume, TrainingState.capture
+    expected = whole_position(stream, 3)
+    captured: list[tuple[int, StreamPosition | None]] = []
+
+    def enter_as_one_of_two(self: ProcessGroups, *arguments: Any) -> World:
+        world = enter(self, *arguments)
+        return replace(world, data_rank=0, data_size=2) if world.generation == 1 else world
+
+    def resume_whole(self: SnapshotManager, *arguments: Any) -> Resumed:
+        resumed = resume(self, *arguments)
+        is_first = running.job.world.generation == 1
+        return resumed if is_first else Resumed(Position(3, 3, expected), "memory")
+
+    def note(self: TrainingState, position: Position) -> Any:
+        captured.append((running.job.world.generation, position.stream))
+        return capture(self, position)
+
+    monkeypatch.setattr(ProcessGroups, "enter", enter_as_one_of_two)
+    monkeypatch.setattr(SnapshotManager, "resume", resume_whole)
+    monkeypatch.setattr(TrainingState, "capture", note)
+    with running.job as job:
+        for _ in job.batches(stream, 4, steps=4):
+            assert running.step().completed
+            if job.steps == 3 and in_good_order:
+                job._entered_snapshots.is_ending = True
+            elif job.steps == 3:
+                with job.guard():
+                    raise PEER_LOST
+                # As a snapshot that is taken again asks for it.
+                assert job._stream_position(Position(3, 3)) == expected
+    in_first = [position for generation, position in captured if generation == 1]
+    assert all(position and set(position.states) == {0, 1} for position in in_first)
+    in_second = [position for generation, position in captured if generation == 2]
+    assert in_second[0] == expected
+    assert in_second[-1] == whole_position(stream, 4)
