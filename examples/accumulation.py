@@ -2,7 +2,7 @@
 
 `keepstep run --nproc-per-node 2 examples/accumulation.py --steps 200`
 
-One batch of `job.batches` is one optimizer step; it is split inside. The scale of the GradScaler is
+One list of micro-batches of `job.batches` is one optimizer step. The scale of the GradScaler is
 part of the state, so a run that recovers scales as one that nothing disturbed.
 """
 
@@ -23,10 +23,10 @@ import keepstep
 @click.command()
 @click.option("--steps", default=100)
 @click.option("--global-batch", default=16)
-@click.option("--micro-batches", default=2)
+@click.option("--micro-batch", default=4, help="Samples at a time on a rank, at most.")
 @click.option("--width", default=64)
 @click.option("--clip", default=1.0, help="Greatest norm of the gradient.")
-def main(steps: int, global_batch: int, micro_batches: int, width: int, clip: float) -> None:
+def main(steps: int, global_batch: int, micro_batch: int, width: int, clip: float) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scaler = torch.amp.GradScaler(device, growth_interval=50)
 
@@ -44,16 +44,17 @@ def main(steps: int, global_batch: int, micro_batches: int, width: int, clip: fl
         )
 
     with keepstep.join(build) as job:
-        for batch in job.batches(Windows(standard_library(), 64), global_batch, steps=steps):
+        windows = Windows(standard_library(), 64)
+        # As few micro-batches as fit, the same number on all ranks, and none of them is empty.
+        for micro_batches in job.batches(
+            windows, global_batch, micro_batch=micro_batch, steps=steps
+        ):
             with job.step() as step:
                 loss = torch.zeros((), device=job.world.device)
-                # Ranks may have shares of different sizes, but run as many micro-batches.
-                chunks = zip(*(part.tensor_split(micro_batches) for part in batch), strict=True)
-                for number, chunk in enumerate(chunks, 1):
-                    job.model.set_requires_gradient_sync(number == micro_batches)
-                    weight = len(chunk[0]) / len(batch[0]) * step.loss_scale
+                for batch, loss_scale, is_last in micro_batches:
+                    job.model.set_requires_gradient_sync(is_last)
                     with torch.autocast(device, dtype=torch.float16):
-                        part = job.model(chunk) * weight
+                        part = job.model(batch) * loss_scale
                     scaler.scale(part).backward()
                     loss += part.detach()
                 scaler.unscale_(job.optimizer)

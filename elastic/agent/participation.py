@@ -619,7 +619,10 @@ class Participation:
         if newer is not None:
             await self._commit(newer)
         # Looked at whenever a worker has joined, too: it waits for the last step to be stored.
-        await self._worker_group.tell_stored(view.checkpoint.step if view.checkpoint else -1)
+        stored = view.checkpoint
+        await self._worker_group.tell_stored(
+            stored.step if stored else -1, stored.generation if stored else 0
+        )
 
     async def _commit(self, snapshot: SnapshotId) -> None:
         self._committed = snapshot

@@ -97,7 +97,7 @@ class Worker:
         self.finishing_step: int | None = None
         self.is_ending = False
         self.is_stopping = False
-        self.stored_step = -1
+        self.stored = (-1, 0)
         self.asks_replacement = False
         self.kill_reason = ""
         self.code: int | None = None
@@ -200,7 +200,7 @@ class Worker:
         self.has_drained = False
         self.finishing_step = None
         # The worker forgets it: what an older generation stored may have been found damaged.
-        self.stored_step = -1
+        self.stored = (-1, 0)
         message = Assign(assignment=assignment, serves_store=store_descriptor is not None)
         await self.send(message, store_descriptor)
 

@@ -272,16 +272,17 @@ class WorkerGroup:
             if worker.has_joined and worker.is_alive:
                 await worker.send(message)
 
-    async def tell_stored(self, step: int) -> None:
+    async def tell_stored(self, step: int, generation: int) -> None:
         """Tell every worker whose script has joined which step is in storage, unless it knows.
 
         Args:
             step: the step; -1 if none is.
+            generation: the one whose snapshot it is; 0 if it is no one's of this launch.
         """
         for worker in self.workers.values():
-            if worker.has_joined and worker.is_alive and worker.stored_step != step:
-                worker.stored_step = step
-                await worker.send(Stored(step=step))
+            if worker.has_joined and worker.is_alive and worker.stored != (step, generation):
+                worker.stored = (step, generation)
+                await worker.send(Stored(step=step, generation=generation))
 
     def restart(self, rank: int, reason: str) -> None:
         """Kill a rank's worker; what follows is what follows any crash.

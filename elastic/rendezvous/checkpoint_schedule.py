@@ -45,7 +45,7 @@ def begin_persist_if_due(
     """
     if view.snapshot is None or absent_holders(view, view.snapshot):
         return None
-    if not _is_storage_known(view):
+    if not _is_storage_known(view) or is_undone(view, view.snapshot) is not False:
         return None
     urls = {record.checkpoint_url for record in present if record.checkpoint_url}
     if len(urls) != 1:
@@ -97,8 +97,8 @@ def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
     """Record the checkpoint that the job has resumed from, if it is not the one that is recorded.
 
     An earlier launch has stored it: it need not be stored again, and numbers of generations in
-    storage go on from there. Or what this launch has stored since is damaged: that does not count
-    as stored any more.
+    storage go on from there. Or what this launch has stored since is damaged, or was undone because
+    a step was rejected: that does not count as stored any more.
     """
     if view.generation is None:
         return None
@@ -121,13 +121,29 @@ def record_loaded(view: View, wall_s: float) -> RecordLoaded | None:
 def _replaces_recorded(view: View, step: int) -> bool:
     """Whether a checkpoint of this step, that the generation has resumed from, is to be recorded.
 
-    What is recorded stands if the generation has not read storage, or has stored it itself.
+    What is recorded stands if the generation has stored it itself.
     """
     generation, recorded = view.generation, view.checkpoint
     if recorded is None or generation is None:
         return recorded is None
-    has_read = generation.resume is None and recorded.generation < generation.generation
-    return has_read and step < recorded.step
+    return recorded.generation < generation.generation and step < recorded.step
+
+
+def is_undone(view: View, commit: SnapshotCommit) -> bool | None:
+    """Whether the generation has gone on from an older state than a snapshot before it.
+
+    It does so after a rejected step. None: rank 0 has not said yet what the generation goes on
+    from, so that the snapshot must not be stored now.
+    """
+    generation = view.generation
+    if generation is None or commit.snapshot.generation >= generation.generation:
+        return False
+    of_generation = list(_of_generation(view))
+    if any(r.loaded is not None and r.loaded.step < commit.snapshot.step for r in of_generation):
+        return True
+    first = generation.members[0].node
+    knows = any(r.node == first and "restored" in r.times for r in of_generation)
+    return False if knows else None
 
 
 def _is_storage_known(view: View) -> bool:

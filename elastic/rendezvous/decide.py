@@ -121,6 +121,10 @@ def decide(
     generation = view.generation
     if generation is None:
         return _open_first_generation(policy, view, leader_state, now_s, wall_s)
+    loaded = checkpoint_schedule.record_loaded(view, wall_s)
+    if view.is_closing and loaded is not None:
+        # The next generation may go on from memory, and say nothing of it.
+        return Decision(leader_state, loaded)
     if view.is_closing:
         return _open_next_generation(policy, view, generation, leader_state, now_s, wall_s)
     present = present_members(view, generation)
@@ -128,7 +132,6 @@ def decide(
     record_recovery = _record_recovery(view, generation, present)
     if record_recovery is not None:
         return Decision(leader_state, record_recovery)
-    loaded = checkpoint_schedule.record_loaded(view, wall_s)
     if loaded is not None:
         return Decision(leader_state, loaded)
     current = _current(present, generation)

@@ -468,7 +468,6 @@ def _may_be_loaded(view: View, checkpoint: CheckpointRecord) -> bool:
     recorded, generation = view.checkpoint, view.generation
     return recorded is None or (
         generation is not None
-        and generation.resume is None
         and recorded.generation < generation.generation
         and checkpoint.step < recorded.step
     )

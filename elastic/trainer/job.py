@@ -40,6 +40,7 @@ from keepstep.elastic.errors import ProcessUnusable, ReplicasDiverged, UsageErro
 from keepstep.elastic.trainer.bad_steps import BadSteps, RejectedStep, StepJudge
 from keepstep.elastic.trainer.events import Callbacks, EventReporter, GenerationEntered
 from keepstep.elastic.trainer.guard import Guard
+from keepstep.elastic.trainer.initial_extra import InitialExtra
 from keepstep.elastic.trainer.mesh_rule import MeshRule
 from keepstep.elastic.trainer.process_groups import ProcessGroups, World
 from keepstep.elastic.trainer.replicas import OnDivergence, ReplicaCheck
@@ -109,6 +110,8 @@ class Job:
         self._replicas = ReplicaCheck(compare_replicas_every, on_divergence)
         self._judge = StepJudge(on_bad_step) if on_bad_step is not None else None
         self._rejected: RejectedStep | None = None
+        self._initial_extra = InitialExtra()
+        self._is_loop_left = False
         self._stop_request: StopRequest | None = None
         self._batch_generation: int | None = None
         self._snapshot_interval = SnapshotInterval(snapshot_every, 0.0)
@@ -252,6 +255,15 @@ class Job:
         )
         self._passes.append(data.end - data.begin)
         self._data = data
+        self._is_loop_left = False
+        try:
+            yield from self._batches_of(data)
+        finally:
+            # Also by `break`, or by an exception in the loop.
+            self._is_loop_left = True
+
+    def _batches_of(self, data: DataPass[Any]) -> Iterator[Any]:
+        """Yield this rank's share of each global batch of a pass, from the position on."""
         while self._position.batch < data.end:
             if self._position.batch < data.begin:
                 self._restart_script("the restored position is in an earlier pass over the data")
@@ -515,6 +527,8 @@ class Job:
         self._snapshot_interval = SnapshotInterval(self._snapshot_every, assignment.failures_per_s)
         state = self._build(self._world)
         self._release = state.release
+        self._initial_extra.note(state.extra)
+        own_extra = state.extra
         if self._judge is not None:
             for told in all_gather_json(self._judge.to_json()):
                 self._judge.learn(StepJudge.from_json(told))
@@ -539,8 +553,12 @@ class Job:
         self._position = resumed.position
         if self._data is not None:
             self._data.resume(self._position)
+        if resumed.begins:
+            self._initial_extra.restore(own_extra)
         if self._judge is not None:
             self._judge.resume(self.steps)
+        if resumed.loaded is not None:
+            self._session.roll_back(assignment.generation, self.steps)
         self._source = resumed.source
         self._first_step = self.steps
         self._session.progress(assignment.generation, self.steps)
@@ -581,7 +599,10 @@ class Job:
             return False
         before = self._position
         self._recover(error)
-        if self._position != before and self._data is not None and before.batch >= self._data.end:
+        is_over = self._data is not None and before.batch >= self._data.end
+        # After a `break`, a process that is new computes the next step, and not what is guarded.
+        was_left_early = self._is_loop_left and not is_over
+        if was_left_early or (is_over and self._position != before):
             self._restart_script("the last steps must be computed again")
         return True
 

@@ -21,13 +21,19 @@ import torch.distributed as dist
 from keepstep import monitor
 from keepstep.checkpoint.agreement import agreed_steps, load_newest_intact, on_all_ranks
 from keepstep.checkpoint.collective import all_gather_json, rank
-from keepstep.checkpoint.errors import CheckpointDamaged, SnapshotUnavailable, StateChanged
+from keepstep.checkpoint.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    SnapshotUnavailable,
+    StateChanged,
+)
 from keepstep.checkpoint.layout.names import MODEL_PREFIX
 from keepstep.checkpoint.live.copier import Snapshotter
 from keepstep.checkpoint.memory.client import SnapshotClient
 from keepstep.checkpoint.memory.memory_source import Holder, MemorySource
 from keepstep.checkpoint.shared_metadata import open_together
 from keepstep.checkpoint.shared_restore import RestoreTraffic, fill_together
+from keepstep.checkpoint.stored import housekeeping
 from keepstep.checkpoint.stored.object_names import StoredStep
 from keepstep.checkpoint.stored.reader import StoredCheckpoint
 from keepstep.checkpoint.stored.storage import open_storage
@@ -83,11 +89,13 @@ class Resumed:
             "start_from" with the format if another job's or tool's checkpoint was loaded. Beside
             "storage" stands how many bytes were read per byte of distinct tensors.
         loaded: what was found in storage, if it came from there alone.
+        begins: whether the job has nothing of its own to resume from.
     """
 
     position: Position
     source: str
     loaded: LoadedCheckpoint | None = None
+    begins: bool = False
 
 
 class SnapshotManager:
@@ -378,13 +386,21 @@ class SnapshotManager:
             return Resumed(position, source.describe())
 
     def _roll_back(self, newest_step: int, seed: int) -> Resumed | None:
-        """Restore the newest intact checkpoint of a step or one before; None if there is none."""
+        """Restore the newest intact checkpoint of a step or one before; None if there is none.
+
+        Checkpoints of later steps are removed: the job computes these steps again, and neither it
+        nor a later launch may take one of them for its newest state.
+        """
         url = self._checkpoint
-        steps = agreed_steps(url) if url is not None else ()
         try:
+            steps = agreed_steps(url) if url is not None else ()
             if url is not None and any(stored.step <= newest_step for stored in steps):
-                return self._restore_stored(url, steps, seed, newest_step)
-        except CheckpointDamaged as error:
+                resumed = self._restore_stored(url, steps, seed, newest_step)
+                undone = [stored for stored in steps if stored.step > resumed.position.step]
+                on_all_ranks(lambda: _remove(url, undone) if rank() == 0 else None)
+                return resumed
+        except CheckpointError as error:
+            # All ranks raise one for the same reason, also where storage cannot be reached.
             log.warning("%s", error)
         if rank() == 0:
             log.warning(
@@ -453,10 +469,17 @@ class SnapshotManager:
     def _begin(self, seed: int) -> Resumed:
         """Begin a job that has neither a snapshot nor a checkpoint of its own."""
         if self._start_from is None:
-            return Resumed(self.training.start_fresh(seed), "start")
+            return Resumed(self.training.start_fresh(seed), "start", begins=True)
         position, source = self.training.start_from(self._start_from, seed)
-        return Resumed(position, source)
+        return Resumed(position, source, begins=True)
 
     def _server(self, holder: Member | ShardRebuild) -> str:
         """Return the address of a holder's server; that of this node is reached locally."""
         return self._assignment.server if holder.node == self._assignment.node else holder.server
+
+
+def _remove(url: str, undone: Sequence[StoredStep]) -> None:
+    """Remove checkpoints of steps that are computed again, the newest first."""
+    for stored in undone:
+        housekeeping.remove(url, stored, now=time.time())
+        log.info("%s: removed %s, which the job has rolled back from", url, stored.directory)

@@ -266,9 +266,13 @@ class SnapshotCommitted(Message, frozen=True, kw_only=True):
 
 
 class Stored(Message, frozen=True, kw_only=True):
-    """The checkpoint of `step` is in storage."""
+    """The checkpoint of `step` is in storage; -1: none is.
+
+    `generation` is the one whose snapshot it is, 0 if an earlier launch has stored it.
+    """
 
     step: int
+    generation: int
 
 
 WorkerMessage: TypeAlias = (

@@ -63,7 +63,8 @@ class Session:
         self._aborting_generation = 0
         self._ordered_generation = 0
         self._committed_step = -1
-        self._stored_step = -1
+        self._stored = Stored(step=-1, generation=0)
+        self._rolled_back: tuple[int, int] | None = None
         self._store: TCPStore | None = None
         self._abort: Callable[[], None] | None = None
         self._awaits_order = False
@@ -116,7 +117,20 @@ class Session:
     @property
     def stored_step(self) -> int:
         """The newest step known to be in storage; -1: none."""
-        return self._stored_step
+        stored = self._stored
+        if self._rolled_back is not None:
+            generation, step = self._rolled_back
+            if stored.generation < generation and stored.step > step:
+                return -1
+        return stored.step
+
+    def roll_back(self, generation: int, step: int) -> None:
+        """Take no checkpoint of an older generation for stored whose step this one has undone.
+
+        The leader may not know yet that the job has gone back to `step`.
+        """
+        with self._changed:
+            self._rolled_back = generation, step
 
     def wait_for_commit(self, step: int, generation: int, *, also_closing: bool = False) -> bool:
         """Block until a snapshot of `step` or later is committed, or the generation closes.
@@ -141,8 +155,8 @@ class Session:
     def wait_for_stored(self, step: int, generation: int) -> bool:
         """Block until a checkpoint of `step` or later is in storage; False if it closes first."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stored_step >= step or self.is_closing(generation))
-            return self._stored_step >= step
+            self._changed.wait_for(lambda: self.stored_step >= step or self.is_closing(generation))
+            return self.stored_step >= step
 
     def wait_for_closing(self, generation: int) -> None:
         """Block until the agent has declared this generation over."""
@@ -208,7 +222,8 @@ class Session:
                     self._assignment = assignment
                     # Steps may be done again in this generation: what older ones committed shows
                     # nothing about them, and what they stored may have been found damaged.
-                    self._committed_step = self._stored_step = -1
+                    self._committed_step = -1
+                    self._stored, self._rolled_back = Stored(step=-1, generation=0), None
                     if serves_store:
                         self._serve_store(assignment, self._connection.take_descriptor())
                 case CloseGeneration(generation=generation, aborts=aborts):
@@ -221,8 +236,8 @@ class Session:
                     self._ordered_generation = max(self._ordered_generation, generation)
                 case SnapshotCommitted(step=step):
                     self._committed_step = max(self._committed_step, step)
-                case Stored(step=step):
-                    self._stored_step = step
+                case Stored():
+                    self._stored = message
             self._changed.notify_all()
         # Outside the lock, for an abort may take long.
         if self._abort is not None and self._lets_abort(message):

@@ -72,6 +72,8 @@ def spread_and_shard(model: Transformer, mesh: DeviceMesh) -> None:
     for layer in model.layers.values():
         layer.mlp.__class__ = SpreadExperts
         layer.mlp.spread(mesh["ep"])
+        # Not with the experts: ranks of `ep` route samples of their own, with the same router.
+        fully_shard(layer.mlp.router, mesh=ranks)
         fully_shard(layer.mlp, mesh=mesh["dp_shard"])
         # An expert's gradient sums over the tokens of all ranks, as many as share a batch.
         layer.mlp.set_gradient_divide_factor(float(ranks.size()))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from keepstep.checkpoint.stored.steps import list_steps
 from tests.patient_cluster import PatientCluster
 
 SCRIPT = Path(__file__).with_name("rejected.py")
@@ -67,6 +68,10 @@ def test_a_job_that_rejects_steps_is_bit_equal_to_one_that_skips_their_batches(
     assert sorted(lines(tmp_path, "told.jsonl")) == [
         [rank, *rejected] for rank in (0, 1) for rejected in told
     ]
+    # What was undone is gone: of each stored step there is one, up to the last.
+    stored = [found.step for found in list_steps(str(tmp_path / "stored"))]
+    assert stored[0] == BATCHES - len(SKIPPED)
+    assert len(stored) == len(set(stored))
     for rank in (0, 1):
         expected = last_of_each_step(tmp_path / "skips", rank)
         assert expected.keys() == set(range(1, BATCHES - len(SKIPPED) + 1))

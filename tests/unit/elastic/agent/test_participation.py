@@ -228,13 +228,13 @@ def test_workers_of_a_new_generation_are_told_what_is_stored(
             monkeypatch.setattr(Participation, "_snapshots", property(lambda _: Server()))
             await node.until(lambda: node.group.workers[0].has_joined)
             await part._follow_commits()
-            assert node.group.workers[0].stored_step == 30
+            assert node.group.workers[0].stored == (30, 1)
             member = Member("a", "127.0.0.1", 1, 0, "127.0.0.1:1", "unix:/none")
             port = part._store_socket.port
             await part._enter(Generation(2, (member,), "127.0.0.1", port, "worker lost"))
-            assert node.group.workers[0].stored_step == -1
+            assert node.group.workers[0].stored == (-1, 0)
             await node.until(lambda: node.group.workers[0].has_joined)
             await part._follow_commits()
-            assert node.group.workers[0].stored_step == 30
+            assert node.group.workers[0].stored == (30, 1)
 
     play(scenario())

@@ -311,10 +311,10 @@ def test_worker_that_joins_when_the_last_step_is_stored_is_told_so(tmp_path: Pat
 
     async def scenario() -> None:
         async with running(Command(CommandKind.SCRIPT, str(script), ()), 1) as group:
-            await group.tell_stored(30)
+            await group.tell_stored(30, 1)
             gate.touch()
             await group.until(lambda: group.workers[0].has_joined)
-            await group.tell_stored(30)
+            await group.tell_stored(30, 1)
             await group.until(lambda: group.workers[0].finishing_step == 30)
 
     play(scenario())

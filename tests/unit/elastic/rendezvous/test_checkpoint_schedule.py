@@ -1,7 +1,7 @@
 """Claims about attempts to store a snapshot, and about when a node is informed of a commit."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -125,10 +125,46 @@ def test_checkpoint_that_stands_is_not_recorded_again() -> None:
     for stands in (recorded(201, 2), recorded(240, 3)):
         # The one that was loaded, or one that this generation has stored since.
         assert record_loaded(resumed_from_storage(201, stands), 9.0) is None
-    from_memory = resumed_from_storage(201, recorded(240, 2))
-    assert from_memory.generation is not None
-    generation = replace(from_memory.generation, resume=NEWER)
-    assert record_loaded(replace(from_memory, generation=generation), 9.0) is None
+
+
+def rolled_back(loaded: bool = True, **record: Any) -> View:
+    """A view of generation 3: it had step 240 in memory, and has rolled back to step 201."""
+    view = resumed_from_storage(201, recorded(240, 2))
+    assert view.generation is not None
+    undone = SnapshotCommit(SnapshotId(2, 241), (HOLDER,), 0)
+    described = replace(
+        view.nodes["a"].record,
+        checkpoint_every=1, step=241, sealed=(SnapshotId(2, 241),), leaving=True,
+        loaded=LoadedCheckpoint(201, 2) if loaded else None,
+        **record,
+    )  # fmt: skip
+    return replace(
+        view,
+        generation=replace(view.generation, resume=undone),
+        nodes={"a": JoinedNode(described, 3)},
+        snapshot=undone,
+    )
+
+
+def test_checkpoint_that_was_undone_does_not_count_as_stored() -> None:
+    before = rolled_back()
+    action = record_loaded(before, 9.0)
+    assert action is not None
+    assert (action.checkpoint.step, action.checkpoint.base) == (201, 2)
+    after = replace(before, revision=51, checkpoint=action.checkpoint, revisions={"checkpoint": 51})
+    check_transition(before, after)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "times", "stores"),
+    [(True, {"restored": 1.0}, False), (False, {}, False), (False, {"restored": 1.0}, True)],
+)
+def test_snapshot_of_an_older_generation_is_stored_once_it_is_known_not_to_be_undone(
+    loaded: bool, times: dict[str, float], stores: bool
+) -> None:
+    view = rolled_back(loaded, times=times)
+    begun = begin_persist_if_due(view, [view.nodes["a"].record], 9.0)
+    assert isinstance(begun, Persist) == stores
 
 
 def test_recorded_checkpoint_goes_back_to_one_that_was_loaded_only() -> None:

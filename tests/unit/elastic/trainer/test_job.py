@@ -6,6 +6,7 @@ Its process groups are real; its agent and its snapshot server only answer as th
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import keepstep
-from keepstep.checkpoint.errors import SnapshotUnavailable
+from keepstep.checkpoint.errors import CheckpointError, RankFailed, SnapshotUnavailable
 from keepstep.checkpoint.memory.arena import Arena
 from keepstep.checkpoint.memory.snapshot_table import SnapshotId
 from keepstep.elastic.data.data_pass import DataPass
@@ -83,6 +84,9 @@ class Agent:
 
     committed_step = -1
     stored_step = -1
+
+    def roll_back(self, generation: int, step: int) -> None:
+        return
 
     def is_committed(self, step: int) -> bool:
         return True
@@ -301,6 +305,70 @@ def test_guard_after_the_loop_starts_the_script_anew_if_steps_must_be_computed_a
             assert running.step().completed
         with pytest.raises(Replaced, match="the last steps"), job.guard():
             raise PEER_LOST
+
+
+def test_guard_after_a_loop_that_was_left_early_starts_the_script_anew(running: Running) -> None:
+    """The steps since the restored state would be lost, and what is guarded be of an older one."""
+    with running.job as job:
+        for _ in batches(job):
+            assert running.step().completed
+            if job.steps == 2:
+                break
+        with pytest.raises(Replaced, match="the last steps"), job.guard():
+            raise PEER_LOST
+
+
+class Counter:
+    def __init__(self, count: float) -> None:
+        self.state: dict[str, float | torch.Tensor] = {"count": count}
+
+    def state_dict(self) -> dict[str, float | torch.Tensor]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, float | torch.Tensor]) -> None:
+        self.state = state
+
+
+def test_job_that_begins_once_more_has_its_extra_objects_as_they_were(running: Running) -> None:
+    """A process that is new has them so; else ranks would go on with different ones."""
+    kept, best = Counter(1.0), Counter(math.inf)
+    sums = Counter(0.0)
+    sums.state = {"sum": torch.ones(2)}
+    made = []
+
+    def build_with_extra(world: keepstep.World) -> keepstep.State:
+        made.append(Counter(0.0))
+        extra = {"kept": kept, "best": best, "sums": sums, "made": made[-1]}
+        return replace(build(world), extra=extra)
+
+    running.job._build = build_with_extra
+    with running.job as job:
+        with job.guard():
+            kept.state["count"], best.state["count"], made[0].state["count"] = 5.0, 0.5, 7.0
+            cast(torch.Tensor, sums.state["sum"]).add_(1.0)
+            raise PEER_LOST
+        assert job.world.generation == 2
+        assert (kept.state, best.state) == ({"count": 1.0}, {"count": math.inf})
+        assert torch.equal(cast(torch.Tensor, sums.state["sum"]), torch.ones(2))
+        assert made[1].state == {"count": 0.0}
+
+
+@pytest.mark.parametrize("failure", [RankFailed, CheckpointError])
+def test_roll_back_that_cannot_reach_storage_goes_on_from_memory(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    failure: type[CheckpointError],
+) -> None:
+    def fail(_: str) -> NoReturn:
+        raise failure("the storage is away")
+
+    monkeypatch.setattr(snapshot_manager, "agreed_steps", fail)
+    with running.job as job:
+        snapshots = job._entered_snapshots
+        snapshots._checkpoint = "/away"
+        assert snapshots._roll_back(3, seed=0) is None
+    assert caplog.messages[0] == "the storage is away"
 
 
 def test_rejected_step_is_undone_and_its_batch_is_skipped(running: Running) -> None:

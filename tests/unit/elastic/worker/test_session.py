@@ -194,7 +194,7 @@ WAITS = {
             True,
         ),
         ("commit while closing", [CloseGeneration(generation=2, aborts=True)], False),
-        ("stored", [SnapshotCommitted(step=9), Stored(step=5)], True),
+        ("stored", [SnapshotCommitted(step=9), Stored(step=5, generation=1)], True),
         ("stored", [CloseGeneration(generation=3, aborts=False)], False),
     ],
 )
@@ -219,12 +219,29 @@ session.report(Drained(generation=int(session.wait_for_stored(9, 2))))
 """
     with worker(script) as running:
         running.connection.send(Assign(assignment=assignment(1), serves_store=False))
-        running.connection.send(Stored(step=9))
+        running.connection.send(Stored(step=9, generation=1))
         assert running.connection.receive() == Drained(generation=1)
         running.connection.send(Assign(assignment=assignment(2), serves_store=False))
         assert running.connection.receive() == Drained(generation=-1)
-        running.connection.send(Stored(step=9))
+        running.connection.send(Stored(step=9, generation=1))
         assert running.connection.receive() == Drained(generation=1)
+
+
+def test_checkpoint_that_was_undone_does_not_count_as_stored() -> None:
+    """The leader may not know yet that the job has rolled back."""
+    script = """
+session.wait_for_assignment(0)
+session.roll_back(2, 90)
+session.report(Drained(generation=int(session.wait_for_stored(94, 2))))
+session.report(Drained(generation=session.stored_step))
+"""
+    with worker(script) as running:
+        running.connection.send(Assign(assignment=assignment(2), serves_store=False))
+        running.connection.send(Stored(step=100, generation=1))
+        running.connection.send(Stored(step=90, generation=0))
+        running.connection.send(Stored(step=95, generation=2))
+        assert running.connection.receive() == Drained(generation=1)
+        assert running.connection.receive() == Drained(generation=95)
 
 
 def test_new_assignment_forgets_what_an_older_generation_committed() -> None:
