@@ -665,6 +665,7 @@ class Job:
             self._copies_synchronously = self._snapshot_manager.copies_synchronously
             self._snapshot_manager.close()
         self._snapshot_manager = None
+        self._replicas.leave()
         if "torch._dynamo" in sys.modules:
             # What was compiled belongs to models and process groups that are gone, and finds the
             # new groups by the names of the old ones.

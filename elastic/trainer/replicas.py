@@ -74,6 +74,11 @@ def find_divergences(layouts: Sequence[str], contents: Sequence[str]) -> tuple[D
     return tuple(divergences)
 
 
+def _nothing() -> Sequence[LiveTensor]:
+    """Stand for the tensors of a generation that has not begun, or is over."""
+    return ()
+
+
 class ReplicaCheck:
     """Compares the replicas of a job, generation by generation; every rank at the same steps.
 
@@ -86,7 +91,7 @@ class ReplicaCheck:
         self._every = every
         self._on_divergence = on_divergence
         self._world: World
-        self._tensors: Callable[[], Sequence[LiveTensor]]
+        self._tensors: Callable[[], Sequence[LiveTensor]] = _nothing
         self._layouts: tuple[str, ...] = ()
         self._contradiction: Contradiction | None = None
         self._contradictions: tuple[Contradiction | None, ...] = ()
@@ -111,6 +116,10 @@ class ReplicaCheck:
         self._tensors = tensors
         self._layouts = self._contradictions = ()
         self._repeated_step = self._compared_step = 0
+
+    def leave(self) -> None:
+        """End a generation: drop what holds its state and its process groups."""
+        self._tensors = _nothing
 
     def run_if_due(self, step: int, *, precedes_snapshot: bool) -> ReplicaComparison | None:
         """Compare the replicas after a step, and act; None if nothing was compared.

@@ -693,7 +693,7 @@ FAILED_SEEDS = {
 NOTICING_SEEDS = {
     "leader_does_not_depend_on_having_the_lead": 58,
     "leader_does_not_depend_on_the_generation": 52,
-    "carries_state_into_another_job": 242,
+    "carries_state_into_another_job": 4403,
     "aborts_before_all_are_fenced": 272,
     "goes_back_to_what_the_coordinator_knows": 270,
     "seals_behind_the_fence": 4465,
