@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +14,8 @@ from hypothesis import strategies as st
 from keepstep.checkpoint.layout.boxes import Box
 from keepstep.checkpoint.live.digest import checksums, content_digest, layout_digest
 from keepstep.checkpoint.live.tensors import LiveTensor, describe
-from keepstep.elastic.trainer.replicas import Divergence, find_divergences
+from keepstep.elastic.trainer.process_groups import World
+from keepstep.elastic.trainer.replicas import Divergence, ReplicaCheck, find_divergences
 from keepstep.elastic.trainer.replicas import describe as describe_divergence
 
 
@@ -69,3 +74,20 @@ def test_a_transposed_tensor_is_compared_by_its_elements() -> None:
     values = torch.arange(6.0).view(2, 3)
     transposed = values.t().contiguous().t()
     assert checksums([describe("model/w", values)]) == checksums([describe("model/w", transposed)])
+
+
+def test_check_holds_nothing_of_a_generation_that_it_has_left() -> None:
+    """What it held were the model, and DDP's process groups."""
+
+    class Generation:
+        def tensors(self) -> Sequence[LiveTensor]:
+            return ()
+
+    generation = Generation()
+    check = ReplicaCheck(1, "report")
+    check.enter(cast(World, None), generation.tensors)
+    held = weakref.ref(generation)
+    del generation
+    assert held() is not None
+    check.leave()
+    assert held() is None
