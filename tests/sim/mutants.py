@@ -516,10 +516,6 @@ def aborts_before_all_are_fenced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(invariants, "_check_fenced", lambda view: None)
 
 
-def seals_behind_the_fence(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(snapshot_table, "fence", lambda table, generation: table)
-
-
 # Announcements
 
 
@@ -659,7 +655,6 @@ MUTANTS: dict[str, Patch] = {
             frees_what_is_being_stored,
             seals_in_a_generation_that_is_over,
             aborts_before_all_are_fenced,
-            seals_behind_the_fence,
             announces_without_one_member,
             announces_what_is_only_sealed,
             frees_what_it_is_asked_to_store,
@@ -696,7 +691,6 @@ NOTICING_SEEDS = {
     "carries_state_into_another_job": 4403,
     "aborts_before_all_are_fenced": 272,
     "goes_back_to_what_the_coordinator_knows": 270,
-    "seals_behind_the_fence": 4465,
 }
 """Seeds that notice mutants which few seeds notice. Others are tried if these no longer do."""
 
