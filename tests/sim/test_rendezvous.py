@@ -2,8 +2,8 @@
 
 `KEEPSTEP_SEEDS` sets how many seeds run (1,200 unless set); more are run with
 `KEEPSTEP_SEEDS=20000 python -m pytest tests/sim/test_rendezvous.py -k schedule -n 2`.
-`tests.sim.simulation` describes the simulator. A seed that fails goes into `FAILED_SEEDS`, with a
-mutant that undoes its fix.
+`tests.sim.simulation` describes the simulator. A fix of a seed that fails comes with a mutant that
+undoes it (`tests.sim.mutants`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 
 import pytest
 
-from tests.sim.mutants import FAILED_SEEDS, MUTANTS, catch, run_seed, seeds_for
+from tests.sim.mutants import MUTANTS, catch, run_seed, seeds_for
 from tests.sim.simulation import Simulation
 
 SEEDS = int(os.environ.get("KEEPSTEP_SEEDS", "1200"))
@@ -46,17 +46,10 @@ def test_job_that_is_paused_resumed_and_scaled_meanwhile_keeps_them_too() -> Non
     assert reached["scaled"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in MUTANTS if name not in FAILED_SEEDS])
+@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.timeout(600)
 def test_a_mutant_is_noticed(name: str) -> None:
     assert catch(MUTANTS[name], seeds_for(name)) is not None
-
-
-@pytest.mark.parametrize("name", FAILED_SEEDS)
-def test_a_seed_that_failed_passes_now_and_fails_without_its_fix(name: str) -> None:
-    seed, _ = FAILED_SEEDS[name]
-    caught = catch(MUTANTS[name], [seed])
-    assert caught is not None
-    assert caught.seed == seed
 
 
 def test_equal_seeds_give_equal_histories() -> None:

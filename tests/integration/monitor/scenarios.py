@@ -160,8 +160,10 @@ def hang() -> None:
     """Rank 1 stops taking part; the tests handle the others."""
     monitor.attach()
     dist.init_process_group("gloo")
+    # Kept: a thread of gloo's that drops a tensor last of all waits for the GIL, with gloo's lock.
+    tensor = torch.ones(4)
     for _ in range(5):
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(tensor)
     pending = None
     if dist.get_rank() == 0:
         pending = dist.irecv(torch.empty(4), 1)
@@ -169,7 +171,7 @@ def hang() -> None:
     if dist.get_rank() == 1:
         ctypes.PyDLL(None).sleep(600)
     try:
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(tensor)
     except RuntimeError:
         announce("failed")
     wait()
@@ -181,15 +183,16 @@ def overtaken() -> None:
     """Rank 0 holds the GIL in C while its all-reduce continues in the backend's threads."""
     monitor.attach()
     dist.init_process_group("gloo")
-    dist.all_reduce(torch.ones(4))
+    first, second = torch.ones(4), torch.ones(4)  # Kept, as in `hang`.
+    dist.all_reduce(first)
     if dist.get_rank() == 0:
-        handle = dist.all_reduce(torch.ones(4), async_op=True)
+        handle = dist.all_reduce(second, async_op=True)
         announce("called")
         ctypes.PyDLL(None).sleep(600)
         assert handle is not None
     else:
         wait()
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(second)
         wait()
     os._exit(0)
 

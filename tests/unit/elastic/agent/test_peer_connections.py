@@ -359,7 +359,9 @@ def test_agent_that_reads_nothing_misses_reports_and_delays_nobody() -> None:
     play(scenario())
 
 
-def test_killed_agent_is_declared_dead_even_by_one_without_the_secret() -> None:
+def test_killed_agent_is_declared_dead_even_by_one_without_the_secret(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario() -> None:
         async with (
             watching() as (connections, declared),
@@ -375,6 +377,7 @@ def test_killed_agent_is_declared_dead_even_by_one_without_the_secret() -> None:
                 connections.watch([agent])
                 connections.report(report_of(5))
                 assert await process.stdout.readline() == b"5\n"
+                await until(lambda: "not connected to the agent of node a" in caplog.text)
                 assert declared.empty()
                 assert other_declared.empty()
             finally:
