@@ -60,7 +60,9 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def told(rejected: keepstep.RejectedStep) -> None:
-    write("told.jsonl", [job.world.rank, rejected.step, rejected.rank, list(rejected.batches)])
+    # A process that replaces one is told while it joins: there is no `job` yet.
+    rank = int(os.environ["RANK"])
+    write("told.jsonl", [rank, rejected.step, rejected.rank, list(rejected.batches)])
 
 
 with keepstep.join(
