@@ -165,6 +165,11 @@ def begin(
     return _checked(table, after, discarded=uncommitted), held
 
 
+def has_buffer(table: SnapshotTable, nbytes: int) -> bool:
+    """Whether a shard of this size is given a free buffer, so that no memory is needed for it."""
+    return bool(_fitting(table, nbytes))
+
+
 def adopt(
     table: SnapshotTable, snapshot: SnapshotId, rank: int, nbytes: int, available_nbytes: int
 ) -> tuple[SnapshotTable, ShardBuffer]:
@@ -380,9 +385,7 @@ def _assign_buffer(
 def _choose_buffer(
     table: SnapshotTable, key: ShardKey, nbytes: int, available_nbytes: int, *, adopted: bool
 ) -> tuple[SnapshotTable, ShardBuffer]:
-    fitting = [
-        (c, b) for b, c in table.free.items() if nbytes <= c <= 2 * nbytes + _MAX_UNUSED_NBYTES
-    ]
+    fitting = _fitting(table, nbytes)
     if fitting:
         capacity, buffer = min(fitting)
         free = {b: c for b, c in table.free.items() if b != buffer}
@@ -399,6 +402,15 @@ def _choose_buffer(
     held = ShardBuffer(table.next_buffer, nbytes, adopted=adopted)
     shards = {**table.shards, key: held}
     return replace(table, free=free, shards=shards, next_buffer=table.next_buffer + 1), held
+
+
+def _fitting(table: SnapshotTable, nbytes: int) -> list[tuple[int, int]]:
+    """Return the capacities and numbers of the free buffers that are given to a shard."""
+    return [
+        (capacity, buffer)
+        for buffer, capacity in table.free.items()
+        if nbytes <= capacity <= 2 * nbytes + _MAX_UNUSED_NBYTES
+    ]
 
 
 def _retain_only(

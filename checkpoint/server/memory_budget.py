@@ -94,11 +94,13 @@ class MemoryBudget:
         self._lock = threading.RLock()
 
     @contextmanager
-    def admission(self) -> Iterator[int]:
-        """Yield the bytes that can be given; nobody else is given any while the context lasts."""
+    def admission(self) -> Iterator[Callable[[], int]]:
+        """Yield what returns the bytes that can be given, which takes a millisecond.
+
+        Nobody else is given any while the context lasts.
+        """
         with self._lock:
-            given = sum(arena.unwritten_nbytes for arena in self._arenas)
-            yield self._read_available_nbytes() - given
+            yield self._left_nbytes
 
     def create(self, nbytes: int) -> Arena:
         """Create a buffer, which counts as taken from now on."""
@@ -106,3 +108,7 @@ class MemoryBudget:
             arena = Arena.create(nbytes)
             self._arenas.add(arena)
             return arena
+
+    def _left_nbytes(self) -> int:
+        given = sum(arena.unwritten_nbytes for arena in self._arenas)
+        return self._read_available_nbytes() - given

@@ -119,7 +119,8 @@ class ParityMemory:
                 self._free.remove(arena)
                 return arena
         capacity = round_up(max(nbytes, 1), _GRANULARITY_NBYTES)
-        with self._budget.admission() as available_nbytes:
+        with self._budget.admission() as left_nbytes:
+            available_nbytes = left_nbytes()
             if capacity + _MEMORY_RESERVE_NBYTES > available_nbytes:
                 raise CheckpointError(
                     f"parity needs {capacity / 2**20:.0f} MiB and the node has "

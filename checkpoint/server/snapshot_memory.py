@@ -134,13 +134,14 @@ class SnapshotMemory:
         Raises:
             SnapshotUnavailable: see `snapshot_table.begin`.
         """
-        with self._changed, self._budget.admission() as available_nbytes:
+        with self._changed, self._budget.admission() as left_nbytes:
+            has_buffer = snapshot_table.has_buffer(self._table, nbytes)
             self._table, shard = snapshot_table.begin(
                 self._table,
                 snapshot,
                 rank,
                 nbytes,
-                available_nbytes,
+                0 if has_buffer else left_nbytes(),
                 discard_uncommitted=discard_uncommitted,
             )
             arena = self._arena_of_buffer(shard.buffer, shard.capacity)
@@ -277,9 +278,9 @@ class SnapshotMemory:
 
     def adopt(self, snapshot: SnapshotId, rank: int, nbytes: int) -> Arena:
         """Return memory for a lost node's shard, or raise SnapshotUnavailable if it is short."""
-        with self._changed, self._budget.admission() as available_nbytes:
+        with self._changed, self._budget.admission() as left_nbytes:
             self._table, shard = snapshot_table.adopt(
-                self._table, snapshot, rank, nbytes, available_nbytes
+                self._table, snapshot, rank, nbytes, left_nbytes()
             )
             return self._arena_of_buffer(shard.buffer, shard.capacity)
 

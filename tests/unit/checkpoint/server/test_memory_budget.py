@@ -37,13 +37,13 @@ def test_what_is_written_is_counted_by_the_system_alone() -> None:
     budget = MemoryBudget(lambda: FREE_NBYTES)
     arena = budget.create(8 * MIB)
     with budget.admission() as left:
-        assert left == FREE_NBYTES - 8 * MIB
+        assert left() == FREE_NBYTES - 8 * MIB
     arena.bytes[: 3 * MIB] = 1
     with budget.admission() as left:
-        assert left == FREE_NBYTES - 5 * MIB
+        assert left() == FREE_NBYTES - 5 * MIB
     arena.close()
     with budget.admission() as left:
-        assert left == FREE_NBYTES
+        assert left() == FREE_NBYTES
 
 
 def write(directory: Path, files: Mapping[str, object]) -> None:
