@@ -498,8 +498,10 @@ class Node:
             self.leaving_since_s = now_s
         if self.leaving_since_s is not None:
             self._update(leaving=True)
-            is_overdue = now_s >= self.leaving_since_s + GRACE_S
-            if is_overdue or decide.may_leave(view, self.name):
+            if decide.may_leave(view, self.name):
+                return True
+            if now_s >= self.leaving_since_s + GRACE_S:
+                self.simulation.left_overdue.add(self.name)
                 return True
         if self.has_lost_server:
             self.drained_generation = self.worker_generation
